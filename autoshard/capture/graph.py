@@ -1,0 +1,157 @@
+"""ModelGraph: what one run of a model did, op by op, without its weights.
+
+The unit of time is the op index. Op `i` runs at time `i`; something that died with `died == i + 1` was last alive while op
+`i` ran. A call with `begin == 7, end == 10` ran ops 7, 8 and 9 (its own and those of the calls inside it).
+
+    storage 4   |        born 3 ████████████ died 9          bytes on a device
+    value 11    |        born 3 ███░░░░░░░░░ died 6          the tensor object made by op 3
+    value 12    |           born 4  ████████ died 9          a view of it, made by op 4
+
+Only data here: tuples of frozen rows that point at each other by index, plus the FX graph for replay.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.fx
+
+StorageKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+HOST = -1
+"""`Op.device_source` of a factory called without a device: its result is an ordinary CPU tensor wherever the module is."""
+UNKNOWN = -2
+"""`Op.device_source` of a factory whose device argument did not come from a tensor, and of every op that has tensor inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One allocation. `name` is the first name of the parameter or buffer it holds, else None."""
+
+    index: int
+    nbytes: int
+    kind: StorageKind
+    born: int
+    died: int
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor object: made by `op` (-1: parameter, buffer, input or constant), seen by Python until `died`.
+
+    `nbytes` is numel * itemsize, what a copy of it takes; the storage may be larger (it is a view) or smaller (expanded).
+    """
+
+    index: int
+    storage: int
+    op: int
+    died: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates` is the inputs it writes."""
+
+    index: int
+    target: Any
+    call: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    backward: bool = False
+    device_source: int = UNKNOWN
+    flops: int = 0
+    node: torch.fx.Node | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module. Call 0 is the root; `inputs`/`outputs` are the values found by `nested.tensors_in`."""
+
+    index: int
+    path: str
+    parent: int
+    begin: int
+    end: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A tensor kept by autograd for backward: saved by `op`, let go at time `released` (len(ops) if never)."""
+
+    value: int
+    op: int
+    released: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A parameter or buffer under one of its names. Names that share storage share `value`'s storage: they are tied."""
+
+    name: str
+    module: str
+    kind: Literal["parameter", "buffer"]
+    value: int
+    storage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    trainable: bool
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleInfo:
+    """A module of the tree in registration order (the root has path ""). A module shared by several parents has `aliases`."""
+
+    path: str
+    class_name: str
+    tensors: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGraph:
+    """One captured run: forward, or forward and backward. See the module docstring for the unit of time.
+
+    Attributes:
+        level: how it was captured; "fake" (floats had no values), "real" (ran with values) or "invented" (branches taken on
+            made-up values: good for planning, never executed).
+        notes: what stopped the levels above, with file:line, and every assumption made.
+        outputs: values in the root's return; `state` those reachable only through opaque objects in it (a cache).
+        backward_begin: index of the first backward op; len(ops) if forward only.
+        phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
+    """
+
+    fx_graph: torch.fx.Graph
+    modules: tuple[ModuleInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    calls: tuple[Call, ...]
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    saves: tuple[Save, ...]
+    outputs: tuple[int, ...]
+    state: tuple[int, ...]
+    inputs: tuple[int, ...]
+    level: Literal["fake", "real", "invented"]
+    notes: tuple[str, ...]
+    phases: tuple[tuple[str, int, int], ...]
+    backward_begin: int
+    fingerprint: str
+    training: bool = False
+
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of two or more parameter or buffer names that share one storage, in first-name order."""
+        groups: dict[int, list[str]] = {}
+        for tensor in self.tensors:
+            if tensor.nbytes:
+                groups.setdefault(tensor.storage, []).append(tensor.name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)

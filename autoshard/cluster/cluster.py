@@ -1,0 +1,89 @@
+"""Devices and the links between them, as plain data that can be written on a machine that has none of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of a plan.
+
+    Attributes:
+        name: what torch calls it, e.g. "cuda:0", "cpu", "cpu:1" (simulated), or "disk".
+        kind: row of the hardware table, e.g. "H100-SXM"; "generic" if only the memory is known.
+        memory_bytes: what autoshard may use of it (free, not total, when detected).
+        flops_per_second: by dtype name; "default" is used for a dtype not listed.
+        bytes_per_second: of its own memory.
+        launch_seconds: least time of one op.
+        overhead_bytes: taken before the first tensor: context, workspaces. 0 on CPU and simulated devices.
+        block_bytes: the allocator's rounding, 512 on CUDA, 1 where allocations are exact.
+        host: machine it is in.
+        measured: figures come from a calibration, not from the table.
+    """
+
+    name: str
+    kind: str = "generic"
+    memory_bytes: int
+    flops_per_second: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_second: float = 1e12
+    launch_seconds: float = 5e-6
+    overhead_bytes: int = 0
+    block_bytes: int = 1
+    host: str = "host0"
+    measured: bool = False
+
+    def flops(self, dtype: str) -> float:
+        """Achievable FLOP/s for one dtype name such as "bfloat16"."""
+        return self.flops_per_second.get(dtype) or self.flops_per_second.get("default") or 1e13
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes left for tensors."""
+        return self.memory_bytes - self.overhead_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two devices. A copy of n bytes takes latency_seconds + n / bytes_per_second."""
+
+    source: str
+    destination: str
+    bytes_per_second: float
+    latency_seconds: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices in the order the user gave them, and every ordered pair's link. `spec` is the text it was made from."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    spec: str = ""
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, str], Link]:
+        return {(link.source, link.destination): link for link in self.links}
+
+    @cached_property
+    def _devices(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self.devices)
+
+    def device(self, name: str) -> Device:
+        return self._devices[name]
+
+    def link(self, source: str, destination: str) -> Link:
+        return self._links[source, destination]
+
+    def with_memory(self, limits: Mapping[str, int]) -> "Cluster":
+        """The same cluster with some devices' `memory_bytes` replaced, and nothing else."""
+        devices = tuple(replace(d, memory_bytes=limits.get(d.name, d.memory_bytes)) for d in self.devices)
+        return replace(self, devices=devices)

@@ -1,0 +1,25 @@
+"""What autoshard raises. Every message says what was wrong, where, and one thing that would work."""
+
+
+class AutoshardError(Exception):
+    """Base of all errors meant for the user: one paragraph, no traceback needed."""
+
+
+class CaptureError(AutoshardError):
+    """The model could not be run or recorded with the inputs given."""
+
+
+class SpecError(AutoshardError, ValueError):
+    """A device spec, a size, a strategy name or another argument does not make sense."""
+
+
+class PlanError(AutoshardError):
+    """The request can't be met: no plan fits, or a plan does not belong to this model."""
+
+
+class ApplyError(AutoshardError):
+    """A plan could not be applied or removed; the model is as it was before the call."""
+
+
+class VerifyError(AutoshardError):
+    """The applied model could not be compared with the original."""

@@ -1,0 +1,65 @@
+"""Estimate: the consequences of a plan. Data only; `cost.py` computes it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEstimate:
+    """Bytes and seconds of one device under a plan. `peak_bytes` is the most that is live at once, overhead included."""
+
+    name: str
+    memory_bytes: int
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+    transfer_bytes: int
+    overhead_bytes: int
+    peak_bytes: int
+    compute_seconds: float
+    transfer_seconds: float
+
+    @property
+    def free_bytes(self) -> int:
+        """Left over; negative if the plan does not fit."""
+        return self.memory_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One tensor copied between devices per pass, from the module that made it to the first that needs it there."""
+
+    source: str
+    destination: str
+    nbytes: int
+    seconds: float
+    producer: str
+    consumer: str
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a plan costs. Times are of one pass of the workload (forward, or training step).
+
+    Attributes:
+        latency_seconds: one pass, devices taking turns.
+        bottleneck_seconds: the busiest device with its incoming transfers: 1 / throughput when passes overlap.
+        lower_bound_seconds: no plan of this kind on this cluster can have a lower value of the objective.
+        gap: (objective value - lower bound) / lower bound; 0 means proved optimal.
+        host_seconds: part of latency spent on ops outside any placed module.
+    """
+
+    devices: tuple[DeviceEstimate, ...]
+    transfers: tuple[Transfer, ...]
+    objective: str
+    latency_seconds: float
+    bottleneck_seconds: float
+    lower_bound_seconds: float
+    gap: float
+    fits: bool
+    aligned: tuple[str, ...] = ()
+    written_back: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,63 @@
+"""Tensors inside nested arguments and outputs: one walk, used by capture, runtime and verify alike."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every tensor in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}.{index}" if path else str(index))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            yield from tensors_in(item, f"{path}.{field.name}" if path else field.name)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with every tensor replaced by `change(tensor)`.
+
+    Types are kept (named tuples, dict subclasses, dataclasses). Where nothing changes the very same object comes back,
+    so callers that rely on identity (a dict filled by inner layers) keep it. Opaque objects are passed through.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        if type(value) is dict:
+            return changed
+        return _rebuild_mapping(value, changed)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.init}
+        changed = {name: map_tensors(item, change) for name, item in fields.items()}
+        if all(changed[name] is item for name, item in fields.items()):
+            return value
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+def _rebuild_mapping(value: dict, changed: dict) -> Any:
+    """Rebuild a dict subclass (OrderedDict, an output dataclass that is also a dict) around changed items."""
+    if dataclasses.is_dataclass(value):
+        return type(value)(**changed)
+    copy = value.copy()
+    copy.update(changed)
+    return copy

@@ -1,0 +1,48 @@
+"""Bytes and seconds as people write them: parsed at the door, printed at the door, plain numbers inside."""
+
+import re
+
+from autoshard.errors import SpecError
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Turn "24GiB", "80GB", "512MiB" or a plain number of bytes into a positive int; raise `SpecError` otherwise."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        size = text
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+        if match is None or match[2].upper() not in _UNITS:
+            raise SpecError(f"{text!r} is not a size. Write for example 24GiB, 80GB or 512MiB.")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise SpecError(f"a size must be positive, got {text!r}. Write for example 24GiB, or leave the device out.")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Print bytes with three significant digits: 1.50 GiB, 320 MiB, 12 B."""
+    sign, size = ("-" if size < 0 else ""), abs(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000 or (unit == "B" and size < 1024):
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
+    return f"{sign}{size:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print seconds with three significant digits and a fitting unit: 1.20 s, 35.0 ms, 4.10 us."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale or unit == "us":
+            break
+    value = seconds / scale
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
