@@ -1,0 +1,1 @@
+"""Tests of autoshard, mirroring its rooms."""

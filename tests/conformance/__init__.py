@@ -1,0 +1,1 @@
+"""What every model must survive: captured, profiled, planned, applied, equal."""

@@ -1,0 +1,331 @@
+"""Hostile models, part 1: control flow that depends on values, and arguments and outputs of every shape."""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models.case import Case
+
+D = 16
+
+
+def rows(batch: int, length: int) -> dict[str, Any]:
+    """One float argument `x` of shape [batch, length, D]."""
+    return {"x": torch.randn(batch, length, D)}
+
+
+def tokens(batch: int, length: int) -> dict[str, Any]:
+    """One integer argument `ids` of shape [batch, length], values below 32."""
+    return {"ids": torch.randint(0, 32, (batch, length))}
+
+
+SHAPES = ((2, 6), (5, 6), (2, 9), (2, 3))
+
+
+class ValueBranch(nn.Module):
+    """Takes one branch or the other by the sign of a sum of floats; the branches mix different layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.first(x)
+        if x.sum() > 0:
+            return self.left(h) + h
+        return torch.tanh(self.right(h) * x) - self.left(h)
+
+
+class CountedLoop(nn.Module):
+    """Reads loop counts and indices out of integer tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.step = nn.Embedding(32, D), nn.Linear(D, D)
+        self.heads = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, ids, lengths):
+        h = self.embed(ids)
+        for _ in range(int(lengths.max())):
+            h = torch.tanh(self.step(h))
+        for row, count in enumerate(lengths.tolist()):
+            h = torch.cat([h[:row], self.heads[count % 3](h[row : row + 1]), h[row + 1 :]])
+        return h, (ids > 7).nonzero()
+
+
+class RoutedExperts(nn.Module):
+    """Sends every token to its two best experts, in a loop over the experts that were chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.SiLU(), nn.Linear(24, D)) for _ in range(4))
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            where, slot = torch.where(chosen == index)
+            if where.numel():
+                out.index_add_(0, where, expert(flat[where]) * weights[where, slot, None])
+        return out.reshape(x.shape)
+
+
+class Nested(nn.Module):
+    """Returns tensors in dicts in lists in tuples, with None and numbers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.a(x)
+        return {"hidden": [h, (self.b(h), None)], "count": 3, "none": None, "deep": {"x": {"y": h.mean()}}}
+
+
+class Inner(nn.Module):
+    """A child whose forward is a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x) -> Iterator[torch.Tensor]:
+        h = self.a(x)
+        yield h
+        yield self.b(h) + h
+        yield self.b(h) * x
+
+
+class GeneratorChild(nn.Module):
+    """Consumes a generator that its child returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = Inner(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return sum(self.out(piece) for piece in self.inner(x))
+
+
+class GeneratorRoot(nn.Module):
+    """Returns a generator: its layers run after the forward has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = Inner(), nn.Linear(D, D)
+
+    def forward(self, x):
+        return (self.out(piece) + x for piece in self.inner(x))
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    name: str = ""
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class DataclassOutputs(nn.Module):
+    """Passes a named tuple between children and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.join = nn.Linear(D, D), nn.Linear(D, D), Join()
+
+    def forward(self, x):
+        pair = Pair(self.a(x), right=self.b(x))
+        return Result(hidden=self.join(pair), logits=pair.left, name="done")
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, pair: Pair):
+        return pair.left @ self.weight + pair.right
+
+
+class Mode(enum.Enum):
+    ADD = 1
+    CAT = 2
+
+
+class OddArguments(nn.Module):
+    """Non-tensor arguments of every kind, between its children too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OddLayer() for _ in range(3))
+
+    def forward(self, x, scale: float = 2.0, *, mode: Mode = Mode.ADD, name: str | None = None, extra: dict | None = None):
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, flag=name is None, mode=mode, scale=scale, extra=extra)
+        return x
+
+
+class OddLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.cat = nn.Linear(D, D), nn.Linear(2 * D, D)
+
+    def forward(self, x, index: int, *, flag: bool, mode: Mode, scale: float, extra: dict | None):
+        h = self.fc(x) * scale + index
+        if extra is not None:
+            h = h + extra["bias"]
+        return x + h if mode is Mode.ADD and flag else self.cat(torch.cat([x, h], dim=-1))
+
+
+class MutatedDict(nn.Module):
+    """A dict is filled by one layer and read by the next ones; the caller reads it in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DictLayer() for _ in range(4))
+
+    def forward(self, x):
+        state: dict[Any, Any] = OrderedDict(x=x)
+        for index, layer in enumerate(self.layers):
+            layer(state, index)
+        return state["x"], state["seen"], sum(state[key].sum() for key in state if isinstance(key, int))
+
+
+class DictLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(D, D)
+
+    def forward(self, state: dict, index: int) -> None:
+        state[index] = state["x"]
+        state["x"] = torch.relu(self.fc(state["x"])) + state.get(index - 2, 0)
+        state["seen"] = state.get("seen", 0) + state["x"].mean()
+
+
+class GrowingList(nn.Module):
+    """Every layer reads the list of all earlier outputs and appends to it (dense connections)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ListLayer((index + 1) * D) for index in range(4))
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.layers:
+            layer(features)
+        return torch.cat(features, dim=-1)
+
+
+class ListLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(width), nn.Linear(width, D)
+
+    def forward(self, features: list) -> None:
+        features.append(torch.relu(self.fc(self.norm(torch.cat(features, dim=-1)))))
+
+
+class Looped(nn.Module):
+    """One block called in a loop with a different index, and one layer shared by two parents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        shared = nn.Linear(D, D)
+        self.left, self.right = nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.Linear(D, D), shared)
+        self.times = nn.Embedding(5, D)
+
+    def forward(self, x):
+        for index in range(5):
+            x = self.block(x) + self.times.weight[index]
+        return self.right(self.left(x)) + x
+
+
+class DirectForward(nn.Module):
+    """Calls `child.forward` and other methods of children, so that no hook of theirs runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.codec = nn.Linear(D, D), nn.Linear(D, D), Codec()
+
+    def forward(self, x):
+        h = self.a.forward(x) + self.codec.encode(x)
+        return self.codec.decode(self.b.forward(h)), self.codec(h)
+
+
+class Codec(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 24), nn.Linear(24, D)
+
+    def encode(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def decode(self, x):
+        return F.linear(F.linear(x, self.down.weight.T), self.up.weight.T)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class DictInputs(nn.Module):
+    """Takes a dict of tensors, a list of tensors and a number; hands them on whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = DictReader(), DictReader()
+
+    def forward(self, batch: dict, scales: list, power: int):
+        return self.second(dict(batch, x=self.first(batch, scales, power)), scales, power)
+
+
+class DictReader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, batch: dict, scales: list, power: int):
+        h = self.fc(batch["x"]) * batch["mask"]["rows"][..., None] * scales[0] ** power
+        return h + torch.sigmoid(self.gate(batch["x"])) * scales[1]
+
+
+def _counted(batch: int, length: int) -> dict[str, Any]:
+    return {**tokens(batch, length), "lengths": torch.arange(1, batch + 1)}
+
+
+def _odd(batch: int, length: int) -> dict[str, Any]:
+    return {**rows(batch, length), "scale": 0.5, "name": None, "extra": {"bias": torch.randn(D)}}
+
+
+def _batch(batch: int, length: int) -> dict[str, Any]:
+    mask = {"rows": (torch.arange(length) % 2).float().expand(batch, length)}
+    return {"batch": {**rows(batch, length), "mask": mask}, "scales": [torch.tensor(0.7), torch.randn(D)], "power": 2}
+
+
+FLOW_CASES = [
+    Case(name="value-branch", build=ValueBranch, inputs=rows, shapes=SHAPES),
+    Case(name="counted-loop", build=CountedLoop, inputs=_counted, shapes=SHAPES),
+    Case(name="routed-experts", build=RoutedExperts, inputs=rows, shapes=SHAPES),
+    Case(name="nested-output", build=Nested, inputs=rows, shapes=SHAPES),
+    Case(name="generator-child", build=GeneratorChild, inputs=rows, shapes=SHAPES),
+    Case(name="generator-root", build=GeneratorRoot, inputs=rows, shapes=SHAPES),
+    Case(name="dataclass-output", build=DataclassOutputs, inputs=rows, shapes=SHAPES),
+    Case(name="odd-arguments", build=OddArguments, inputs=_odd, shapes=SHAPES),
+    Case(name="mutated-dict", build=MutatedDict, inputs=rows, shapes=SHAPES),
+    Case(name="growing-list", build=GrowingList, inputs=rows, shapes=SHAPES),
+    Case(name="looped", build=Looped, inputs=rows, shapes=SHAPES),
+    Case(name="direct-forward", build=DirectForward, inputs=rows, shapes=SHAPES),
+    Case(name="dict-inputs", build=DictInputs, inputs=_batch, shapes=SHAPES),
+]

@@ -1,0 +1,140 @@
+"""The house rules that an `ast` can check: imports point down, private torch in one place, no model names, light import."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import autoshard
+
+PACKAGE = pathlib.Path(autoshard.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room may import rooms on lower floors, and its own files. Everything on floor 0 is data and may be imported by all.
+FLOORS = (
+    {"errors", "sizes", "nested", "workload", "plan", "estimate", "torch_private"},
+    {"capture", "cluster", "runtime", "simulate"},
+    {"profile", "axes"},
+    {"flow"},
+    {"cost"},
+    {"strategies"},
+    {"verify"},
+    {"api"},
+    {"report", "integrations"},
+    {"cli"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Rooms on one floor that may not know each other in either direction are simply absent here.
+SAME_FLOOR_ALLOWED = {("plan", "workload"), ("plan", "errors"), ("workload", "errors"), ("sizes", "errors")}
+HEAVY = ("transformers", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "typer", "rich", "scipy", "accelerate")
+
+
+def room_of(path: pathlib.Path) -> str:
+    """`autoshard/capture/record.py` -> capture; `autoshard/plan.py` -> plan; `autoshard/__init__.py` -> ''."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports(path: pathlib.Path):
+    """Yield (line, dotted module) of every import in a file, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the absolute import"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def names(path: pathlib.Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=names)
+def test_imports_point_down(path):
+    room = room_of(path)
+    if not room:
+        return  # __init__.py holds the public names, from every floor
+    assert room in FLOOR, f"{room} has no floor: give it one in {__file__}"
+    for line, module in imports(path):
+        parts = module.split(".")
+        if parts[0] != "autoshard" or len(parts) < 2 or parts[1] == room:
+            continue
+        used = parts[1]
+        if used not in FLOOR:  # `from autoshard import x` of a public name
+            pytest.fail(f"{names(path)}:{line} imports {module}: import from the room that defines it")
+        allowed = FLOOR[used] < FLOOR[room] or FLOOR[used] == 0 or (room, used) in SAME_FLOOR_ALLOWED
+        assert allowed, f"{names(path)}:{line}: {room} (floor {FLOOR[room]}) imports {used} (floor {FLOOR[used]})"
+
+
+def test_the_runtime_does_not_know_the_planner():
+    planner = {"capture", "profile", "flow", "cost", "strategies", "cluster"}
+    for path in FILES:
+        if room_of(path) == "runtime":
+            used = {module.split(".")[1] for _, module in imports(path) if module.startswith("autoshard.")}
+            assert not used & planner, f"{names(path)} imports {used & planner}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=names)
+def test_private_torch_is_imported_in_one_place(path):
+    if room_of(path) == "torch_private":
+        return
+    for line, module in imports(path):
+        private = module.split(".")[0] == "torch" and any(
+            part.startswith("_") and not part.startswith("__") for part in module.split(".")[1:]
+        )
+        assert not private, f"{names(path)}:{line} imports {module}: do it in autoshard/torch_private.py"
+
+
+def test_no_model_family_is_named():
+    """Names of architectures known to transformers do not appear as words in code or strings of the package."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    # Model types that are also plain English or terms of this trade.
+    ordinary = {"beam", "vision-text-dual-encoder", "encoder-decoder", "data2vec", "swift", "dac", "clap", "speech", "timm_wrapper"}
+    families = {name.lower() for name in CONFIG_MAPPING_NAMES if len(name) > 3} - ordinary
+    families |= {"llama", "mistral", "mixtral", "qwen", "gemma", "falcon", "bert", "whisper", "resnet", "deepseek", "gpt2"}
+    found = []
+    for path in FILES:
+        words = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name):
+                words |= {(node.id, node.lineno)}
+            elif isinstance(node, ast.Attribute):
+                words |= {(node.attr, node.lineno)}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not _is_docstring(node, path):
+                words |= {(word, node.lineno) for word in re.findall(r"[A-Za-z][\w-]*", node.value)}
+        found += [f"{names(path)}:{line}: {word}" for word, line in words if word.lower() in families]
+    assert not found, found
+
+
+def _is_docstring(constant: ast.Constant, path: pathlib.Path) -> bool:
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if getattr(body[0], "value", None) is not None and body[0].value.lineno == constant.lineno:
+                return True
+    return False
+
+
+def test_import_is_light():
+    code = (
+        "import sys, torch; before = set(sys.modules); import autoshard;"
+        "print('\\n'.join(sorted(set(sys.modules) - before)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    new = done.stdout.split()
+    assert "autoshard" in new
+    heavy = [module for module in new if module.startswith(HEAVY)]
+    assert not heavy, f"import autoshard also imports {heavy}"
+
+
+def test_public_names():
+    wanted = {"plan", "apply", "remove", "capture", "profile", "estimate", "verify", "simulate", "Plan", "Workload", "Cluster"}
+    missing = sorted(name for name in wanted if not hasattr(autoshard, name))
+    assert not missing, missing
