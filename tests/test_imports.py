@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room may import rooms on lower floors, and its own files. Everything on floor 0 is data and may be imported by all.
 FLOORS = (
-    {"errors", "sizes", "nested", "workload", "plan", "estimate", "torch_private"},
+    {"errors", "sizes", "nested", "workload", "plan", "placement", "estimate", "torch_private"},
     {"capture", "cluster", "runtime", "simulate"},
     {"profile", "axes"},
     {"flow"},

@@ -54,7 +54,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates` is the inputs it writes."""
+    """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates` is the inputs it writes.
+
+    `forward` of a backward op is the forward op whose gradient it computes (any op of that autograd node), -1 if unknown.
+    """
 
     index: int
     target: Any
@@ -63,6 +66,7 @@ class Op:
     outputs: tuple[int, ...]
     mutates: tuple[int, ...] = ()
     backward: bool = False
+    forward: int = -1
     device_source: int = UNKNOWN
     flops: int = 0
     node: torch.fx.Node | None = None
@@ -70,7 +74,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a module. Call 0 is the root; `inputs`/`outputs` are the values found by `nested.tensors_in`."""
+    """One call of a module. Call 0 is the root; `inputs`/`outputs` are the values found by `nested.tensors_in`.
+
+    `contained` is those of `inputs` found only inside lists, dicts or dataclasses: hooks do not move them.
+    """
 
     index: int
     path: str
@@ -80,6 +87,7 @@ class Call:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     backward: bool = False
+    contained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,115 @@
+"""Where modules and tensors live under a placement: arithmetic on dotted names, shared by planner and runtime.
+
+    placements {"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"}
+
+    ""            mixed, home cuda:0        (first child with a home)      hooked: it is the root
+    embed         uniform, home cuda:0                                     hooked: its parent is mixed
+    layers        mixed, home cuda:0                                       hooked: it is mixed
+    layers.0      uniform, home cuda:0                                     hooked: its parent is mixed
+    layers.0.mlp  uniform, home cuda:0                                     no hook: layers.0 is uniform
+    dropout       floating: no tensors, no home, no hook
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoshard.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """What a placement says about one module tree.
+
+    Attributes:
+        entries: parameter or buffer name -> device of the entry that covers it.
+        homes: module path -> device it runs on; floating modules (no tensors below them) are absent, except the root.
+        mixed: modules whose tensors are on several devices.
+        hooked: modules whose direct tensor arguments are moved to their home, in registration order, the root first.
+    """
+
+    entries: Mapping[str, str]
+    homes: Mapping[str, str]
+    mixed: frozenset[str]
+    hooked: tuple[str, ...]
+
+    def home_of(self, path: str) -> str:
+        """Return the home of a module, or of its nearest ancestor that has one."""
+        while path not in self.homes and path:
+            path = parent(path)
+        return self.homes[path]
+
+
+def parent(path: str) -> str:
+    """Return the path of the module that holds `path`; the root is ""."""
+    return path.rpartition(".")[0]
+
+
+def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
+    """Return the key of `placements` that is `name` or a dotted prefix of it, the longest one; None if there is none."""
+    while name not in placements:
+        if not name:
+            return None
+        name = parent(name)
+    return name
+
+
+def resolve_homes(placements: Mapping[str, str], modules: Iterable[str], tensors: Iterable[str]) -> Homes:
+    """Find the home of every module; `modules` and `tensors` are dotted names in registration order.
+
+    `tensors` holds every name of every parameter and buffer, tied ones under each name. A name's device is that of its
+    own entry, also where a tie makes the tensor live elsewhere. Raises `PlanError` if a tensor has no entry.
+    """
+    entries = {}
+    for name in tensors:
+        key = covering_entry(placements, name)
+        if key is None:
+            raise PlanError(
+                f"the placement has no entry for {name}. Add an entry for it or for one of its parents, "
+                'or "" to place everything that is left.'
+            )
+        entries[name] = placements[key]
+
+    below: dict[str, set[str]] = {}  # module -> devices of the tensors below it
+    first_own: dict[str, str] = {}
+    for name, device in entries.items():
+        path = parent(name)
+        first_own.setdefault(path, device)
+        while True:
+            below.setdefault(path, set()).add(device)
+            if not path:
+                break
+            path = parent(path)
+
+    # A module shared by two parents is listed once; its second place in the tree is known from tensor names only. It
+    # counts for the homes of the parents there, and has its own home and hook at its first place.
+    listed = dict.fromkeys(["", *modules])
+    paths = list(dict.fromkeys([*listed, *below]))
+    children: dict[str, list[str]] = {}
+    for path in paths:
+        if path:
+            children.setdefault(parent(path), []).append(path)
+
+    mixed = frozenset(path for path, devices in below.items() if len(devices) > 1)
+    homes: dict[str, str] = {}
+    for path in sorted(paths, key=lambda path: -path.count(".") if path else 1):  # children before parents
+        if path not in below:
+            continue
+        if path in mixed:
+            home = first_own.get(path) or next(homes[c] for c in children[path] if c in homes)
+        else:
+            (home,) = below[path]
+        homes[path] = home
+    if "" not in homes:  # a model without tensors still runs somewhere
+        homes[""] = placements.get("") or next(iter(placements.values()), "cpu")
+
+    hooked = ["", *(p for p in listed if p and p in homes and (p in mixed or parent(p) in mixed))]
+    return Homes(entries=entries, homes=homes, mixed=mixed, hooked=tuple(hooked))
+
+
+def tensor_devices(homes: Homes, tied: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """Return the device each tensor lives on: that of its entry, or, tied, of the entry of the first of its names."""
+    devices = dict(homes.entries)
+    for names in tied:
+        for name in names:
+            devices[name] = homes.entries[names[0]]
+    return devices
