@@ -1,4 +1,4 @@
-"""The house rules that an `ast` can check: imports point down, private torch in one place, no model names, light import."""
+"""The house rules that `ast` can check: imports point down, private torch in one place, no model names, light import."""
 
 import ast
 import os
@@ -30,7 +30,16 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms on one floor that may not know each other in either direction are simply absent here.
 SAME_FLOOR_ALLOWED = {("plan", "workload"), ("plan", "errors"), ("workload", "errors"), ("sizes", "errors")}
-HEAVY = ("transformers", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "typer", "rich", "scipy", "accelerate")
+HEAVY = (
+    "transformers",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor",
+    "typer",
+    "rich",
+    "scipy",
+    "accelerate",
+)
 
 
 def room_of(path: pathlib.Path) -> str:
@@ -95,9 +104,31 @@ def test_no_model_family_is_named():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     # Model types that are also plain English or terms of this trade.
-    ordinary = {"beam", "vision-text-dual-encoder", "encoder-decoder", "data2vec", "swift", "dac", "clap", "speech", "timm_wrapper"}
+    ordinary = {
+        "beam",
+        "vision-text-dual-encoder",
+        "encoder-decoder",
+        "data2vec",
+        "swift",
+        "dac",
+        "clap",
+        "speech",
+        "timm_wrapper",
+    }
     families = {name.lower() for name in CONFIG_MAPPING_NAMES if len(name) > 3} - ordinary
-    families |= {"llama", "mistral", "mixtral", "qwen", "gemma", "falcon", "bert", "whisper", "resnet", "deepseek", "gpt2"}
+    families |= {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen",
+        "gemma",
+        "falcon",
+        "bert",
+        "whisper",
+        "resnet",
+        "deepseek",
+        "gpt2",
+    }
     found = []
     for path in FILES:
         words = set()
@@ -115,9 +146,9 @@ def test_no_model_family_is_named():
 def _is_docstring(constant: ast.Constant, path: pathlib.Path) -> bool:
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            if getattr(body[0], "value", None) is not None and body[0].value.lineno == constant.lineno:
-                return True
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and first.value.lineno == constant.lineno:
+            return True
     return False
 
 
@@ -135,6 +166,18 @@ def test_import_is_light():
 
 
 def test_public_names():
-    wanted = {"plan", "apply", "remove", "capture", "profile", "estimate", "verify", "simulate", "Plan", "Workload", "Cluster"}
+    wanted = {
+        "plan",
+        "apply",
+        "remove",
+        "capture",
+        "profile",
+        "estimate",
+        "verify",
+        "simulate",
+        "Plan",
+        "Workload",
+        "Cluster",
+    }
     missing = sorted(name for name in wanted if not hasattr(autoshard, name))
     assert not missing, missing

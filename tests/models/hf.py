@@ -83,7 +83,9 @@ def decoder(name: str, class_name: str, config_name: str, config: dict[str, Any]
     return Case(name=name, build=make, inputs=text, shapes=TEXT_SHAPES, generates=True, layers=layers)
 
 
-def encoder(name: str, class_name: str, config_name: str, config: dict[str, Any], inputs: Callable, **more: Any) -> Case:
+def encoder(
+    name: str, class_name: str, config_name: str, config: dict[str, Any], inputs: Callable, **more: Any
+) -> Case:
     """A case that does not generate."""
     eager = more.pop("eager", False)
     make = partial(build, class_name, config_name, config, eager)

@@ -148,7 +148,9 @@ class Scan(nn.Module):
             state = state * decay + u[:, step]
             steps.append(state * gate[:, step])
         y = torch.stack(steps, 1)
-        spectrum = torch.fft.rfft(y, dim=-1) * torch.polar(torch.ones(D // 2 + 1), torch.arange(D // 2 + 1.0)).to(y.device)
+        spectrum = torch.fft.rfft(y, dim=-1) * torch.polar(torch.ones(D // 2 + 1), torch.arange(D // 2 + 1.0)).to(
+            y.device
+        )
         return self.out(torch.fft.irfft(spectrum, n=D, dim=-1) + y.cumsum(1))
 
 
@@ -158,7 +160,11 @@ class Diffuser(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
-        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3, padding=1)
+        self.first, self.norm, self.last = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.Conv2d(8, 3, 3, padding=1),
+        )
 
     def forward(self, x, steps: int = 3):
         frequencies = torch.exp(torch.linspace(0, -3, 4, device=x.device))

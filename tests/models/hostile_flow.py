@@ -171,7 +171,9 @@ class OddArguments(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(OddLayer() for _ in range(3))
 
-    def forward(self, x, scale: float = 2.0, *, mode: Mode = Mode.ADD, name: str | None = None, extra: dict | None = None):
+    def forward(
+        self, x, scale: float = 2.0, *, mode: Mode = Mode.ADD, name: str | None = None, extra: dict | None = None
+    ):
         for index, layer in enumerate(self.layers):
             x = layer(x, index, flag=name is None, mode=mode, scale=scale, extra=extra)
         return x

@@ -1,0 +1,47 @@
+"""Planning Llama-3.1-405B from its configuration alone: no weights, no GPU, a few seconds.
+
+Sixteen H100-80GB hold it, with room for a prompt of 2048 tokens; so do eight H200 (141 GB each), with less room; eight
+H100-80GB do not, and the error says by how much.
+
+    pip install -e ".[hf]"
+    python examples/plan_llama_405b.py
+
+The same from the command line: autoshard plan examples/llama-3.1-405b/config.json --devices 16xH100-80GB
+"""
+
+import pathlib
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autoshard
+from autoshard.sizes import format_bytes, format_seconds
+
+CONFIG = pathlib.Path(__file__).parent / "llama-3.1-405b"
+
+
+def main() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG), dtype=torch.bfloat16).eval()
+    workload = autoshard.Workload(batch_size=1, sequence_length=2048)
+    started = time.perf_counter()
+    profile = autoshard.profile(model, workload=workload)
+    print(f"{format_bytes(profile.parameter_bytes)} of parameters, profiled in {time.perf_counter() - started:.1f} s")
+
+    for devices in ("16xH100-80GB", "8xH200", "8xH100-80GB"):
+        print(f"\n{devices}")
+        try:
+            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced")
+        except autoshard.PlanError as error:
+            print(f"  {error}")
+            continue
+        estimate = autoshard.estimate(plan, profile)
+        for device in estimate.devices:
+            peak, memory = format_bytes(device.peak_bytes), format_bytes(device.memory_bytes)
+            print(f"  {device.name:8} {peak:>9} of {memory:>9}, {format_bytes(device.free_bytes):>9} free")
+        print(f"  one forward: {format_seconds(estimate.latency_seconds)}, {len(estimate.transfers)} transfers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A two-layer model split over two devices: by hand, as one does it today, and by autoshard.
+
+By hand, the model's author writes the devices into the model: where each layer goes, and a `.to(...)` in the forward
+for every tensor that crosses. With autoshard the model stays as it was. No GPU is needed here: `simulate` gives devices
+with real values and real limits. On a machine with two GPUs, write "cuda:0" and "cuda:1" for them.
+
+    python examples/toy_two_layers.py
+"""
+
+import torch
+from torch import nn
+
+import autoshard
+
+
+class ByHand(nn.Module):
+    """The split is part of the model: other devices mean another model."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.net1 = nn.Linear(64, 256).to(first)
+        self.net2 = nn.Linear(256, 10).to(second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.net1(x.to(self.first)))
+        return self.net2(x.to(self.second))
+
+
+class Toy(nn.Module):
+    """The same model without devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(64, 256), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(torch.relu(self.net1(x)))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    toy, x = Toy(), torch.randn(8, 64)
+    expected = toy(x)
+
+    with autoshard.simulate("2x128KiB") as devices:
+        by_hand = ByHand(*devices)
+        by_hand.load_state_dict(toy.state_dict())
+        print("by hand:       equal to one device:", torch.equal(by_hand(x).cpu(), expected))
+
+        plan = autoshard.plan(toy, devices, inputs=x, strategy="balanced")
+        split = autoshard.apply(toy, plan)
+        print("by autoshard:  equal to one device:", torch.equal(split(x).cpu(), expected))
+        print("placed:", dict(plan.placements))
+        assert split is toy and torch.equal(split(x).cpu(), expected)
+        autoshard.remove(toy)
+
+    assert torch.equal(toy(x), expected)
+    print("removed:       equal to one device: True")
+
+
+if __name__ == "__main__":
+    main()
