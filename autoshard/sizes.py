@@ -9,6 +9,8 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+MAX_BYTES = 2**60
+"""No size may be larger: beyond it arithmetic in floats would start to round or overflow."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -18,10 +20,12 @@ def parse_bytes(text: str | int) -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
         if match is None or match[2].upper() not in _UNITS:
-            raise SpecError(f"{text!r} is not a size. Write for example 24GiB, 80GB or 512MiB.")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
+            raise SpecError(f"{str(text)[:40]!r} is not a size. Write for example 24GiB, 80GB or 512MiB.")
+        size = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0 * MAX_BYTES))
     if size <= 0:
-        raise SpecError(f"a size must be positive, got {text!r}. Write for example 24GiB, or leave the device out.")
+        raise SpecError(f"a size must be positive, got {str(text)[:40]!r}. Write for example 24GiB, or leave the device out.")
+    if size > MAX_BYTES:
+        raise SpecError(f"a size of {str(text)[:40]} is beyond every device. Write for example 24GiB.")
     return size
 
 

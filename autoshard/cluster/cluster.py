@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,19 @@ class Cluster:
 
     def link(self, source: str, destination: str) -> Link:
         return self._links[source, destination]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` gives an equal cluster back."""
+        from autoshard.cluster.files import cluster_to_dict
+
+        return cluster_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Cluster":
+        """Read what `to_dict` wrote, or a shorter form written by hand. Raises `SpecError`."""
+        from autoshard.cluster.files import cluster_from_dict
+
+        return cluster_from_dict(data)
 
     def with_memory(self, limits: Mapping[str, int]) -> "Cluster":
         """The same cluster with some devices' `memory_bytes` replaced, and nothing else."""

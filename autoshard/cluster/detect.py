@@ -1,0 +1,115 @@
+"""The devices of this machine, with the memory that is free now."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autoshard.cluster.cluster import Device
+from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
+from autoshard.errors import SpecError
+
+# Asking for the free memory creates the context, so the free figure is already without it; kernels loaded later are not.
+LATER_KERNELS_BYTES = CONTEXT_BYTES // 3
+
+
+def accelerator_type() -> str | None:
+    """Return "cuda", "mps", "xpu"… or None if this machine has no accelerator that torch can use."""
+    if not torch.accelerator.is_available():
+        return None
+    current = torch.accelerator.current_accelerator()
+    return current.type if current is not None else None
+
+
+def accelerator_names() -> list[str]:
+    """Return the accelerators torch sees here, in index order: ["cuda:0", "cuda:1"]; [] if there are none."""
+    kind = accelerator_type()
+    if kind is None:
+        return []
+    return ["mps"] if kind == "mps" else [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def detect_device(name: str) -> Device:
+    """Look at one device of this machine. Raises `SpecError` if it is not here; "cpu:1" means the plain CPU."""
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return make_device(hardware_table()["cpu"], name=name, memory_bytes=free_host_bytes(), host="host0")
+    if name == "disk":
+        stat = os.statvfs(".")
+        return make_device(
+            hardware_table()["disk"], name=name, memory_bytes=stat.f_bavail * stat.f_frsize, host="host0"
+        )
+    here = accelerator_names()
+    if name not in here:
+        found = f"torch sees {', '.join(here)} here" if here else "torch sees no accelerator here"
+        raise SpecError(
+            f"device {name!r} does not exist on this machine: {found}. To plan for another machine give its memory or its "
+            f"hardware, as in {{{name!r}: '24GiB'}}, '2x24GiB' or '8xH100-80GB'."
+        )
+    number = int(index or 0)
+    row = match_torch_name(_torch_name(kind, number)) or hardware_table()["generic"]
+    device = make_device(row, name=name, memory_bytes=_free_bytes(kind, number), host="host0")
+    return replace(device, overhead_bytes=LATER_KERNELS_BYTES + WORKSPACE_BYTES) if device.overhead_bytes else device
+
+
+def detected_notes(name: str) -> list[str]:
+    """What a person should know about figures that could not be detected."""
+    kind, _, index = name.partition(":")
+    if kind in ("cpu", "disk"):
+        return [f"Rates of {kind} devices differ widely between machines: calibrate to measure these."]
+    torch_name = _torch_name(kind, int(index or 0))
+    if match_torch_name(torch_name) is None:
+        return [f"{torch_name} is not in the hardware table: its rates are those of a generic card until calibrated."]
+    return []
+
+
+def free_host_bytes() -> int:
+    """Memory this process can still get: what the system has available, within the limit of its control group."""
+    available = _meminfo_available()
+    if available is None:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit_bytes, used_bytes = _read_number(limit), _read_number(used)
+        if limit_bytes is not None and used_bytes is not None:
+            available = min(available, max(limit_bytes - used_bytes, 0))
+    return available
+
+
+def _meminfo_available() -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    match = re.search(r"^MemAvailable:\s*([0-9]+) kB", path.read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _read_number(path: str) -> int | None:
+    """The int in a file; None if the file is not there or says "max"."""
+    file = Path(path)
+    if not os.access(file, os.R_OK):
+        return None
+    text = file.read_text().strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _torch_name(kind: str, index: int) -> str:
+    if kind == "mps":
+        import platform
+
+        return platform.processor() or "Apple"
+    module = torch.get_device_module(kind)
+    return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else kind
+
+
+def _free_bytes(kind: str, index: int) -> int:
+    """Free on the card, plus what this process has cached and does not use: torch will use that first."""
+    if kind == "mps":
+        return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
+    module = torch.get_device_module(kind)
+    free, _total = module.mem_get_info(index)
+    return int(free) + int(module.memory_reserved(index)) - int(module.memory_allocated(index))

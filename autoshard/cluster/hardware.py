@@ -1,0 +1,190 @@
+"""The hardware table: published figures of each card, where they were read, and what of them a model really gets."""
+
+import csv
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from autoshard.cluster.cluster import Device
+from autoshard.errors import SpecError
+
+# Achievable share of a published peak. Compute: an H200 reached 769 to 798 of 989 bf16 TFLOP/s on its best matrix size
+# (0.78 to 0.81) and real layers are smaller. Memory: 4.3 of 4.8 TB/s on the same card (0.90). Links: copies and
+# collectives are commonly reported at 65 to 85 % of the nominal rate. `calibrate` replaces all three by measurements.
+COMPUTE_EFFICIENCY = 0.75
+MEMORY_EFFICIENCY = 0.9
+LINK_EFFICIENCY = 0.8
+
+# Context, loaded kernels and the matrix library's workspace of one process on one card. Reports go from 500 MB (lazy
+# loading, CUDA 12) to 800 MB (older drivers); the workspace is 8 MiB, 32 MiB on the newest cards.
+CONTEXT_BYTES = 768 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
+OVERHEAD_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES
+# torch's caching allocator rounds every request up to this (kMinBlockSize).
+CUDA_BLOCK_BYTES = 512
+# Least time of one op: the launch of a kernel, or the dispatch of one on a CPU.
+LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 3e-6}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One row of the table: published peaks, dense (no sparsity), in bytes and FLOP per second.
+
+    Attributes:
+        memory_bytes: what a process can get: as torch reports it where known, else the nominal decimal gigabytes; 0: unknown.
+        peer_bytes_per_second: one direction between two cards of one machine; 0: only through the host.
+        peer_topology: who has a peer link: "switch" and "mesh": every pair; "pairs": cards 0-1, 2-3, ...
+        host_bytes_per_second: one direction between the card and the machine's memory.
+        torch_name: regular expression for the name torch reports.
+        unverified: fields whose figure was not read in a source ("all": every one).
+    """
+
+    name: str
+    vendor: str
+    arch: str
+    nominal_gb: float
+    memory_bytes: int
+    bytes_per_second: float
+    flops_per_second: dict[str, float]
+    peer_link: str
+    peer_bytes_per_second: float
+    peer_topology: str
+    host_link: str
+    host_bytes_per_second: float
+    torch_name: str
+    aliases: tuple[str, ...]
+    source: str
+    unverified: tuple[str, ...]
+    notes: str
+
+    @property
+    def is_card(self) -> bool:
+        """A thing that can be asked for by name in a device spec, unlike the generic rows."""
+        return self.memory_bytes > 0
+
+
+@cache
+def hardware_table() -> dict[str, Hardware]:
+    """Read the table that comes with the package: name -> row."""
+    text = resources.files("autoshard.cluster").joinpath("hardware.csv").read_text(encoding="utf-8")
+    return {row["name"]: _row(row) for row in csv.DictReader(text.splitlines())}
+
+
+def find_hardware(text: str) -> Hardware:
+    """Return the row meant by "H100-80GB", "a100 40gb", "RTX 4090", "MI300X"…; raise `SpecError` with the closest names.
+
+    A memory size in the name must be the card's own: "H100-40GB" is refused, so that nobody plans for a card that is not made.
+    """
+    row = _names().get(_normal(text))
+    if row is not None:
+        return row
+    wanted = _normal(text)
+    family = re.match(r"[a-z]*[0-9]{0,4}", re.sub(r"^(nvidia|amd|geforce)+", "", wanted))
+    close = [name for name in known_names() if family and len(family[0]) > 1 and family[0] in _normal(name)]
+    if not close:
+        shown = {_normal(name): name for name in known_names()}
+        close = [shown[key] for key in difflib.get_close_matches(wanted, list(shown), n=3, cutoff=0.5)]
+    hint = f"Closest: {', '.join(close[:4])}." if close else "`autoshard devices --known` lists what is known."
+    raise SpecError(
+        f"unknown hardware {text[:60]!r}. {hint} For a card that is not listed give its memory, as in 8x48GiB."
+    )
+
+
+def match_torch_name(name: str) -> Hardware | None:
+    """Return the row of a device name as torch reports it ("NVIDIA H100 80GB HBM3"); None if it is not in the table."""
+    rows = [row for row in hardware_table().values() if row.torch_name and re.search(row.torch_name, name)]
+    # "NVIDIA GB200" matches B200 and GB200: the longest pattern is the most specific.
+    return max(rows, key=lambda row: len(row.torch_name), default=None)
+
+
+def known_names() -> list[str]:
+    """Names to suggest, in table order."""
+    return [row.name for row in hardware_table().values() if row.is_card]
+
+
+def make_device(row: Hardware, *, name: str, memory_bytes: int, host: str, plain_size: bool = False) -> Device:
+    """Build a device with achievable rates from a row.
+
+    `plain_size`: the memory was given by hand. The overhead is then at most a sixteenth of it, so that small imagined
+    devices stay usable and more memory never means a smaller budget.
+    """
+    on_cpu = row.arch in ("cpu", "disk")
+    overhead = 0 if on_cpu or row.vendor == "apple" else OVERHEAD_BYTES
+    if plain_size:
+        overhead = min(overhead, memory_bytes // 16)
+    return Device(
+        name=name,
+        kind=row.name,
+        memory_bytes=memory_bytes,
+        flops_per_second={dtype: rate * COMPUTE_EFFICIENCY for dtype, rate in row.flops_per_second.items()},
+        bytes_per_second=row.bytes_per_second * MEMORY_EFFICIENCY,
+        launch_seconds=LAUNCH_SECONDS["cpu" if on_cpu else "cuda"],
+        overhead_bytes=overhead,
+        block_bytes=1 if on_cpu or row.vendor == "apple" else CUDA_BLOCK_BYTES,
+        host=host,
+    )
+
+
+def _row(row: dict[str, str]) -> Hardware:
+    def number(column: str) -> float:
+        return float(row[column] or 0)
+
+    fp32 = number("fp32_tflops")
+    # Without units for a 16-bit format its work runs at the float32 rate.
+    rates = {
+        "bfloat16": number("bf16_tflops") or fp32,
+        "float16": number("fp16_tflops") or fp32,
+        "float32": fp32,
+        "default": fp32,
+    }
+    usable = number("usable_gib")
+    return Hardware(
+        name=row["name"],
+        vendor=row["vendor"],
+        arch=row["arch"],
+        nominal_gb=number("memory_gb"),
+        memory_bytes=int(usable * 2**30) if usable else int(number("memory_gb") * 1e9),
+        bytes_per_second=number("memory_gb_per_s") * 1e9,
+        flops_per_second={dtype: rate * 1e12 for dtype, rate in rates.items() if rate},
+        peer_link=row["peer_link"],
+        peer_bytes_per_second=number("peer_gb_per_s") * 1e9 / 2,
+        peer_topology=row["peer_topology"],
+        host_link=row["host_link"],
+        host_bytes_per_second=number("host_gb_per_s") * 1e9 / 2,
+        torch_name=row["torch_name"],
+        aliases=tuple(filter(None, row["aliases"].split("|"))),
+        source=row["source"],
+        unverified=tuple(filter(None, row["unverified"].split("|"))),
+        notes=row["notes"],
+    )
+
+
+def _normal(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+@cache
+def _names() -> dict[str, Hardware]:
+    """Every accepted spelling, normalised. A row's own name wins over another row's alias."""
+    names: dict[str, Hardware] = {}
+    for row in hardware_table().values():
+        if row.is_card:
+            for alias in (row.name, *row.aliases):
+                for spelling in _spellings(alias, row.nominal_gb):
+                    names.setdefault(_normal(spelling), row)
+    for row in hardware_table().values():
+        if row.is_card:
+            names[_normal(row.name)] = row
+    return names
+
+
+def _spellings(name: str, nominal_gb: float) -> Iterator[str]:
+    """H100-SXM, 80 -> H100-SXM, H100-SXM-80GB, H100-SXM-80GiB, H100-SXM-80, each also after the vendor's name."""
+    bare = re.sub(rf"-{nominal_gb:g}$", "", name)
+    for prefix in ("", "nvidia", "amd", "nvidia geforce", "geforce"):
+        yield prefix + name
+        for suffix in ("", "GB", "GiB", "G"):
+            yield f"{prefix}{bare}{nominal_gb:g}{suffix}"

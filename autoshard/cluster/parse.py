@@ -1,0 +1,342 @@
+"""Device specs: every way a person may say which devices there are, turned into one `Cluster`.
+
+"auto"                             the accelerators of this machine, else its CPU
+4                                  its first four accelerators
+["cuda:0", "cuda:1"], [0, 1]       these, with the memory that is free on them now
+{"cuda:0": "20GiB", "cpu": "60GiB", "disk": "200GiB"}         these, with at most so much memory each
+"8xH100-80GB"                      imagined cards, figures from the hardware table
+"2x24GiB,1x12GiB"                  imagined cards of which only the memory is known
+"2 hosts of 8xA100-40GB"           the same in two machines; "+" joins cards of one machine: "2 hosts of 1x24GiB+1x12GiB"
+"cuda:0=20GiB,cpu=60GiB"           the dict form on a command line
+"cluster.json"                     a file written by `Cluster.to_dict`, or by hand
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
+from autoshard.cluster.files import read_cluster
+from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
+from autoshard.cluster.links import NETWORK_BYTES_PER_SECOND, make_links
+from autoshard.errors import SpecError
+from autoshard.sizes import format_bytes, parse_bytes
+
+MAX_DEVICES = 1024
+MANY_IN_ONE_HOST = 8
+FORMS = (
+    "Write for example auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB', "
+    "cuda:0=20GiB,cpu=60GiB, or the path of a cluster file ending in .json."
+)
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mlu", "musa", "disk")
+
+active_cluster: ContextVar[Cluster | None] = ContextVar("active_cluster", default=None)
+"""Set while devices are simulated: "auto", counts and bare names then mean the simulated ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """One device asked for: its name (None: numbered later), its hardware, its memory (None: detect), its machine."""
+
+    name: str | None = None
+    row: Hardware | None = None
+    memory_bytes: int | None = None
+    host: str = "host0"
+    asked: str = ""
+
+
+def parse_devices(spec: Any, *, simulated: bool = False) -> Cluster:
+    """Return the cluster a spec means; see the module docstring for the forms. Raises `SpecError`, nothing else.
+
+    `simulated` renames the devices cpu:0, cpu:1, … and makes their memory exact: no overhead, no rounding.
+    """
+    if isinstance(spec, Cluster):
+        cluster = spec
+    elif isinstance(spec, (str, os.PathLike)) and _is_file(spec):
+        cluster = read_cluster(os.fspath(spec))
+    else:
+        wanted = list(_limited(_wanted(spec)))
+        if not wanted:
+            raise SpecError(f"no devices in {_shown(spec)}. {FORMS}")
+        cluster = _build(wanted, _spec_text(spec))
+    if not cluster.devices:
+        raise SpecError(f"the cluster has no devices. {FORMS}")
+    return _simulated(cluster) if simulated else cluster
+
+
+def canonical_name(name: Any) -> str:
+    """Return what torch calls a device: 0 -> "cuda:0", "cuda" -> "cuda:0", torch.device("cpu") -> "cpu"."""
+    if isinstance(name, torch.device):
+        name = str(name)
+    if isinstance(name, int) and not isinstance(name, bool):
+        if not 0 <= name < MAX_DEVICES:
+            raise SpecError(f"{str(name)[:20]} is not a device index. Indices start at 0.")
+        kind = accelerator_type() or "cuda"
+        return kind if kind == "mps" else f"{kind}:{name}"
+    match = re.fullmatch(r"\s*([a-z]+)(?::([0-9]{1,4}))?\s*", name) if isinstance(name, str) else None
+    if match is None or match[1] not in DEVICE_TYPES or (match[1] == "disk" and match[2]):
+        raise SpecError(f"{_shown(name)} is not a device name. {FORMS}")
+    kind, index = match[1], match[2]
+    if index is None:
+        return kind if kind in ("cpu", "mps", "disk") else f"{kind}:0"
+    return kind if kind == "mps" and int(index) == 0 else f"{kind}:{int(index)}"
+
+
+def _wanted(spec: Any) -> Iterator[_Wanted]:
+    if isinstance(spec, bool):
+        raise SpecError(f"{spec} is not a device spec. {FORMS}")
+    if isinstance(spec, int):
+        yield from _count(spec)
+    elif isinstance(spec, str):
+        yield from _text(spec)
+    elif isinstance(spec, torch.device):
+        yield _Wanted(name=canonical_name(spec))
+    elif isinstance(spec, Mapping):
+        for name, size in spec.items():
+            yield _Wanted(name=canonical_name(name), memory_bytes=_size(size, f"memory of {name!r}"))
+    elif isinstance(spec, (list, tuple)):
+        for item in spec:
+            if isinstance(item, str):
+                yield from _text(item)
+            else:
+                yield _Wanted(name=canonical_name(item))
+    else:
+        raise SpecError(f"a {type(spec).__name__} is not a device spec. {FORMS}")
+
+
+def _count(count: int) -> Iterator[_Wanted]:
+    if count < 1:
+        raise SpecError(f"the number of devices must be at least 1, got {str(count)[:20]}.")
+    active = active_cluster.get()
+    here = list(active.names) if active is not None else accelerator_names()
+    if count > len(here):
+        raise SpecError(
+            f"{str(count)[:20]} devices were asked for, but there are {len(here)} here{': ' if here else ''}{', '.join(here)}. "
+            f"To plan for another machine say what it has, as in {min(count, 8)}xH100-80GB or {min(count, 8)}x24GiB."
+        )
+    for name in here[:count]:
+        yield _Wanted(name=name)
+
+
+def _text(text: str) -> Iterator[_Wanted]:
+    if text.strip() == "auto":
+        active = active_cluster.get()
+        for name in active.names if active is not None else accelerator_names() or ["cpu"]:
+            yield _Wanted(name=name)
+        return
+    if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) and not _is_hardware(text):
+        yield from _count(int(text))
+        return
+    first_host = 0
+    for group in text.split(","):
+        if not group.strip():
+            raise SpecError(f"a part of the device spec {_shown(text)} is empty. {FORMS}")
+        match = re.fullmatch(
+            r"\s*([0-9]+)\s*(?:x\s*)?(?:hosts?|nodes?|machines?)\s+of\s+(.+)", group, re.IGNORECASE | re.DOTALL
+        )
+        if match is None:
+            yield from _host(group, "host0")
+            continue
+        hosts = _number(match[1], "hosts")
+        for host in range(first_host, first_host + hosts):
+            yield from _host(match[2], f"host{host}")
+        first_host += hosts
+
+
+def _host(text: str, host: str) -> Iterator[_Wanted]:
+    """Parse "8xA100-40GB", or several joined by "+", all in one machine."""
+    for item in text.split("+"):
+        yield from _item(item.strip(), host)
+
+
+def _item(text: str, host: str) -> Iterator[_Wanted]:
+    """Parse cuda:0=20GiB | 24GiB | H100-80GB | 8xH100-80GB | 16 H200 | cuda:0."""
+    name, equals, size = text.partition("=")
+    if equals:
+        yield _Wanted(name=canonical_name(name), memory_bytes=_size(size, f"memory of {name.strip()!r}"), host=host)
+        return
+    if re.fullmatch(r"\s*[a-z]+(:[0-9]+)?\s*", text) and text.strip().partition(":")[0] in DEVICE_TYPES:
+        yield _Wanted(name=canonical_name(text), host=host)
+        return
+    count = 1
+    repeated = re.fullmatch(r"([0-9]+)\s*[xX×*]\s*(.+)", text, re.DOTALL)
+    if repeated is None and not _is_size(text) and not _is_hardware(text):
+        repeated = re.fullmatch(r"([0-9]+)\s+(.+)", text, re.DOTALL)
+    if repeated is not None:
+        count, text = _number(repeated[1], "devices"), repeated[2].strip()
+    if re.match(r"[0-9.]", text) and not _is_hardware(text):
+        wanted = _Wanted(memory_bytes=_size(text, "a device's memory"), host=host)
+    else:
+        row = find_hardware(text)
+        wanted = _Wanted(row=row, memory_bytes=row.memory_bytes, host=host, asked=text)
+    for _ in range(count):
+        yield wanted
+
+
+def _limited(wanted: Iterator[_Wanted]) -> Iterator[_Wanted]:
+    """Stop before a typing error makes a million devices."""
+    for count, item in enumerate(wanted):
+        if count == MAX_DEVICES:
+            raise SpecError(f"more than {MAX_DEVICES} devices. That is the most one plan may use.")
+        yield item
+
+
+def _build(wanted: list[_Wanted], text: str) -> Cluster:
+    named, notes = _named(wanted)
+    names = [item.name for item in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"device {name!r} is listed twice in {_shown(text)}. List every device once.")
+    active = active_cluster.get()
+    shares = sum(1 for item in named if item.memory_bytes is None and str(item.name).startswith("cpu"))
+    devices = []
+    for item in named:
+        device = _device(item, active)
+        if item.memory_bytes is None and device.kind == "cpu" and active is None:
+            # cpu:0, cpu:1, … are one memory: each gets its part of it.
+            device = replace(device, memory_bytes=device.memory_bytes // shares)
+        devices.append(device)
+        if active is None and item.memory_bytes is None:
+            notes += detected_notes(device.name)
+    notes += _assumptions(wanted, devices)
+    links = make_links(devices)
+    if active is not None:
+        known = {(link.source, link.destination): link for link in active.links}
+        links = tuple(known.get((link.source, link.destination), link) for link in links)
+    return Cluster(devices=tuple(devices), links=links, spec=text, notes=tuple(dict.fromkeys(notes)))
+
+
+def _named(wanted: list[_Wanted]) -> tuple[list[_Wanted], list[str]]:
+    """Give every device its name: cuda:0, cuda:1, … in order over all machines; Apple machines have one mps each."""
+    apples = sum(1 for item in wanted if item.row is not None and item.row.vendor == "apple")
+    cards = macs = 0
+    named, notes = [], []
+    for item in wanted:
+        if item.name is not None:
+            named.append(item)
+        elif item.row is not None and item.row.vendor == "apple":
+            host = item.host if apples == 1 else f"mac{macs}"
+            named.append(replace(item, name="mps" if apples == 1 else f"mps:{macs}", host=host))
+            macs += 1
+        else:
+            named.append(replace(item, name=f"cuda:{cards}"))
+            cards += 1
+    if apples > 1:
+        notes.append("An Apple machine has one GPU, so each of these is a machine of its own.")
+    return named, notes
+
+
+def _device(item: _Wanted, active: Cluster | None) -> Device:
+    assert item.name is not None
+    if active is not None and item.name in active.names:
+        device = active.device(item.name)
+        return replace(device, memory_bytes=item.memory_bytes or device.memory_bytes)
+    if item.memory_bytes is None:
+        device = detect_device(item.name)
+        if device.memory_bytes <= 0:
+            raise SpecError(f"device {item.name!r} has no free memory. Stop what uses it, or leave it out.")
+        return replace(device, host=item.host)
+    if item.row is not None:
+        return make_device(item.row, name=item.name, memory_bytes=item.memory_bytes, host=item.host)
+    kind = item.name.partition(":")[0]
+    row = hardware_table()[kind if kind in ("cpu", "disk") else "generic"]
+    if item.name in accelerator_names():
+        here = detect_device(item.name)
+        return replace(
+            here, memory_bytes=item.memory_bytes, overhead_bytes=min(here.overhead_bytes, item.memory_bytes // 16)
+        )
+    return make_device(row, name=item.name, memory_bytes=item.memory_bytes, host=item.host, plain_size=True)
+
+
+def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
+    """What the figures rest on that the user did not say, in sentences."""
+    notes = []
+    for item in wanted:
+        row = item.row
+        if row is not None and re.sub(r"\W", "", item.asked).lower() != re.sub(r"\W", "", row.name).lower():
+            notes.append(f"{item.asked} is taken as {row.name} with {format_bytes(row.memory_bytes)} usable.")
+        if row is not None and "all" in row.unverified:
+            notes.append(f"The figures of {row.name} could not be verified in a source.")
+    if any(device.kind == "generic" for device in devices):
+        generic = hardware_table()["generic"]
+        rate, bandwidth = generic.flops_per_second["bfloat16"] / 1e12, generic.bytes_per_second / 1e9
+        notes.append(
+            f"Of some devices only the memory is known: assumed {rate:g} bf16 TFLOP/s and {bandwidth:g} GB/s peak, {generic.host_link}."
+        )
+    if len({device.host for device in devices}) > 1:
+        notes.append(
+            f"Network between machines assumed: {NETWORK_BYTES_PER_SECOND / 1e9:g} GB/s; a cluster file can say otherwise."
+        )
+    for host in dict.fromkeys(device.host for device in devices):
+        cards = [device for device in devices if device.host == host and device.kind not in ("cpu", "disk")]
+        if len(cards) > MANY_IN_ONE_HOST:
+            notes.append(
+                f"All {len(cards)} cards are taken to be in one machine; for two write '2 hosts of {len(cards) // 2}x...'."
+            )
+    return notes
+
+
+def _simulated(cluster: Cluster) -> Cluster:
+    """The same cluster as cpu:0, cpu:1, … with exact memory: no overhead and no rounding."""
+    renamed = {name: f"cpu:{index}" for index, name in enumerate(cluster.names)}
+    devices = tuple(replace(d, name=renamed[d.name], overhead_bytes=0, block_bytes=1) for d in cluster.devices)
+    links = tuple(replace(k, source=renamed[k.source], destination=renamed[k.destination]) for k in cluster.links)
+    return replace(cluster, devices=devices, links=links)
+
+
+def _is_file(spec: "str | os.PathLike[str]") -> bool:
+    """A path object, or a text that can only be a path."""
+    return not isinstance(spec, str) or spec.strip().endswith(".json") or (os.sep in spec and os.path.isfile(spec))
+
+
+def _is_size(text: str) -> bool:
+    return re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*[kKmMgGtT]?[iI]?[bB]\s*", text) is not None
+
+
+def _is_hardware(text: str) -> bool:
+    try:
+        find_hardware(text)
+    except SpecError:
+        return False
+    return True
+
+
+def _number(digits: str, what: str) -> int:
+    count = int(digits) if len(digits) < 7 else MAX_DEVICES + 1
+    if count == 0:
+        raise SpecError(f"0 {what} were asked for. Leave that part out, or give at least 1.")
+    if count > MAX_DEVICES:
+        raise SpecError(f"{digits[:12]} {what} were asked for; {MAX_DEVICES} devices are the most one plan may use.")
+    return count
+
+
+def _size(size: Any, what: str) -> int:
+    if isinstance(size, float) and math.isfinite(size):
+        size = int(size)
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise SpecError(f"{what} is {_shown(size)}, not a size. Write for example 24GiB or 80GB.")
+    try:
+        return parse_bytes(size)
+    except SpecError as error:
+        raise SpecError(f"{what}: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _spec_text(spec: Any) -> str:
+    """The spec in one line, in a form that can be given again."""
+    if isinstance(spec, Mapping):
+        return ",".join(f"{canonical_name(name)}={size}" for name, size in spec.items())
+    if isinstance(spec, (list, tuple)):
+        return ",".join(str(item) if isinstance(item, str) else canonical_name(item) for item in spec)
+    return str(spec).strip()
