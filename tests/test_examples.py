@@ -1,0 +1,43 @@
+"""Every example runs to its end and says that the split model equals the unsplit one."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "model.py")
+# What each prints if it is right; they assert it themselves too.
+SAYS = {
+    "generate.py": "24 tokens of 2 sequences equal: True",
+    "plan_llama_405b.py": "one forward:",
+    "resnet_two_devices.py": "equal to the unsplit network, bit for bit: True",
+    "toy_two_layers.py": "by autoshard:  equal to one device: True",
+    "train.py": "weights after 5 AdamW steps equal, bit for bit: True",
+}
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    """Run a command of this Python from the root of the project, with one thread."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example(path):
+    done = run(str(path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS[path.name] in done.stdout, done.stdout
+
+
+def test_embedded_example_is_planned_without_its_weights():
+    done = run("-m", "autoshard", "plan", "examples/model.py", "--devices", "2x4GiB,1x2GiB")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "cpu:0" in done.stdout or "cuda:0" in done.stdout, done.stdout
+
+
+def test_embedded_example_is_verified():
+    done = run("-m", "autoshard", "verify", "examples/model.py:small", "--devices", "1x6MiB,2x4MiB")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
