@@ -1,0 +1,139 @@
+"""`simulate`: the context in which `cpu:0`, `cpu:1`, … are devices of their own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.parse import active_cluster, parse_devices
+from autoshard.errors import SpecError
+from autoshard.simulate.memory import SimulatedDevice
+from autoshard.simulate.ops import run_op
+
+MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
+
+
+class SimulatedDevices(list[str]):
+    """The names of the simulated devices, a plain list of them, with the counters behind them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster.names)
+        self.cluster = cluster
+        self._devices: list[SimulatedDevice] = []
+        self._devices.extend(
+            SimulatedDevice(index, device.budget_bytes, self._devices) for index, device in enumerate(cluster.devices)
+        )
+
+    def memory(self, name: str) -> tuple[int, int]:
+        """Return (live, peak) bytes of one device."""
+        device = self._device(name)
+        return device.live_bytes, device.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start measuring peaks anew, from what is live now."""
+        for device in self._devices:
+            device.peak_bytes = device.live_bytes
+
+    def _device(self, name: str) -> SimulatedDevice:
+        if name not in self:
+            raise SpecError(f"{name!r} is not simulated; simulated are {', '.join(self)}.")
+        return self._devices[self.index(name)]
+
+
+class _SimulationMode(TorchDispatchMode):
+    """Sees what subclass dispatch can't: ops that make tensors, and ordinary tensors moved to a simulated device."""
+
+    def __init__(self, devices: list[SimulatedDevice]) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run_op(func, args, kwargs or {}, self.devices, self)
+
+
+_active: ContextVar[SimulatedDevices | None] = ContextVar("simulated_devices", default=None)
+
+
+def active_devices() -> SimulatedDevices | None:
+    """Return the devices of the innermost `simulate` this code runs in, None outside of any."""
+    return _active.get()
+
+
+@contextlib.contextmanager
+def simulate(spec: Any) -> Iterator[SimulatedDevices]:
+    """Simulate the devices of a spec, a cluster or a list of them, as cpu:0, cpu:1, … in that order.
+
+    Inside, these names are used as real ones: in factories, `.to`, hooks, plans. Every op computes real values, equal bit
+    for bit to the ordinary CPU's; an op that mixes devices raises RuntimeError; a device that is full raises
+    `SimulatedOutOfMemoryError`. "cpu" without an index stays the ordinary CPU, of any size. Random numbers come from the
+    CPU's generator. Tensors may leave the context and keep their device; only factories don't know it any more.
+    Raises `SpecError` for a spec that makes no sense.
+    """
+    cluster = parse_devices(spec, simulated=True)
+    if len(cluster.devices) > MAX_SIMULATED:
+        raise SpecError(f"{len(cluster.devices)} devices can't be simulated, at most {MAX_SIMULATED} can.")
+    devices = SimulatedDevices(cluster)
+    mode = _SimulationMode(devices._devices)
+    tokens = _active.set(devices), active_cluster.set(cluster)
+    try:
+        with mode, _patched():
+            yield devices
+    finally:
+        _active.reset(tokens[0])
+        active_cluster.reset(tokens[1])
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    """Replace the few functions that lose the index of a device, or the identity of a parameter, before they dispatch.
+
+    A function mode would see the first kind as well, but its mere presence switches off fused paths (nn's encoder layers
+    look for it), and results would no longer be those of the plain CPU.
+    """
+    with torch.device("cpu"):
+        torch.empty(0)  # torch notes which functions take a device once, on first use: let it note the real ones
+    targets = [(torch, name) for name in ("tensor", "as_tensor", "asarray")]
+    originals = [(place, name, getattr(place, name)) for place, name in targets]
+    originals.append((nn.Module, "_apply", nn.Module._apply))
+    for place, name, original in originals:
+        setattr(place, name, _keep_parameters(original) if place is nn.Module else _keep_index(original))
+    try:
+        yield
+    finally:
+        for place, name, original in originals:
+            setattr(place, name, original)
+
+
+def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap torch.tensor and its like, which copy to `device` behind the dispatcher, so that the copy is dispatched."""
+
+    def make_and_move(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            return make(data, *args, device=device, **kwargs)
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "cpu" or target.index is None:
+            return make(data, *args, device=device, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        made = make(data, *args, device="cpu", **kwargs).to(target)
+        return made.requires_grad_() if requires_grad else made
+
+    return make_and_move
+
+
+def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Wrap `nn.Module._apply`, so that `.to` keeps parameter objects (and with them ties), as it does on GPUs."""
+
+    def apply_and_swap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(module, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    return apply_and_swap
