@@ -1,0 +1,141 @@
+"""Solve: the best assignment of a chain for an objective, choosing the solver by the shape of the problem."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import numpy as np
+
+from autoshard.strategies.chain import Array, Chain, Cost, cost_of
+from autoshard.strategies.lattice import Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
+from autoshard.strategies.problem import Problem, make_problem
+from autoshard.strategies.stages import Stages, StageTables
+
+Objective = Literal["latency", "throughput", "memory"]
+Order = Literal["given", "any"]
+MAX_NODES = 1 << 16
+"""Largest grid of used-up devices that is searched whole (16 devices that all differ)."""
+MAX_TIES = 6
+"""Tied tensors for which every combination of together and apart is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """An assignment (device index per unit), its cost, and a value no contiguous plan can beat (`bound`)."""
+
+    assignment: tuple[int, ...]
+    cost: Cost
+    value: float
+    bound: float
+
+
+def value_of(cost: Cost, objective: Objective) -> float:
+    """Return the figure that an objective minimises: seconds, seconds of the busiest device, or relative memory."""
+    return {"latency": cost.latency, "throughput": cost.bottleneck, "memory": cost.load}[objective]
+
+
+def solve(chain: Chain, objective: Objective = "latency", order: Order = "any") -> Solution | None:
+    """Find the best feasible assignment; None if there is none.
+
+    Among equals in latency the one with the fewest devices, then the most even memory; among equals in the other
+    objectives the one with the least latency.
+    """
+    best: Solution | None = None
+    bound = np.inf
+    for merged in tie_choices(chain):
+        problem = make_problem(chain, merged)
+        if problem is None:
+            continue
+        found = _solve_problem(problem, objective, order)
+        if found is None:
+            continue
+        bound = min(bound, found.bound)
+        if best is None or found.value < best.value * (1 - 1e-12):
+            best = found
+    if best is None:
+        return None
+    return Solution(assignment=best.assignment, cost=best.cost, value=best.value, bound=min(bound, best.value))
+
+
+def tie_choices(chain: Chain) -> Iterator[tuple[bool, ...]]:
+    """Yield which ties to keep together: all combinations of a few, all or none of many, all if none may be copied."""
+    if not chain.duplicate_ties:
+        yield (True,) * len(chain.ties)
+    elif len(chain.ties) <= MAX_TIES:
+        yield from product((False, True), repeat=len(chain.ties))
+    else:
+        yield (False,) * len(chain.ties)
+        yield (True,) * len(chain.ties)
+
+
+def links_into(chain: Chain) -> tuple[Array, Array] | None:
+    """Return latency and bandwidth of copies into each device if they don't depend on where the copy comes from."""
+    size = chain.num_devices
+    if size == 1:
+        return np.zeros(1), np.ones(1)
+    columns = []
+    for links in (chain.link_seconds, chain.link_bytes_per_second):
+        others = _off_diagonal(links)
+        if (others != others[:1]).any():
+            return None
+        columns.append(others[0])
+    return columns[0], columns[1]
+
+
+def _off_diagonal(links: Array) -> Array:
+    """[D-1, D]: column d holds the links into d from all the others."""
+    size = len(links)
+    rows = np.array([[q for q in range(size) if q != d] for d in range(size)]).T
+    return links[rows, np.arange(size)]
+
+
+def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solution | None:
+    lattice = make_lattice(problem, order)
+    links = links_into(problem.chain)
+    assert links is not None
+    tables = StageTables(problem, links)
+    stages = best_stages(lattice, tables.stages, problem.size, objective)
+    if stages is None:
+        return None
+    assignment = problem.assignment(stages)
+    cost = cost_of(problem.chain, assignment)
+    value = value_of(cost, objective)
+    return Solution(assignment=assignment, cost=cost, value=value, bound=value)
+
+
+def make_lattice(problem: Problem, order: Order) -> Lattice:
+    """Build the lattice for devices in the given order, or in any."""
+    if order == "given" or count_nodes(problem.kinds) > MAX_NODES:
+        return make_line(tuple(range(problem.chain.num_devices)))
+    return make_grid(problem.kinds)
+
+
+def best_stages(
+    lattice: Lattice, tables: Tables, size: int, objective: Objective
+) -> list[tuple[int, int, int]] | None:
+    """Find the stages of the best way through a lattice, whose tables are exact."""
+    if objective != "latency":
+        worst = sweep(lattice, lambda device: _as_load(tables(device), objective), size, fewest=False)
+        if worst is None:
+            return None
+        limit = worst.value[1]
+        limits = (limit, np.inf) if objective == "throughput" else (np.inf, limit)
+        cache: dict[int, tuple[Stages, Stages]] = {}
+
+        def tables_within(device: int) -> Stages:
+            whole = tables(device)
+            if id(whole) not in cache:
+                cache[id(whole)] = whole, whole.limited(*limits)
+            return cache[id(whole)][1]
+
+    else:
+        tables_within = tables
+    found = sweep(lattice, tables_within, size)
+    return trace(lattice, tables_within, found) if found else None
+
+
+def _as_load(stages: Stages, objective: Objective) -> Stages:
+    """Tables whose load is what the objective wants the largest of to be small, and whose seconds are all equal."""
+    load, idle = (stages.seconds, stages.idle_seconds) if objective == "throughput" else (stages.load, stages.idle_load)
+    return Stages(np.where(np.isfinite(load), 0.0, np.inf), load, 0.0 if np.isfinite(idle) else np.inf, idle)
