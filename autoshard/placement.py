@@ -45,7 +45,7 @@ def parent(path: str) -> str:
 
 
 def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
-    """Return the key of `placements` that is `name` or a dotted prefix of it, the longest one; None if there is none."""
+    """Return the longest key of `placements` that is `name` or a dotted prefix of it, None if there is none."""
     while name not in placements:
         if not name:
             return None

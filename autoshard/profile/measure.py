@@ -1,0 +1,274 @@
+"""ModelGraph -> Profile: bytes and FLOPs of every module and of the whole model, by the recorded lifetimes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.placement import parent
+from autoshard.profile.profile import ModuleProfile, Profile
+from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
+
+_GATHERS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_index_put_impl_")
+"""Ops that read as many elements of their first input as they write, however large that input is."""
+
+
+def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
+    """Measure a captured run on one device, module by module.
+
+    Memory follows the recorded births and deaths of storages: a view costs nothing, an in-place op reuses what is
+    there, what autograd keeps lives until it lets go. In training the peak is that of a step in steady state:
+    parameters, optimizer state and buffers all the time, gradients as the backward pass makes them, and the
+    optimizer's own temporaries on top of them at the end.
+    """
+    rows = _Rows(graph)
+    op_rows = [rows.index[graph.calls[op.call].path] for op in graph.ops]
+    op_bytes, op_dtypes = _traffic(graph)
+    flops = rows.sum(op_rows, [op.flops for op in graph.ops])
+    moved = rows.sum(op_rows, op_bytes)
+
+    tensors = _tensor_bytes(graph, rows)
+    cache = rows.sum(*_born_in(graph, op_rows, sorted({graph.values[v].storage for v in graph.state})))
+    forward = [s.index for s in graph.storages if s.kind == "activation" and s.born < graph.backward_begin]
+    activation = rows.sum(*_born_in(graph, op_rows, forward))
+    saved = rows.sum(*_saved(graph, op_rows))
+
+    optimizer_tensors = OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0
+    gradient = tensors["trainable"] if workload.training else np.zeros_like(tensors["trainable"])
+    live = live_bytes(graph)
+    peaks, calls = _call_peaks(graph, rows, live)
+
+    modules = tuple(
+        ModuleProfile(
+            path=module.path,
+            class_name=module.class_name,
+            calls=calls[i],
+            parameter_bytes=int(tensors["parameter"][i]),
+            buffer_bytes=int(tensors["buffer"][i]),
+            own_parameter_bytes=int(tensors["own_parameter"][i]),
+            own_buffer_bytes=int(tensors["own_buffer"][i]),
+            activation_bytes=int(activation[i]),
+            saved_bytes=int(saved[i]),
+            cache_bytes=int(cache[i]),
+            gradient_bytes=int(gradient[i]),
+            optimizer_bytes=int(tensors["trainable"][i]) * optimizer_tensors,
+            peak_bytes=peaks[i],
+            flops=int(flops[i]),
+            bytes_moved=int(moved[i]),
+        )
+        for i, module in enumerate(graph.modules)
+    )
+    root = modules[rows.index[""]]
+    resident = root.parameter_bytes + root.buffer_bytes + root.optimizer_bytes
+    peak = resident + int(live.max())
+    if workload.training:
+        inputs = sum(s.nbytes for s in graph.storages if s.kind == "input")
+        step = optimizer_step_bytes(trainable_sizes(graph), workload.optimizer)
+        peak = max(peak, resident + root.gradient_bytes + inputs + step)
+    return Profile(
+        graph=graph,
+        workload=workload,
+        modules=modules,
+        op_bytes=tuple(op_bytes),
+        op_dtypes=tuple(op_dtypes),
+        dtype=_main_dtype(graph, op_dtypes),
+        parameter_bytes=root.parameter_bytes,
+        buffer_bytes=root.buffer_bytes,
+        gradient_bytes=root.gradient_bytes,
+        optimizer_bytes=root.optimizer_bytes,
+        cache_bytes=root.cache_bytes,
+        activation_peak_bytes=int(live.max()),
+        peak_bytes=peak,
+        flops=root.flops,
+        bytes_moved=root.bytes_moved,
+    )
+
+
+def live_bytes(graph: ModelGraph) -> np.ndarray:
+    """Return the bytes of inputs and activations live on one device at every op, and after the last."""
+    end = len(graph.ops)
+    kept = {graph.values[value].storage for value in (*graph.outputs, *graph.state, *graph.inputs)}
+    change = np.zeros(end + 2, np.int64)
+    for storage in graph.storages:
+        if storage.kind in ("activation", "input"):
+            change[max(storage.born, 0)] += storage.nbytes
+            change[end + 1 if storage.index in kept else min(storage.died, end + 1)] -= storage.nbytes
+    return np.cumsum(change)[: end + 1]
+
+
+def trainable_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
+    """Return (first name, bytes) of every trainable parameter in registration order, tied ones once."""
+    sizes: dict[int, tuple[str, int]] = {}
+    for tensor in graph.tensors:
+        if tensor.trainable and tensor.kind == "parameter":
+            sizes.setdefault(tensor.storage, (tensor.name, graph.storages[tensor.storage].nbytes))
+    return list(sizes.values())
+
+
+def optimizer_step_bytes(sizes: Sequence[tuple[str, int]], optimizer: str, fused_list: bool = False) -> int:
+    """Return the most temporary bytes of one optimizer step over parameters of these (name, bytes), on one device.
+
+    Adam's loop makes sqrt(v), then the denominator beside it, and drops the last denominator one parameter later:
+
+        parameter i-1   sqrt ██
+                        denominator ███████████
+        parameter i                   sqrt ████         peak: size[i-1] + 2 size[i]
+                               denominator    ██████
+
+    With `fused_list` (the multi-tensor form torch prefers on accelerators) the denominators of all live at once.
+    """
+    if optimizer not in ("adam", "adamw"):
+        return 0
+    if fused_list:
+        return sum(nbytes for _, nbytes in sizes)
+    previous, most = 0, 0
+    for _, nbytes in sizes:
+        most = max(most, previous + 2 * nbytes)
+        previous = nbytes
+    return most
+
+
+class _Rows:
+    """Sums per module row, rolled up from children to parents."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.index = {module.path: i for i, module in enumerate(graph.modules)}
+        for module in graph.modules:
+            for alias in module.aliases:
+                self.index.setdefault(alias, self.index[module.path])
+        for call in graph.calls:  # a module made during the run belongs to the nearest one that was there before
+            path = call.path
+            while path not in self.index:
+                path = parent(path)
+            self.index.setdefault(call.path, self.index[path])
+        self.parents = [self.row_of(parent(module.path)) if module.path else -1 for module in graph.modules]
+        depth = [module.path.count(".") + 1 if module.path else 0 for module in graph.modules]
+        self.deepest_first = sorted(range(len(depth)), key=lambda i: -depth[i])
+
+    def row_of(self, path: str) -> int:
+        while path not in self.index:
+            path = parent(path)
+        return self.index[path]
+
+    def own(self, rows: Sequence[int], amounts: Sequence[int]) -> np.ndarray:
+        total = np.zeros(len(self.parents), np.int64)
+        if len(rows):
+            np.add.at(total, np.asarray(rows), np.asarray(amounts, np.int64))
+        return total
+
+    def roll_up(self, own: np.ndarray) -> np.ndarray:
+        total = own.copy()
+        for row in self.deepest_first:
+            if self.parents[row] >= 0:
+                total[self.parents[row]] += total[row]
+        return total
+
+    def sum(self, rows: Sequence[int], amounts: Sequence[int]) -> np.ndarray:
+        return self.roll_up(self.own(rows, amounts))
+
+
+def _tensor_bytes(graph: ModelGraph, rows: _Rows) -> dict[str, np.ndarray]:
+    """Bytes of parameters and buffers per row; a storage counts once, at its first name."""
+    owners: dict[str, tuple[list[int], list[int]]] = {kind: ([], []) for kind in ("parameter", "buffer", "trainable")}
+    seen: set[int] = set()
+    for tensor in graph.tensors:
+        if tensor.storage in seen:
+            continue
+        seen.add(tensor.storage)
+        nbytes = graph.storages[tensor.storage].nbytes
+        kinds = [tensor.kind, "trainable"] if tensor.kind == "parameter" and tensor.trainable else [tensor.kind]
+        for kind in kinds:
+            owners[kind][0].append(rows.row_of(tensor.module))
+            owners[kind][1].append(nbytes)
+    own = {kind: rows.own(*pair) for kind, pair in owners.items()}
+    return {
+        "own_parameter": own["parameter"],
+        "own_buffer": own["buffer"],
+        **{kind: rows.roll_up(amounts) for kind, amounts in own.items()},
+    }
+
+
+def _born_in(graph: ModelGraph, op_rows: list[int], storages: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Row of the op that allocated each storage, and its bytes; storages that no op made are left out."""
+    made = [graph.storages[s] for s in storages]
+    made = [s for s in made if s.kind == "activation" and 0 <= s.born < len(op_rows)]
+    return [op_rows[s.born] for s in made], [s.nbytes for s in made]
+
+
+def _saved(graph: ModelGraph, op_rows: list[int]) -> tuple[list[int], list[int]]:
+    """Row of the first op that saves each activation storage for backward, and its bytes."""
+    first: dict[int, int] = {}
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        if graph.storages[storage].kind == "activation":
+            first.setdefault(storage, save.op)
+    return [op_rows[op] for op in first.values()], [graph.storages[s].nbytes for s in first]
+
+
+def _call_peaks(graph: ModelGraph, rows: _Rows, live: np.ndarray) -> tuple[list[int], list[int]]:
+    """Most live bytes during any forward call of each module, and how many forward calls it had."""
+    peaks, counts = [0] * len(graph.modules), [0] * len(graph.modules)
+    called = [call for call in graph.calls if not call.backward]
+    for call in called:
+        counts[rows.index[call.path]] += 1
+    ran = [call for call in called if call.end > call.begin]
+    if ran:
+        # reduceat takes the maximum from one bound to the next; every second range is that of a call.
+        bounds = np.array([(call.begin, call.end) for call in ran]).ravel()
+        for call, peak in zip(ran, np.maximum.reduceat(live, bounds)[::2].tolist(), strict=True):
+            row = rows.index[call.path]
+            peaks[row] = max(peaks[row], peak)
+    return peaks, counts
+
+
+def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
+    """Bytes each op reads and writes, and the dtype name it computes in.
+
+    A view moves nothing. A gather reads what it writes of its first input, not the whole table. An expanded input is
+    read as often as its storage is large.
+    """
+    storages, names = graph.storages, _DtypeNames()
+    value_bytes = [min(value.nbytes, storages[value.storage].nbytes) for value in graph.values]
+    value_storage = [value.storage for value in graph.values]
+    value_dtype = [names[value.dtype] for value in graph.values]
+    floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
+    moved, dtypes = [], []
+    for op in graph.ops:
+        dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
+        dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
+        read = {value_storage[v] for v in op.inputs}
+        written = [v for v in op.outputs if value_storage[v] not in read]
+        if not written and not op.mutates:
+            moved.append(0)
+            continue
+        inputs = list(dict.fromkeys(op.inputs))
+        total = sum(value_bytes[v] for v in written) + sum(value_bytes[v] for v in op.mutates)
+        if inputs and written and _is_gather(op):
+            table = inputs.pop(0)
+            total += min(value_bytes[table], sum(value_bytes[v] for v in written))
+        moved.append(total + sum(value_bytes[v] for v in inputs))
+    return moved, dtypes
+
+
+def _is_gather(op: Op) -> bool:
+    schema = getattr(op.target, "_schema", None)
+    return schema is not None and schema.name in _GATHERS
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    """torch.bfloat16 -> "bfloat16"."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+def _main_dtype(graph: ModelGraph, op_dtypes: Sequence[str]) -> str:
+    """The dtype most FLOPs run in; without any, that of the first parameter."""
+    totals: dict[str, int] = {}
+    for op, dtype in zip(graph.ops, op_dtypes, strict=True):
+        totals[dtype] = totals.get(dtype, 0) + op.flops
+    best = max(totals, key=lambda dtype: totals[dtype], default="")
+    if best and totals[best]:
+        return best
+    return next((str(t.dtype).removeprefix("torch.") for t in graph.tensors if t.dtype.is_floating_point), "float32")
