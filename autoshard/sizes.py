@@ -13,6 +13,14 @@ MAX_BYTES = 2**60
 """No size may be larger: beyond it arithmetic in floats would start to round or overflow."""
 
 
+def shown(value: object, length: int = 60) -> str:
+    """Return the repr of what a user gave, short enough for a message whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print ints of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def parse_bytes(text: str | int) -> int:
     """Turn "24GiB", "80GB", "512MiB" or a plain number of bytes into a positive int; raise `SpecError` otherwise."""
     if isinstance(text, int) and not isinstance(text, bool):
@@ -20,12 +28,14 @@ def parse_bytes(text: str | int) -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
         if match is None or match[2].upper() not in _UNITS:
-            raise SpecError(f"{str(text)[:40]!r} is not a size. Write for example 24GiB, 80GB or 512MiB.")
+            raise SpecError(f"{shown(text)} is not a size. Write for example 24GiB, 80GB or 512MiB.")
         size = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0 * MAX_BYTES))
     if size <= 0:
-        raise SpecError(f"a size must be positive, got {str(text)[:40]!r}. Write for example 24GiB, or leave the device out.")
+        raise SpecError(
+            f"a size must be positive, got {shown(text)}. Write for example 24GiB, or leave the device out."
+        )
     if size > MAX_BYTES:
-        raise SpecError(f"a size of {str(text)[:40]} is beyond every device. Write for example 24GiB.")
+        raise SpecError(f"the size {shown(text)} is beyond every device. Write for example 24GiB.")
     return size
 
 

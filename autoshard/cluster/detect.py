@@ -11,7 +11,7 @@ from autoshard.cluster.cluster import Device
 from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
 from autoshard.errors import SpecError
 
-# Asking for the free memory creates the context, so the free figure is already without it; kernels loaded later are not.
+# Asking for the free memory creates the context, so the free figure is without it; kernels loaded later still come.
 LATER_KERNELS_BYTES = CONTEXT_BYTES // 3
 
 
@@ -45,8 +45,8 @@ def detect_device(name: str) -> Device:
     if name not in here:
         found = f"torch sees {', '.join(here)} here" if here else "torch sees no accelerator here"
         raise SpecError(
-            f"device {name!r} does not exist on this machine: {found}. To plan for another machine give its memory or its "
-            f"hardware, as in {{{name!r}: '24GiB'}}, '2x24GiB' or '8xH100-80GB'."
+            f"device {name!r} does not exist on this machine: {found}. To plan for another machine give the memory or "
+            f"the hardware, as in {{{name!r}: '24GiB'}}, '2x24GiB' or '8xH100-80GB'."
         )
     number = int(index or 0)
     row = match_torch_name(_torch_name(kind, number)) or hardware_table()["generic"]

@@ -89,7 +89,8 @@ def _device(entry: Any, position: int) -> Device:
     unknown = set(entry) - _DEVICE_KEYS - {"memory"}
     if unknown:
         raise SpecError(
-            f"{where} has an unknown entry {sorted(map(str, unknown))[0]!r}. Known: memory, {', '.join(sorted(_DEVICE_KEYS))}."
+            f"{where} has an unknown entry {sorted(map(str, unknown))[0]!r}. "
+            f"Known: memory, {', '.join(sorted(_DEVICE_KEYS))}."
         )
     kind, host = entry.get("kind", "generic"), entry.get("host", "host0")
     if not isinstance(kind, str) or not isinstance(host, str):

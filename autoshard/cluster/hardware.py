@@ -34,7 +34,7 @@ class Hardware:
     """One row of the table: published peaks, dense (no sparsity), in bytes and FLOP per second.
 
     Attributes:
-        memory_bytes: what a process can get: as torch reports it where known, else the nominal decimal gigabytes; 0: unknown.
+        memory_bytes: what a process can get: as torch reports it where known, else the nominal gigabytes; 0: unknown.
         peer_bytes_per_second: one direction between two cards of one machine; 0: only through the host.
         peer_topology: who has a peer link: "switch" and "mesh": every pair; "pairs": cards 0-1, 2-3, ...
         host_bytes_per_second: one direction between the card and the machine's memory.
@@ -74,16 +74,17 @@ def hardware_table() -> dict[str, Hardware]:
 
 
 def find_hardware(text: str) -> Hardware:
-    """Return the row meant by "H100-80GB", "a100 40gb", "RTX 4090", "MI300X"…; raise `SpecError` with the closest names.
+    """Return the row meant by "H100-80GB", "a100 40gb", "RTX 4090"…; raise `SpecError` with the closest names.
 
-    A memory size in the name must be the card's own: "H100-40GB" is refused, so that nobody plans for a card that is not made.
+    A memory size in the name must be the card's own: "H100-40GB" is refused, nobody should plan for what is not made.
     """
     row = _names().get(_normal(text))
     if row is not None:
         return row
-    wanted = _normal(text)
-    family = re.match(r"[a-z]*[0-9]{0,4}", re.sub(r"^(nvidia|amd|geforce)+", "", wanted))
-    close = [name for name in known_names() if family and len(family[0]) > 1 and family[0] in _normal(name)]
+    wanted = re.sub(r"^(nvidia|amd|geforce)+", "", _normal(text))
+    # The longest beginning that some name contains ("h100" of "h10040gb"), else the most similar spellings.
+    beginnings = (wanted[:length] for length in range(len(wanted), 1, -1))
+    close = next(filter(None, ([name for name in known_names() if part in _normal(name)] for part in beginnings)), [])
     if not close:
         shown = {_normal(name): name for name in known_names()}
         close = [shown[key] for key in difflib.get_close_matches(wanted, list(shown), n=3, cutoff=0.5)]

@@ -6,7 +6,7 @@
 {"cuda:0": "20GiB", "cpu": "60GiB", "disk": "200GiB"}         these, with at most so much memory each
 "8xH100-80GB"                      imagined cards, figures from the hardware table
 "2x24GiB,1x12GiB"                  imagined cards of which only the memory is known
-"2 hosts of 8xA100-40GB"           the same in two machines; "+" joins cards of one machine: "2 hosts of 1x24GiB+1x12GiB"
+"2 hosts of 8xA100-40GB"           the same in two machines; "+" joins unequal cards: "2 hosts of 24GiB+2x12GiB"
 "cuda:0=20GiB,cpu=60GiB"           the dict form on a command line
 "cluster.json"                     a file written by `Cluster.to_dict`, or by hand
 """
@@ -14,7 +14,7 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,8 @@ from autoshard.cluster.files import read_cluster
 from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
 from autoshard.cluster.links import NETWORK_BYTES_PER_SECOND, make_links
 from autoshard.errors import SpecError
-from autoshard.sizes import format_bytes, parse_bytes
+from autoshard.plan import PlanDevice
+from autoshard.sizes import format_bytes, parse_bytes, shown
 
 MAX_DEVICES = 1024
 MANY_IN_ONE_HOST = 8
@@ -64,11 +65,24 @@ def parse_devices(spec: Any, *, simulated: bool = False) -> Cluster:
     else:
         wanted = list(_limited(_wanted(spec)))
         if not wanted:
-            raise SpecError(f"no devices in {_shown(spec)}. {FORMS}")
+            raise SpecError(f"no devices in {shown(spec)}. {FORMS}")
         cluster = _build(wanted, _spec_text(spec))
     if not cluster.devices:
         raise SpecError(f"the cluster has no devices. {FORMS}")
     return _simulated(cluster) if simulated else cluster
+
+
+def cluster_of(devices: Iterable[PlanDevice]) -> Cluster:
+    """Rebuild the cluster a plan was made for, with rates and links as the hardware table has them."""
+    table = hardware_table()
+    built = []
+    for item in devices:
+        row = table.get(item.kind, table["generic"])
+        plain = item.memory_bytes != row.memory_bytes
+        device = make_device(row, name=item.name, memory_bytes=item.memory_bytes, host=item.host, plain_size=plain)
+        # "cpu:1" is a simulated device or the plain CPU: exact either way.
+        built.append(replace(device, overhead_bytes=0, block_bytes=1) if item.name.startswith("cpu") else device)
+    return Cluster(devices=tuple(built), links=make_links(built), spec="the devices of the plan")
 
 
 def canonical_name(name: Any) -> str:
@@ -77,12 +91,12 @@ def canonical_name(name: Any) -> str:
         name = str(name)
     if isinstance(name, int) and not isinstance(name, bool):
         if not 0 <= name < MAX_DEVICES:
-            raise SpecError(f"{str(name)[:20]} is not a device index. Indices start at 0.")
+            raise SpecError(f"{shown(name)} is not a device index. Indices start at 0.")
         kind = accelerator_type() or "cuda"
         return kind if kind == "mps" else f"{kind}:{name}"
     match = re.fullmatch(r"\s*([a-z]+)(?::([0-9]{1,4}))?\s*", name) if isinstance(name, str) else None
     if match is None or match[1] not in DEVICE_TYPES or (match[1] == "disk" and match[2]):
-        raise SpecError(f"{_shown(name)} is not a device name. {FORMS}")
+        raise SpecError(f"{shown(name)} is not a device name. {FORMS}")
     kind, index = match[1], match[2]
     if index is None:
         return kind if kind in ("cpu", "mps", "disk") else f"{kind}:0"
@@ -100,7 +114,7 @@ def _wanted(spec: Any) -> Iterator[_Wanted]:
         yield _Wanted(name=canonical_name(spec))
     elif isinstance(spec, Mapping):
         for name, size in spec.items():
-            yield _Wanted(name=canonical_name(name), memory_bytes=_size(size, f"memory of {name!r}"))
+            yield _Wanted(name=canonical_name(name), memory_bytes=_size(size, f"memory of {shown(name)}"))
     elif isinstance(spec, (list, tuple)):
         for item in spec:
             if isinstance(item, str):
@@ -113,12 +127,12 @@ def _wanted(spec: Any) -> Iterator[_Wanted]:
 
 def _count(count: int) -> Iterator[_Wanted]:
     if count < 1:
-        raise SpecError(f"the number of devices must be at least 1, got {str(count)[:20]}.")
+        raise SpecError(f"the number of devices must be at least 1, got {shown(count)}.")
     active = active_cluster.get()
     here = list(active.names) if active is not None else accelerator_names()
     if count > len(here):
         raise SpecError(
-            f"{str(count)[:20]} devices were asked for, but there are {len(here)} here{': ' if here else ''}{', '.join(here)}. "
+            f"{shown(count)} devices were asked for, but torch sees {', '.join(here) or 'no accelerator'} here. "
             f"To plan for another machine say what it has, as in {min(count, 8)}xH100-80GB or {min(count, 8)}x24GiB."
         )
     for name in here[:count]:
@@ -137,7 +151,7 @@ def _text(text: str) -> Iterator[_Wanted]:
     first_host = 0
     for group in text.split(","):
         if not group.strip():
-            raise SpecError(f"a part of the device spec {_shown(text)} is empty. {FORMS}")
+            raise SpecError(f"a part of the device spec {shown(text)} is empty. {FORMS}")
         match = re.fullmatch(
             r"\s*([0-9]+)\s*(?:x\s*)?(?:hosts?|nodes?|machines?)\s+of\s+(.+)", group, re.IGNORECASE | re.DOTALL
         )
@@ -193,7 +207,7 @@ def _build(wanted: list[_Wanted], text: str) -> Cluster:
     names = [item.name for item in named]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(f"device {name!r} is listed twice in {_shown(text)}. List every device once.")
+            raise SpecError(f"device {name!r} is listed twice in {shown(text)}. List every device once.")
     active = active_cluster.get()
     shares = sum(1 for item in named if item.memory_bytes is None and str(item.name).startswith("cpu"))
     devices = []
@@ -267,19 +281,16 @@ def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
     if any(device.kind == "generic" for device in devices):
         generic = hardware_table()["generic"]
         rate, bandwidth = generic.flops_per_second["bfloat16"] / 1e12, generic.bytes_per_second / 1e9
-        notes.append(
-            f"Of some devices only the memory is known: assumed {rate:g} bf16 TFLOP/s and {bandwidth:g} GB/s peak, {generic.host_link}."
-        )
+        peaks = f"{rate:g} bf16 TFLOP/s, {bandwidth:g} GB/s, {generic.host_link}"
+        notes.append(f"Where only the memory of a device is known, peaks are assumed: {peaks}.")
     if len({device.host for device in devices}) > 1:
-        notes.append(
-            f"Network between machines assumed: {NETWORK_BYTES_PER_SECOND / 1e9:g} GB/s; a cluster file can say otherwise."
-        )
+        rate = NETWORK_BYTES_PER_SECOND / 1e9
+        notes.append(f"The network between machines is assumed: {rate:g} GB/s; a cluster file can say otherwise.")
     for host in dict.fromkeys(device.host for device in devices):
         cards = [device for device in devices if device.host == host and device.kind not in ("cpu", "disk")]
         if len(cards) > MANY_IN_ONE_HOST:
-            notes.append(
-                f"All {len(cards)} cards are taken to be in one machine; for two write '2 hosts of {len(cards) // 2}x...'."
-            )
+            two = f"'2 hosts of {len(cards) // 2}x...'"
+            notes.append(f"All {len(cards)} cards are taken to be in one machine; for two write {two}.")
     return notes
 
 
@@ -321,16 +332,11 @@ def _size(size: Any, what: str) -> int:
     if isinstance(size, float) and math.isfinite(size):
         size = int(size)
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise SpecError(f"{what} is {_shown(size)}, not a size. Write for example 24GiB or 80GB.")
+        raise SpecError(f"{what} is {shown(size)}, not a size. Write for example 24GiB or 80GB.")
     try:
         return parse_bytes(size)
     except SpecError as error:
         raise SpecError(f"{what}: {error}") from None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _spec_text(spec: Any) -> str:

@@ -1,0 +1,38 @@
+"""Automatic model partitioner for PyTorch: profile a model, plan where every module goes, apply the plan, prove it."""
+
+# Some public calls bear the name of the room they lead to, and importing a submodule binds its name here. So these are
+# imported first and the calls bound after them: `autoshard.plan` is the call, while `from autoshard.plan import Plan`
+# finds the room.
+import autoshard.capture
+import autoshard.estimate
+import autoshard.plan
+import autoshard.profile  # noqa: F401
+from autoshard.api import apply, capture, estimate, plan, profile, remove, simulate, verify
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import ApplyError, AutoshardError, CaptureError, PlanError, SpecError, VerifyError
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.workload import Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ApplyError",
+    "AutoshardError",
+    "CaptureError",
+    "Cluster",
+    "Estimate",
+    "Plan",
+    "PlanError",
+    "SpecError",
+    "VerifyError",
+    "Workload",
+    "apply",
+    "capture",
+    "estimate",
+    "plan",
+    "profile",
+    "remove",
+    "simulate",
+    "verify",
+]

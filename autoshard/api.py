@@ -1,0 +1,186 @@
+"""The calls of autoshard: each chains the rooms below it and adds nothing of its own.
+
+The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import SpecError
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from autoshard.capture.graph import ModelGraph
+    from autoshard.profile.profile import Profile
+
+
+def capture(model: nn.Module, inputs: Any = None, *, workload: Workload | None = None) -> "ModelGraph":
+    """Record one run of the model without its weights.
+
+    `inputs`: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a callable returning one of
+    these; may be left out for a Hugging Face model. In training mode the backward is recorded too. Raises
+    `CaptureError`.
+    """
+    from autoshard.capture.capture import capture as record
+
+    return record(model, inputs, workload=workload)
+
+
+def profile(model: nn.Module, inputs: Any = None, *, workload: Workload | None = None) -> "Profile":
+    """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
+    from autoshard.profile.measure import profile_graph
+
+    graph = capture(model, inputs, workload=workload)
+    return profile_graph(graph, workload or Workload(assumed=True))
+
+
+def plan(
+    model: nn.Module,
+    devices: Any = "auto",
+    *,
+    inputs: Any = None,
+    strategy: str = "auto",
+    objective: str = "latency",
+    workload: Workload | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Decide where every module goes; the model may be on meta and is not touched.
+
+    `devices`: "auto", a count, names, {name: size}, a spec such as "8xH100-80GB" or "2x24GiB,1x12GiB", a cluster file
+    or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
+    {module path: device}. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
+    """
+    from autoshard.cluster.parse import parse_devices
+
+    if max_memory and isinstance(devices, str) and devices == "auto":
+        devices = max_memory
+    cluster = parse_devices(devices)
+    return plan_profile(
+        profile(model, inputs, workload=workload),
+        cluster,
+        strategy=strategy,
+        objective=objective,
+        max_memory=max_memory,
+        pins=pins,
+    )
+
+
+def plan_profile(
+    profile: "Profile",
+    cluster: Cluster,
+    *,
+    strategy: str = "auto",
+    objective: str = "latency",
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan from a profile that exists already, with limits and pins in the forms people write."""
+    from autoshard.cluster.parse import canonical_name
+    from autoshard.sizes import parse_bytes
+    from autoshard.strategies import make_plan
+
+    limits = {
+        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
+        for name, size in (max_memory or {}).items()
+    }
+    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
+    return make_plan(
+        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None
+    )
+
+
+def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
+    """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers, lower bound.
+
+    `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table.
+    """
+    from autoshard.cluster.parse import cluster_of, parse_devices
+    from autoshard.cost import estimate as compute
+
+    plan = _as_plan(plan, profile)
+    cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
+    return compute(plan, profile, cluster)
+
+
+def apply(
+    model: nn.Module,
+    plan: Any = "auto",
+    *,
+    inputs: Any = None,
+    strategy: str = "auto",
+    objective: str = "latency",
+    workload: Workload | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Put the model where the plan says, in place, and return it.
+
+    `plan`: a `Plan`; a `device_map` ({module path: device}); or devices in any form that `plan()` takes, which are then
+    planned for with the other arguments. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
+    """
+    from autoshard.runtime import apply_device_map, apply_plan
+
+    if is_device_map(plan):
+        return apply_device_map(model, plan)
+    if not isinstance(plan, Plan):
+        settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
+        plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
+    return apply_plan(model, plan)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Undo `apply`: the same module on one device, bit-equal. Raises `ApplyError` if nothing was applied."""
+    from autoshard.runtime import remove as undo
+
+    return undo(model)
+
+
+def verify(model: nn.Module, plan: Any = None, **settings: Any) -> Any:
+    """Run the original and the applied model on the same inputs and compare; simulated where devices are missing.
+
+    Returns a report with `.ok`, `.max_error` and `.first_difference`.
+    """
+    from autoshard.verify import verify as compare
+
+    return compare(model, plan, **settings)
+
+
+def simulate(devices: Any) -> Any:
+    """Enter a context in which the devices of a spec exist: real values, real memory accounting, no GPU."""
+    from autoshard.simulate import simulate as enter
+
+    return enter(devices)
+
+
+def is_device_map(value: Any) -> bool:
+    """Tell {module path: device} from {device: size}: the keys of the second are device names."""
+    from autoshard.cluster.parse import canonical_name
+
+    if not isinstance(value, Mapping):
+        return False
+    for key in value:
+        try:
+            canonical_name(key)
+        except SpecError:
+            return True
+    return False
+
+
+def _as_plan(plan: "Plan | Mapping[str, Any]", profile: "Profile") -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile)
+
+
+def _known(name: str, cluster: Cluster, where: str) -> str:
+    if name not in cluster.names:
+        raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
+    return name
+
+
+# `apply` has an argument of this name.
+_plan: Callable[..., Plan] = plan

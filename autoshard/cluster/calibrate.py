@@ -1,0 +1,144 @@
+"""Measure what the hardware table can only claim: at most two seconds per device, nothing kept between calls.
+
+matrix products    three sizes per dtype, the best rate counts: large layers reach it, small ones are bound by the rest
+copies             a device to itself (read + write) and to every other device, a small and a large one
+op floor           the time of an op too small to do anything
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.detect import accelerator_names
+
+DEVICE_SECONDS = 1.4
+"""Spent on one device's own rates; its links get the rest of the two seconds."""
+LINKS_SECONDS = 0.5
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GEMM_SIZES = {"cpu": (256, 512, 1024), "accelerator": (2048, 4096, 8192)}
+COPY_BYTES = {"cpu": 2**27, "accelerator": 2**28}
+SMALL_BYTES = 4096
+
+
+def calibrate(cluster: Cluster) -> Cluster:
+    """Return the cluster with measured rates for the devices of this machine; other devices keep the table's figures.
+
+    Memory sizes are not touched. Devices of one kind are measured one by one: two cards of a kind may differ.
+    """
+    here = set(accelerator_names())
+    # cpu, cpu:0, cpu:1, … are one processor.
+    real = {d.name: "cpu" if d.name.startswith("cpu") else d.name for d in cluster.devices}
+    real = {name: target for name, target in real.items() if target == "cpu" or target in here}
+    measured: dict[str, Device] = {}
+    for device in cluster.devices:
+        target = real.get(device.name)
+        if target is not None and target not in measured:
+            measured[target] = measure_device(device, torch.device(target))
+    devices = []
+    for device in cluster.devices:
+        rates = measured.get(real.get(device.name, ""))
+        if rates is not None:
+            device = replace(
+                device,
+                flops_per_second=rates.flops_per_second,
+                bytes_per_second=rates.bytes_per_second,
+                launch_seconds=rates.launch_seconds,
+                measured=True,
+            )
+        devices.append(device)
+    missing = [name for name in cluster.names if name not in real]
+    notes = tuple(note for note in cluster.notes if "calibrate" not in note)
+    if missing:
+        notes += (f"Not measured, because not on this machine: {', '.join(missing)}.",)
+    return replace(cluster, devices=tuple(devices), links=_measure_links(cluster, real), notes=notes)
+
+
+def measure_device(device: Device, target: torch.device) -> Device:
+    """Return the device with its rates measured, within `DEVICE_SECONDS`."""
+    size = "cpu" if target.type == "cpu" else "accelerator"
+    # A card that is nearly full is measured with what fits: three matrices in an eighth of it.
+    room = device.memory_bytes // 8 if size == "accelerator" else 2**40
+    sizes = tuple(n for n in GEMM_SIZES[size] if 3 * 4 * n * n <= room) or (256,)
+    nbytes = min(COPY_BYTES[size], room // 2)
+    flops = {}
+    for dtype in DTYPES:
+        rate = _gemm_rate(target, dtype, sizes, DEVICE_SECONDS / (len(DTYPES) + 1))
+        flops[str(dtype).removeprefix("torch.")] = rate
+    flops["default"] = flops["float32"]
+    source = torch.ones(nbytes // 4, device=target)
+    into = torch.empty_like(source)
+    copy_seconds = _seconds(lambda: into.copy_(source), target, 0.2)
+    tiny = torch.ones(8, device=target)
+    return replace(
+        device,
+        flops_per_second=flops,
+        bytes_per_second=2 * nbytes / copy_seconds,
+        launch_seconds=_seconds(lambda: tiny.add_(1), target, 0.02, repeat=200),
+        measured=True,
+    )
+
+
+def _gemm_rate(target: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], budget_seconds: float) -> float:
+    """Best FLOP/s over the sizes; a size that would exceed the budget at the rate seen so far is left out."""
+    best = 0.0
+    started = time.perf_counter()
+    for size in sizes:
+        flops = 2.0 * size**3
+        left = budget_seconds - (time.perf_counter() - started)
+        if best and 2 * flops / best > left:
+            break
+        a = torch.ones(size, size, device=target, dtype=dtype)
+        best = max(best, flops / _seconds(lambda a=a: a @ a, target, left / 4))  # type: ignore[misc]
+    return best
+
+
+def _measure_links(cluster: Cluster, real: Mapping[str, str]) -> tuple[Link, ...]:
+    """Measure each link between real devices once; between simulated ones it is a copy within the same memory."""
+    pairs = {(real[k.source], real[k.destination]) for k in cluster.links if k.source in real and k.destination in real}
+    budget = LINKS_SECONDS * len(set(real.values())) / max(len(pairs), 1)
+    rates = {pair: _link_rate(torch.device(pair[0]), torch.device(pair[1]), budget) for pair in sorted(pairs)}
+    links = []
+    for link in cluster.links:
+        rate = rates.get((real.get(link.source, ""), real.get(link.destination, "")))
+        links.append(link if rate is None else replace(link, bytes_per_second=rate[0], latency_seconds=rate[1]))
+    return tuple(links)
+
+
+def _link_rate(source: torch.device, destination: torch.device, budget_seconds: float) -> tuple[float, float]:
+    """Bytes per second and latency of a copy as the runtime issues it."""
+    nbytes = COPY_BYTES["cpu"]
+    small = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=source)
+    large = torch.ones(nbytes, dtype=torch.uint8, device=source)
+
+    def copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if source == destination:  # two simulated devices: a copy in the same memory
+            return tensor.clone
+        return lambda: tensor.to(destination)
+
+    latency = _seconds(copy(small), destination, budget_seconds / 4, repeat=5)
+    seconds = _seconds(copy(large), destination, budget_seconds / 2)
+    return nbytes / max(seconds - latency, 1e-9), latency
+
+
+def _seconds(run: Callable[[], object], target: torch.device, budget_seconds: float, repeat: int = 1) -> float:
+    """Least time of `run` over as many rounds as the budget allows, after one warm-up; `repeat` runs per round."""
+    run()
+    _wait(target)
+    best, deadline = float("inf"), time.perf_counter() + budget_seconds
+    while True:
+        started = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        _wait(target)
+        now = time.perf_counter()
+        best = min(best, (now - started) / repeat)
+        if now >= deadline:
+            return max(best, 1e-9)
+
+
+def _wait(target: torch.device) -> None:
+    if target.type != "cpu":
+        torch.accelerator.synchronize(target)
