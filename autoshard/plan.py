@@ -1,16 +1,28 @@
 """Plan: what goes where, as strings and ints. Made anywhere, saved as JSON, applied elsewhere."""
 
+import json
+import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from autoshard.errors import PlanError, SpecError
 from autoshard.workload import Workload
 
 PLAN_VERSION = 1
+PLAN_FORMAT = "autoshard plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDevice:
-    """A device a plan was made for: enough to rebuild its cluster entry from the hardware table."""
+    """A device a plan was made for: enough to rebuild its cluster entry from the hardware table.
+
+    `memory_bytes` is 0 where nobody said how much there is (a device map that was imported).
+    """
 
     name: str
     memory_bytes: int
@@ -23,10 +35,11 @@ class Plan:
     """Decisions only; consequences are an `Estimate`, always recomputed.
 
     Attributes:
-        placements: module path or tensor name -> device name. Paths never overlap: every parameter and buffer has exactly
-            one entry that is its name or a prefix of it. It is also the `device_map` that Transformers and Accelerate take.
-        aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so the
-            runtime watches their ops and moves what is elsewhere. Empty for most plans.
+        placements: module path or tensor name -> device name. Paths never overlap: every parameter and buffer has
+            exactly one entry that is its name or a prefix of it. It is also the `device_map` that Transformers and
+            Accelerate take.
+        aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
+            the runtime watches their ops and moves what is elsewhere. Empty for most plans.
         written_back: paths of modules that write into an argument which was copied from another device; the runtime
             copies the result back.
         objective: "latency", "throughput" or "memory".
@@ -52,3 +65,238 @@ class Plan:
     def device_map(self) -> dict[str, str]:
         """The dict that `from_pretrained(device_map=…)` and `accelerate.dispatch_model` take."""
         return dict(self.placements)
+
+    @classmethod
+    def from_device_map(
+        cls,
+        device_map: Mapping[str, Any],
+        profile: Any = None,
+        *,
+        workload: Workload | None = None,
+        devices: tuple[PlanDevice, ...] = (),
+        fingerprint: str = "",
+    ) -> "Plan":
+        """Import a `device_map` dict: module path -> device index, device string or `torch.device`.
+
+        `profile` gives the workload and the fingerprint, if there is one. `devices` describes the devices as far as
+        they are known; the others are added with 0 bytes. Raises `PlanError` if a key or a device makes no sense or if
+        keys overlap.
+        """
+        if not isinstance(device_map, Mapping):
+            raise PlanError(f"a device map is a dict such as {{'': 'cuda:0'}}, got {type(device_map).__name__}.")
+        placements = {path: _device_name(path, device) for path, device in device_map.items()}
+        check_placements(placements)
+        if profile is not None:
+            workload, fingerprint = workload or profile.workload, fingerprint or profile.graph.fingerprint
+        known = {device.name: device for device in devices}
+        used = {name: known.get(name, PlanDevice(name=name, memory_bytes=0)) for name in placements.values()}
+        return cls(
+            strategy="device_map",
+            objective="memory",
+            workload=workload or Workload(assumed=True),
+            devices=(*devices, *(device for name, device in used.items() if name not in known)),
+            placements=placements,
+            reasons=("the device map was given by hand",),
+            fingerprint=fingerprint,
+        )
+
+    def to_json(self) -> str:
+        """Write the plan as JSON text; the same plan gives the same bytes."""
+        data: dict[str, Any] = {"format": PLAN_FORMAT}
+        for item in fields(self):
+            data[item.name] = getattr(self, item.name)
+        data["workload"] = self.workload.to_dict()
+        data["devices"] = [{part.name: getattr(d, part.name) for part in fields(d)} for d in self.devices]
+        data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
+        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read what `to_json` wrote. Raises `PlanError` on anything else: nothing is guessed and nothing is dropped."""
+        return _read_plan(text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file. It appears whole or not at all: written under a temporary name, then renamed."""
+        target = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write a plan to {target}: {error.strerror}. Choose a folder that exists."
+            ) from None
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            os.chmod(temporary, 0o644)  # mkstemp makes it private; a plan is an ordinary file
+            os.replace(temporary, target)
+        except OSError as error:
+            os.unlink(temporary)
+            raise PlanError(f"cannot write a plan to {target}: {error.strerror}. Choose another path.") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan file. Raises `PlanError` if it is missing, damaged, newer than this version or not a plan."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise PlanError(
+                f"{path} is not a plan: it is not text. Make one with `autoshard plan … -o {path}`."
+            ) from None
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def check_placements(placements: Mapping[str, str]) -> None:
+    """Raise `PlanError` unless every path and device is a sensible string and no path lies inside another."""
+    if not placements:
+        raise PlanError(
+            "the placements are empty: nothing says where the model goes. {'': 'cuda:0'} would put all there."
+        )
+    for path, device in placements.items():
+        if not isinstance(path, str) or (path and "" in path.split(".")):
+            raise PlanError(f"{path!r} in the placements is not a module path such as 'encoder.layers.0'.")
+        if not isinstance(device, str) or not device.strip():
+            raise PlanError(f"the device of {path!r} in the placements is {device!r}; write a name such as 'cuda:0'.")
+    for path in placements:
+        for parent in _parents(path):
+            if parent in placements:
+                whole = repr(parent) if parent else "the whole model"
+                raise PlanError(
+                    f"the placements overlap: {path!r} is inside {whole}, which has its own device. "
+                    f"Name the children of {whole} one by one instead."
+                )
+
+
+def _parents(path: str) -> list[str]:
+    """ "a.b.c" -> ["", "a", "a.b"]; the root has none."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def _device_name(path: str, device: Any) -> str:
+    """Turn an index, a digit string, a device string or a `torch.device` into a device name."""
+    if isinstance(device, torch.device):
+        return str(device)
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return f"{_accelerator()}:{device}"
+    if isinstance(device, str) and device.strip():
+        return f"{_accelerator()}:{int(device)}" if device.strip().isdecimal() else device.strip()
+    raise PlanError(
+        f"the device of {path!r} is {device!r}; write an index such as 0, or a name such as 'cuda:0' or 'cpu'."
+    )
+
+
+def _accelerator() -> str:
+    """What a bare index means: the accelerator of this machine, or CUDA where there is none."""
+    current = torch.accelerator.current_accelerator()
+    return current.type if current is not None else "cuda"
+
+
+_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [], "reasons": [],
+             "fingerprint": ""}  # fmt: skip
+
+
+def _read_plan(text: str) -> Plan:
+    """Check every key and type of a plan document, then build the plan."""
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"this is not a plan: damaged JSON ({error}). Make the plan again.") from None
+    if not isinstance(data, dict) or data.pop("format", None) != PLAN_FORMAT:
+        raise PlanError("this is not a plan of autoshard. Make one with `autoshard plan … -o plan.json`.")
+    version: Any = data.get("version")
+    if not _is_int(version) or version < 1:
+        raise PlanError(f"this plan has no usable version ({version!r}). Make the plan again.")
+    if version > PLAN_VERSION:
+        raise PlanError(
+            f"this plan was made by a newer autoshard (plan version {version}, this one reads up to {PLAN_VERSION}). "
+            "Update autoshard, or make the plan again with this version."
+        )
+    names = {item.name for item in fields(Plan)}
+    unknown, missing = sorted(set(data) - names), sorted(names - set(data) - set(_OPTIONAL))
+    if unknown or missing:
+        problem = f"unknown {', '.join(map(repr, unknown))}" if unknown else f"without {', '.join(map(repr, missing))}"
+        raise PlanError(f"this is not a plan that this version understands: {problem}. Make the plan again.")
+    data = {**_OPTIONAL, **data}
+    for name in ("strategy", "objective", "schedule", "fingerprint"):
+        _expect(isinstance(data[name], str), name, "a string", data[name])
+    count: Any = data["num_microbatches"]
+    _expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
+    for name in ("aligned", "written_back", "reasons"):
+        _expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
+        data[name] = tuple(data[name])
+    for name in ("placements", "pins"):
+        _expect(isinstance(data[name], dict), name, "an object of path: device", data[name])
+    check_placements(data["placements"])
+    if data["pins"]:
+        _expect(all(isinstance(v, str) and v for v in data["pins"].values()), "pins", "path: device", data["pins"])
+    data["workload"] = _read_workload(data["workload"])
+    data["devices"] = _read_devices(data["devices"])
+    listed = {device.name for device in data["devices"]}
+    for path, device in data["placements"].items():
+        _expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
+    return Plan(**data)
+
+
+def _read_workload(data: Any) -> Workload:
+    _expect(isinstance(data, dict), "workload", "an object", data)
+    for name in ("batch_size", "sequence_length"):
+        _expect(data.get(name) is None or _is_int(data[name]), f"workload.{name}", "an integer or null", data.get(name))
+    _expect(_is_int(data.get("new_tokens", 0)), "workload.new_tokens", "an integer", data.get("new_tokens"))
+    for name in ("mode", "optimizer", "dtype"):
+        _expect(isinstance(data.get(name, ""), str), f"workload.{name}", "a string", data.get(name))
+    _expect(isinstance(data.get("assumed", False), bool), "workload.assumed", "true or false", data.get("assumed"))
+    try:
+        return Workload.from_dict(data)
+    except SpecError as error:
+        raise PlanError(f"the workload of this plan does not make sense: {error}") from None
+
+
+def _read_devices(data: Any) -> tuple[PlanDevice, ...]:
+    _expect(_is_list_of(data, dict) and len(data) > 0, "devices", "a list of devices", data)
+    devices = []
+    for entry in data:
+        _expect(
+            set(entry) == {item.name for item in fields(PlanDevice)}, "devices", "name, memory_bytes, kind, host", entry
+        )
+        _expect(
+            all(isinstance(entry[k], str) and entry[k] for k in ("name", "kind", "host")), "devices", "strings", entry
+        )
+        _expect(_is_int(entry["memory_bytes"]) and entry["memory_bytes"] >= 0, "memory_bytes", "a size in bytes", entry)
+        devices.append(PlanDevice(**entry))
+    names = [device.name for device in devices]
+    _expect(len(set(names)) == len(names), "devices", "different names", names)
+    return tuple(devices)
+
+
+def _expect(good: bool, name: str, wanted: str, found: Any) -> None:
+    if not good:
+        raise PlanError(f"this plan is damaged: {name} should be {wanted}, found {_short(found)}. Make the plan again.")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("the same key twice")
+    return keys
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")

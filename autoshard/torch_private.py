@@ -17,9 +17,12 @@ __all__ = [
     "FakeTensorMode",
     "autograd_node",
     "conj_and_neg_keys",
+    "is_composite",
     "flop_formulas",
+    "forward_pre_hooks",
     "node_sequence",
     "sequence_number",
+    "swap_contents",
 ]
 
 
@@ -49,3 +52,44 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
     """The dispatch keys that mark a lazily conjugated or negated tensor, for a wrapper of it to carry too."""
     keys = torch._C._additional_keys_to_prop_for_wrapper_tensors
     return torch._C._dispatch_keys(tensor) & keys
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """The forward pre-hooks registered on a module, in calling order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
+    """Exchange what two tensor objects are (type, attributes, values, history) and keep the objects.
+
+    As `torch.utils.swap_tensors`, which refuses a tensor that someone refers to weakly (recurrent layers do so with their
+    own weights). Raises RuntimeError if a backward graph still needs one of them.
+    """
+    for tensor in (left, right):
+        count = _use_count(tensor)
+        if count > 2 or (count == 2 and not tensor.is_leaf):
+            raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
+        if count == 2:  # held by the node that fills .grad: that node would fill the wrong object from now on
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
+            if _use_count(tensor) > 2:
+                raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
+    left.__class__, right.__class__ = right.__class__, left.__class__
+    left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+    torch._C._swap_tensor_impl(left, right)
+
+
+def _use_count(tensor: Any) -> int:
+    return tensor._use_count()
+
+
+def _refuse_backward(grad_outputs: Any) -> None:
+    raise RuntimeError(
+        "backward through a graph that was made before autoshard moved the parameters. "
+        "Run the forward again after autoshard.apply or autoshard.remove."
+    )
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
