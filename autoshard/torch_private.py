@@ -1,5 +1,7 @@
 """Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,13 +11,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "autograd_node",
+    "fake_device_read",
     "conj_and_neg_keys",
     "is_composite",
     "flop_formulas",
@@ -93,3 +98,26 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
+
+
+@contextmanager
+def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Iterator[None]:
+    """Inside, `fake.device` asks `read` first; None means the usual answer.
+
+    `FakeTensor.device` is a Python property, so no torch function mode sees it, and it must be wrapped by hand.
+    """
+    usual = FakeTensor.device
+    get = usual.fget
+
+    def device(self: FakeTensor) -> torch.device:
+        if not self.fake_mode.in_kernel_invocation:
+            answer = read(self)
+            if answer is not None:
+                return answer
+        return get(self)
+
+    FakeTensor.device = property(device, usual.fset)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.device = usual  # type: ignore[method-assign]

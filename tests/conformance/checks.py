@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.nested import map_tensors, tensors_in
 
 SEED = 7
@@ -108,13 +109,82 @@ def split_before(model: nn.Module, path: str, devices: list[str]) -> dict[str, s
     return {atom: devices[0] if index < cut else devices[1] for index, atom in enumerate(found)}
 
 
-def grown(attempt: Callable[[list[int]], Any], total_bytes: int, error: type[Exception]) -> Any:
-    """Call `attempt` with three unequal memories, as small as it can take; at first none holds `total_bytes` alone."""
-    shares, factor = (0.50, 0.35, 0.25), 1.0
-    while True:
+def unequal(total_bytes: int) -> Iterator[dict[str, int]]:
+    """Three unequal device memories, tighter than needed at first: no single one holds `total_bytes` alone."""
+    for growth in range(12):
+        shares = (share * 1.25**growth * total_bytes for share in (0.50, 0.40, 0.30))
+        yield {f"cpu:{index}": max(4096, int(nbytes)) for index, nbytes in enumerate(shares)}
+
+
+def plan_tightly(
+    make: Callable[[], nn.Module], inputs: Any, strategy: str, workload: autoshard.Workload | None = None
+) -> tuple[autoshard.Plan, autoshard.Estimate]:
+    """Plan with zero hints on three unequal devices, as small as the strategy can do with."""
+    model = make()
+    profile = autoshard.profile(model, inputs, workload=workload)
+    for memory in unequal(profile.peak_bytes):
         try:
-            return attempt([max(4096, int(share * factor * total_bytes)) for share in shares])
-        except error:
-            factor *= 1.25
-            if factor > 12:
-                raise
+            plan = autoshard.plan(model, memory, inputs=inputs, strategy=strategy, workload=workload)
+        except autoshard.PlanError:
+            continue
+        return plan, autoshard.estimate(plan, profile)
+    raise AssertionError(f"{strategy} finds no plan even on devices that hold the model several times over")
+
+
+def difference_when_placed(
+    make: Callable[[], nn.Module],
+    placement: autoshard.Plan | dict[str, str],
+    runs: list[Callable[[nn.Module], Any]],
+    devices: Any = "3x1GiB",
+) -> str:
+    """Run the same things on the plain and on the placed model; where results or tensors differ first, "" if nowhere.
+
+    Then the placement is removed: the model must be the same object with the same keys, without a trace of hooks.
+    """
+    plain_model = make()
+    expected = [run(plain_model) for run in runs]
+    model = make()
+    kind, keys, hooks = type(model), list(model.state_dict()), count_hooks(model)
+    with autoshard.simulate(devices):
+        assert autoshard.apply(model, placement) is model
+        assert list(model.state_dict()) == keys
+        found = [run(model) for run in runs]
+        difference = first_difference([*expected, state(plain_model)], [*found, state(model)])
+        assert autoshard.remove(model) is model
+    assert type(model) is kind and list(model.state_dict()) == keys and count_hooks(model) == hooks
+    assert all(tensor.device.index is None for _, tensor in named_tensors(model))
+    return difference or first_difference(state(plain_model), state(model))
+
+
+def count_hooks(model: nn.Module) -> int:
+    """How many hooks of any kind hang on the model's modules."""
+    return sum(
+        len(getattr(module, name))
+        for module in model.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool) -> dict[str, int]:
+    """Peak bytes of each simulated device over one forward, or over two training steps (the first makes the state)."""
+    with autoshard.simulate({device.name: "1GiB" for device in plan.devices}) as devices:
+        autoshard.apply(model, plan)
+        optimizer = torch.optim.AdamW(model.parameters()) if training else None
+        for _ in range(2 if training else 1):
+            devices.reset_peak()
+            if optimizer is None:
+                with torch.no_grad():
+                    model(**inputs)
+            else:
+                optimizer.zero_grad(set_to_none=True)
+                output = model(**inputs)
+                loss_of(output).backward()
+                optimizer.step()
+                del output
+        return {name: devices.memory(name)[1] for name in devices}
+
+
+def worst_miss(estimate: autoshard.Estimate, measured: dict[str, int]) -> float:
+    """The predicted over the measured peak of the device where they differ most, minus 1."""
+    ratios = [d.peak_bytes / measured[d.name] - 1 for d in estimate.devices if measured[d.name]]
+    return max(ratios, key=abs)

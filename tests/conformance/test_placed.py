@@ -1,0 +1,115 @@
+"""Every model, placed by every means: the output is bit for bit that of the unplaced model."""
+
+import functools
+
+import pytest
+
+import autoshard
+from tests.conformance.checks import (
+    difference_when_placed,
+    forward,
+    measured_peaks,
+    plan_tightly,
+    random_map,
+    split_before,
+    train,
+    worst_miss,
+)
+from tests.models import ALL_CASES, HF_CASES, HOSTILE_CASES, Case
+
+TRAINING = autoshard.Workload(mode="training", optimizer="adamw")
+THREE = ["cpu:0", "cpu:1", "cpu:2"]
+# These run by default; all others when asked for with -m slow.
+QUICK = {"llama", "gpt2", "mixtral", "deepseek-v3", "mamba", "bert", "t5", "vit", "convnext", "whisper", "llava"}
+
+
+def named(cases: list[Case]):
+    """Parametrize over cases; the transformers that are not among the quick ones are slow."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(c, id=c.name, marks=[] if c in HOSTILE_CASES or c.name in QUICK else [pytest.mark.slow])
+            for c in cases
+        ],
+    )
+
+
+@functools.cache
+def tight_plan(name: str, strategy: str, training: bool = False):
+    """The plan of a case, made once for all tests that look at it."""
+    case = next(case for case in ALL_CASES if case.name == name)
+    return plan_tightly(case.model, case.example(), strategy, TRAINING if training else None)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "balanced"])
+@named(ALL_CASES)
+def test_planned_without_hints(case, strategy):
+    """Three unequal devices, all shapes one after the other after one apply."""
+    plan, estimate = tight_plan(case.name, strategy)
+    assert estimate.fits
+    assert {device.name for device in plan.devices} == set(THREE)
+    runs = [lambda model, shape=shape: forward(model, case.example(shape)) for shape in case.shapes]
+    assert not difference_when_placed(case.model, plan, runs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@named(ALL_CASES)
+def test_random_maps(case, seed):
+    """Every module with parameters of its own on a device of its own luck: slow, never wrong, never a crash."""
+    device_map = random_map(case.model(), THREE, seed)
+    runs = [lambda model, shape=shape: forward(model, case.example(shape)) for shape in case.shapes]
+    assert not difference_when_placed(case.model, device_map, runs)
+
+
+@named([case for case in ALL_CASES if case.trains])
+def test_training(case):
+    """Gradients of the first step, the losses and all tensors after three AdamW steps."""
+    plan, _ = tight_plan(case.name, "balanced", True)
+    assert not difference_when_placed(case.model, plan, [lambda model: train(model, case.example())])
+
+
+@named([case for case in HOSTILE_CASES if case.trains])
+def test_training_on_random_maps(case):
+    device_map = random_map(case.model(), THREE, 0)
+    assert not difference_when_placed(case.model, device_map, [lambda model: train(model, case.example())])
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@named(ALL_CASES)
+def test_predicted_peak(case, training):
+    """Within 1 % of what the simulated devices measured, and never more than 1 % under."""
+    if training and not case.trains:
+        pytest.skip("its output does not depend on its parameters differentiably")
+    plan, estimate = tight_plan(case.name, "balanced", training)
+    measured = measured_peaks(case.model(), plan, case.example(), training)
+    assert abs(worst_miss(estimate, measured)) <= 0.01, (estimate.devices, measured)
+
+
+def generated(case: Case):
+    """Greedy generation of 16 tokens with a cache."""
+    inputs = {k: v for k, v in case.example().items() if not k.startswith("decoder_") and k != "use_cache"}
+
+    def run(model):
+        return model.generate(**inputs, max_new_tokens=16, min_new_tokens=16, do_sample=False, use_cache=True)
+
+    return run
+
+
+@named([case for case in HF_CASES if case.generates])
+def test_generate_split_at_every_layer(case):
+    model = case.model()
+    assert generated(case)(model).unique().numel() > 2  # tokens that say something
+    for index in range(len(model.get_submodule(case.layers))):
+        device_map = split_before(model, f"{case.layers}.{index}", THREE)
+        assert not difference_when_placed(case.model, device_map, [generated(case)]), f"split before layer {index}"
+
+
+@named([case for case in HF_CASES if case.name in ("llama", "bert", "t5", "vit")])
+def test_training_with_checkpointing(case):
+    def build():
+        model = case.model().train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    plan, _ = plan_tightly(build, case.example(), "balanced", TRAINING)
+    assert not difference_when_placed(build, plan, [lambda model: train(model, case.example())])

@@ -1,0 +1,59 @@
+"""Plans are the same bytes in every process, survive a file, and leave the model alone."""
+
+import hashlib
+import json
+
+import pytest
+
+import autoshard
+from tests.conformance.checks import state
+from tests.models import by_name, same
+from tests.test_examples import run
+
+PLANS = """
+import sys, hashlib, torch, autoshard
+from tests.models import by_name
+torch.set_num_threads(1)
+for name in ("llama", "unet", "three-way-tie", "mixtral"):
+    case = by_name(name)
+    for strategy in ("sequential", "balanced", "balanced_low_0"):
+        plan = autoshard.plan(case.model(), "2x1MiB,1x512KiB", inputs=case.example(), strategy=strategy)
+        print(name, strategy, hashlib.sha256(plan.to_json().encode()).hexdigest())
+"""
+
+
+def test_byte_identical_in_two_processes():
+    first, second = run("-c", PLANS), run("-c", PLANS)
+    assert first.returncode == 0, first.stderr[-2000:]
+    assert len(first.stdout.splitlines()) == 12
+    assert first.stdout == second.stdout
+
+
+@pytest.mark.parametrize("name", ["gpt2", "growing-list"])
+def test_planning_leaves_the_model_alone(name):
+    case = by_name(name)
+    model, before = case.model(), state(case.model())
+    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    autoshard.plan(model, "2x1MiB", inputs=case.example())
+    assert same(before, state(model))
+    assert attributes == {path: sorted(vars(module)) for path, module in model.named_modules()}
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    case = by_name("bert")
+    plan = autoshard.plan(case.model(), "2x1MiB", inputs=case.example(), strategy="balanced")
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.Plan.load(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text())["placements"] == plan.device_map
+    digest = hashlib.sha256((tmp_path / "plan.json").read_bytes()).hexdigest()
+    autoshard.Plan.load(tmp_path / "plan.json").save(tmp_path / "again.json")
+    assert hashlib.sha256((tmp_path / "again.json").read_bytes()).hexdigest() == digest
+
+
+def test_a_model_on_meta_gives_the_same_plan():
+    """A plan depends on names and shapes, not on weights or where they are."""
+    case = by_name("llama")
+    model = case.model()
+    here = autoshard.plan(model, "2x1MiB", inputs=case.example(), strategy="balanced")
+    there = autoshard.plan(case.model().to("meta"), "2x1MiB", inputs=case.example(), strategy="balanced")
+    assert here.to_json() == there.to_json()
