@@ -10,7 +10,7 @@ The unit of time is the op index. Op `i` runs at time `i`; something that died w
 Only data here: tuples of frozen rows that point at each other by index, plus the FX graph for replay.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -155,6 +155,10 @@ class ModelGraph:
     backward_begin: int
     fingerprint: str
     training: bool = False
+
+    def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
+        """The same graph with notes added."""
+        return replace(self, notes=self.notes + notes)
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""

@@ -1,0 +1,160 @@
+"""capture: run a model once, without its weights, and hand back what it did as a `ModelGraph`.
+
+A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and is small enough to
+run, "invented" where it is not. The level used and what stopped the ones above are in the graph.
+"""
+
+import inspect
+import pathlib
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import autoshard.errors
+from autoshard.capture.fake import FakeFloats, ValueNeeded
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.inputs import as_call, derive_inputs
+from autoshard.capture.material import fake_material, real_material
+from autoshard.capture.record import RealValues
+from autoshard.capture.run import Run, record_run
+from autoshard.errors import CaptureError, SpecError
+from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from autoshard.workload import Workload
+
+Level = Literal["fake", "real", "invented"]
+REAL_BYTES = 2 << 30
+"""A model without values (on meta) is run with random weights only if its tensors take no more than this."""
+
+_VALUE_ERRORS = (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException)
+_OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
+_TORCH = str(pathlib.Path(torch.__file__).parent)
+
+
+def capture(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    workload: Workload | None = None,
+    level: Level | None = None,
+) -> ModelGraph:
+    """Record one run of `model` (forward, or forward and backward if `workload.training`) without allocating its weights.
+
+    `inputs` is a tensor, a tuple of positional arguments, a dict of keyword arguments, or a callable returning one of
+    these; left out, it is derived from the model's `config` and the workload. The model may be on meta, fake or real; it
+    and the random number generators are left as they were. `level` forces one level of the ladder.
+
+    Raises:
+        CaptureError: the model could not be run with these inputs; the message holds its own error and the line.
+    """
+    workload = workload or Workload()
+    if level not in (None, "fake", "real", "invented"):
+        raise SpecError(f"unknown capture level {level!r}: use 'fake', 'real' or 'invented', or leave it out.")
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"capture needs a torch.nn.Module, got {type(model).__name__}.")
+    call = derive_inputs(model, workload) if inputs is None else as_call(inputs, model)
+    run = Run(model=model, args=call[0], kwargs=call[1], workload=workload)
+    if level is not None:
+        return _forced(run, level)
+    try:
+        return _at(run, "fake", ())
+    except CaptureError:
+        raise
+    except Exception as error:
+        stopped = error
+    notes = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
+    if _tensor_bytes(model) <= REAL_BYTES or not _without_values(model):
+        return _forced(run, "real", notes)
+    if isinstance(stopped, _VALUE_ERRORS):
+        notes += ("level real left out: the model has no values and is too large to be filled with random ones",)
+        return _forced(run, "invented", notes)
+    raise _refusal(run, stopped) from stopped
+
+
+def place(error: BaseException) -> str:
+    """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
+    where = "an unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH, "<")):
+            where = f"{file}:{line}"
+    return where
+
+
+def _forced(run: Run, level: Level, notes: tuple[str, ...] = ()) -> ModelGraph:
+    try:
+        return _at(run, level, notes)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _refusal(run, error) from error
+
+
+def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
+    """One rung of the ladder."""
+    assumed: dict[str, None] = {}
+
+    def assume(what: str) -> None:
+        assumed.setdefault(f"{what} ({_caller()})")
+
+    if level == "real":
+        if _without_values(run.model):
+            notes += ("the model has no values: it was run with random weights",)
+        graph = record_run(run, RealValues(), real_material(clone=_tensor_bytes(run.model) <= REAL_BYTES), level)
+    else:
+        engine = FakeFloats(assume, invent=level == "invented")
+        graph = record_run(run, engine, fake_material(engine), level)
+    return graph.with_notes((*notes, *assumed))
+
+
+def _refusal(run: Run, error: Exception) -> CaptureError:
+    """One paragraph: what the model said, where, and what would work."""
+    if isinstance(error, _VALUE_ERRORS):
+        advice = "Pass a model with real weights, so that it can be run."
+    else:
+        advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
+    return CaptureError(
+        f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} (at {place(error)}). {advice}"
+    )
+
+
+def _signature(model: nn.Module) -> str:
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return "(…)"
+    return f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+
+
+def _reason(error: BaseException) -> str:
+    """The first lines of an error, as one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= 300 else text[:297] + "…"
+    return text if isinstance(error, ValueNeeded) else f"{type(error).__name__}: {text}"
+
+
+def _caller() -> str:
+    """file:line of the user's code that is running now."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def _without_values(model: nn.Module) -> bool:
+    from autoshard.torch_private import FakeTensor
+
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in _tensors(model))
+
+
+def _tensor_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in _tensors(model)}.values())
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -1,0 +1,271 @@
+"""Run ops without weights: integers, booleans and small known floats keep their values, all other floats are only shapes.
+
+    input_ids (real) ──embedding(weight fake)──▶ fake ──…──▶ fake          no memory, no arithmetic
+    arange(n) (real) ──ge──▶ mask (real) ──.all()──▶ True                  branches on integers just work
+
+A real tensor that is written with something unknown stays a real object, but its memory is tainted: from then on it counts
+as unknown too, in all its views.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoshard.capture.traits import Traits, aten, swap_tensors, tensors_of, written_by
+from autoshard.torch_private import FakeTensor, FakeTensorMode
+
+REAL_ELEMENTS = 1 << 22
+"""Most elements an op on known values may combine; above it, only shapes are computed."""
+SMALL_FLOATS = 1 << 16
+"""Most elements of a float buffer or float factory that keeps its values: models branch on such constants."""
+CPU = torch.device("cpu")
+
+_FILLS: dict[Any, Any] = {
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+}
+_FINITE_CHECKS = {
+    aten.isinf.default: False,
+    aten.isnan.default: False,
+    aten.isposinf.default: False,
+    aten.isneginf.default: False,
+}
+
+
+class ValueNeeded(Exception):
+    """The model asked for the value of a float that has none here."""
+
+
+class FakeFloats:
+    """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing."""
+
+    def __init__(self, assume: Callable[[str], None], *, invent: bool = False) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.assume = assume
+        self.invent = invent
+        self._tainted: dict[int, weakref.ref] = {}
+        self._shadows: dict[Any, FakeTensor] = {}
+
+    def make(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
+        """A fake tensor of the same shape, strides and dtype, in `storage` (a meta storage) or one just large enough."""
+        if storage is None:
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return FakeTensor(self.mode, meta, CPU)
+
+    def make_whole(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake tensor in a fake storage as large as the original's."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes == tensor.numel() * tensor.element_size():
+            return self.make(tensor)
+        storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        return self.make(tensor, storage)
+
+    def unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are not known: it is fake or meta, or its memory was written with such."""
+        if type(tensor) is FakeTensor or tensor.is_meta:
+            return True
+        return bool(self._tainted) and tensor.untyped_storage()._cdata in self._tainted
+
+    def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run one op; raise `ValueNeeded` if Python asks for a value that is not known."""
+        device = kwargs.get("device")
+        if device is not None and device.type != "cpu":
+            kwargs = {**kwargs, "device": CPU}
+        if not any(self.unknown(tensor) for tensor in inputs):
+            if self._worth_running(func, traits, inputs, args, kwargs):
+                return func(*args, **kwargs)
+        elif traits.reads_value:
+            return self._answer(func, args)
+        if traits.view and type(inputs[0]) is torch.Tensor and not inputs[0].is_meta:
+            return func(*args, **kwargs)  # a view of tainted memory: shapes only, and it must share the storage
+        rule = RULES.get(func)
+        out = rule(self, func, args, kwargs) if rule is not None else NotImplemented
+        if out is NotImplemented:
+            out = self.shapes(func, args, kwargs)
+        for tensor in written_by(func, traits, args, kwargs):
+            self._taint(tensor)
+        return self._hand_back(traits, out, args, kwargs)
+
+    def shapes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op on shapes alone."""
+        args = tuple(swap_tensors(value, self._shadow) for value in args)
+        kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
+        return self.mode.dispatch(func, (), args, kwargs)
+
+    def real_filled(self, like: torch.Tensor, value: Any) -> torch.Tensor:
+        """A real tensor of one value in the shape, strides and dtype of a fake one."""
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(value)
+
+    def _answer(self, func: Any, args: tuple) -> Any:
+        if not self.invent:
+            raise ValueNeeded(f"the value of a {args[0].dtype} tensor of shape {tuple(args[0].shape)} decides here")
+        self.assume("a value that is not known was taken to be 0 or False")
+        dtype = args[0].dtype
+        if func in (aten.is_nonzero.default, aten.equal.default) or dtype is torch.bool:
+            return False
+        return 0.0 if dtype.is_floating_point else 0
+
+    def _worth_running(
+        self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether an op whose inputs are all known runs for real: it must be small, and its result mean something."""
+        if not inputs:
+            return self._factory_keeps_values(func, traits, args, kwargs)
+        if traits.random and inputs[0].is_floating_point() and kwargs.get("dtype") in (None, inputs[0].dtype):
+            return False
+        if len(inputs) == 1:
+            return inputs[0].numel() <= REAL_ELEMENTS
+        if traits.pointwise:
+            return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in inputs))) <= REAL_ELEMENTS
+        if args and isinstance(args[0], (list, tuple)):
+            return sum(tensor.numel() for tensor in inputs) <= REAL_ELEMENTS
+        return math.prod(max(1, tensor.numel()) for tensor in inputs) <= REAL_ELEMENTS
+
+    def _factory_keeps_values(self, func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> bool:
+        result = self.mode.dispatch(func, (), args, {**kwargs, "device": CPU} if "device" in kwargs else kwargs)
+        if not isinstance(result, torch.Tensor):
+            return True
+        if result.dtype.is_floating_point or result.dtype.is_complex:
+            return not traits.random and result.numel() <= SMALL_FLOATS
+        return result.numel() <= REAL_ELEMENTS
+
+    def _shadow(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""
+        if type(tensor) is FakeTensor:
+            return tensor
+        key = (tensor.shape, tensor.stride(), tensor.dtype)
+        shadow = self._shadows.get(key)
+        if shadow is None:
+            shadow = self._shadows[key] = self.make(tensor)
+        return shadow
+
+    def _taint(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is FakeTensor:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        tainted = self._tainted
+
+        def forget(_: weakref.ref) -> None:
+            tainted.pop(key, None)
+
+        tainted[key] = weakref.ref(storage, forget)
+
+    def _hand_back(self, traits: Traits, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the written argument itself where the schema says that the op does."""
+        if not any(index is not None for index in traits.returns):
+            return out
+        handed = []
+        for index, result in zip(traits.returns, out if isinstance(out, tuple) else (out,), strict=True):
+            if index is None:
+                handed.append(result)
+            else:
+                position, name = traits.writes[index]
+                handed.append(args[position] if position < len(args) else kwargs[name])
+        return tuple(handed) if isinstance(out, tuple) else handed[0]
+
+
+def _filled(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """zeros_like and its kin: the values are known whatever the input's are."""
+    out = engine.shapes(func, args, kwargs)
+    limit = SMALL_FLOATS if out.is_floating_point() or out.is_complex() else REAL_ELEMENTS
+    return engine.real_filled(out, _FILLS[func](args)) if out.numel() <= limit else out
+
+
+def _finite(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """isinf and isnan: taken to be false."""
+    out = engine.shapes(func, args, kwargs)
+    return _assumed(engine, out, _FINITE_CHECKS[func])
+
+
+def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`x == x`, `x != x`, `x == inf`, `x != inf`: how finite checks look from here."""
+    equal = func in (aten.eq.Tensor, aten.eq.Scalar)
+    if func in (aten.eq.Tensor, aten.ne.Tensor):
+        if args[0] is not args[1]:
+            return NotImplemented
+        return _assumed(engine, engine.shapes(func, args, kwargs), equal)
+    if not (isinstance(args[1], float) and math.isinf(args[1])) or not args[0].is_floating_point():
+        return NotImplemented
+    return _assumed(engine, engine.shapes(func, args, kwargs), not equal)
+
+
+def _assumed(engine: FakeFloats, out: torch.Tensor, value: bool) -> torch.Tensor:
+    if out.numel() > REAL_ELEMENTS:
+        return out
+    engine.assume("floats were assumed to be finite")
+    return engine.real_filled(out, value)
+
+
+def _index(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """x[mask] with a known mask: as many rows as it has true elements."""
+    indices = []
+    for index in args[1]:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            indices.append(index)
+        elif engine.unknown(index):
+            return NotImplemented if not engine.invent else engine.shapes(func, (args[0], _half(engine, args[1])), kwargs)
+        else:
+            indices.extend(torch.nonzero(index, as_tuple=True))
+    return engine.shapes(func, (args[0], indices), kwargs)
+
+
+def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """x.masked_select(mask) with a known mask."""
+    x, mask = args
+    if engine.unknown(mask):
+        return NotImplemented
+    count = int(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)).sum())
+    return engine.make(torch.empty(count, dtype=x.dtype, device="meta"))
+
+
+def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Grouped matrix product: (m, k) or (g, m, k) by (k, n) or (g, k, n); the fake kernel takes bfloat16 only."""
+    left, right = args[0], args[1]
+    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    dtype = kwargs.get("out_dtype") or (args[4] if len(args) > 4 else None) or left.dtype
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 2 and right.dim() == 2:
+        shape: tuple[int, ...] = (offsets.shape[0], rows, columns)
+    elif left.dim() == 3 and right.dim() == 3:
+        shape = (left.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    alignment = 16 // dtype.itemsize
+    padded = -(-columns // alignment) * alignment
+    strides = (rows * padded, padded, 1) if len(shape) == 3 else (padded, 1)
+    return engine.make(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+
+
+def _half(engine: FakeFloats, indices: Any) -> list[Any]:
+    """Invented level: an unknown mask is taken to select half of its elements."""
+    engine.assume("an unknown mask was taken to select half of its elements")
+    made: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            count = max(1, index.numel() // 2)
+            made.extend(torch.empty(count, dtype=torch.int64, device="meta") for _ in range(index.dim()))
+        else:
+            made.append(index)
+    return [engine.make(item) if item is not None and item.is_meta else item for item in made]
+
+
+RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
+    **dict.fromkeys(_FILLS, _filled),
+    **dict.fromkeys(_FINITE_CHECKS, _finite),
+    **dict.fromkeys((aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar), _compared),
+    aten.index.Tensor: _index,
+    aten.masked_select.default: _masked_select,
+    aten._grouped_mm.default: _grouped_mm,
+}
+"""Shape rules of our own, where the fake kernels need values that are known here, or are stricter than the real ones."""

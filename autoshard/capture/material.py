@@ -1,0 +1,113 @@
+"""What stands in for a model's tensors while it is captured: fake ones, copies, or random values where there are none."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats
+from autoshard.capture.stand_in import Make
+from autoshard.torch_private import FakeTensor
+
+Storages = dict[int, torch.UntypedStorage]
+
+
+def valueless(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def fake_material(engine: FakeFloats) -> Make:
+    """Fake parameters and large buffers; copies of integer, boolean and small float buffers."""
+    storages: Storages = {}
+
+    def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        limit = SMALL_FLOATS if floating else REAL_ELEMENTS
+        if kind == "parameter" or valueless(tensor) or tensor.numel() > limit:
+            if kind == "attribute" and not valueless(tensor):
+                return tensor
+            key = tensor.untyped_storage()._cdata
+            if key in storages:
+                fake = engine.make(tensor, storages[key])
+            else:
+                fake = engine.make_whole(tensor)
+                storages[key] = fake.untyped_storage()
+            return _dress(fake, tensor)
+        return _dress(copied(tensor, storages), tensor)
+
+    return make
+
+
+def real_material(*, clone: bool) -> Make:
+    """Copies of everything (or, for models too large to copy, the tensors' own memory), random values where there are none."""
+    storages: Storages = {}
+
+    def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        if valueless(tensor):
+            return _dress(_invented(tensor, storages), tensor)
+        if kind == "parameter" and not clone:
+            return _dress(tensor.data, tensor)
+        return _dress(copied(tensor, storages), tensor)
+
+    return make
+
+
+def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
+    """A copy on the CPU with the same strides; tensors that shared memory share it again."""
+    if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
+        return tensor.detach().clone()
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+    if key not in storages:
+        storages[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def _invented(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
+    """Random values of a scale that keeps activations finite, in memory laid out like the tensor's."""
+    key = tensor.untyped_storage()._cdata
+    fresh = key not in storages
+    if fresh:
+        storages[key] = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype).set_(
+        storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+    if fresh and made.is_floating_point():
+        fan_in = max(1, made.numel() // max(1, made.shape[0])) if made.dim() > 1 else 1
+        made.normal_(1.0 if made.dim() < 2 else 0.0, 0.1 if made.dim() < 2 else fan_in**-0.5)
+    return made
+
+
+def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Give a stand-in what Python can see of the original: being a parameter, requiring grad, attributes."""
+    if isinstance(made, FakeTensor):
+        made.requires_grad_(original.requires_grad)
+        if isinstance(original, nn.Parameter):
+            made._is_param = True
+    elif isinstance(original, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=original.requires_grad)
+    elif original.requires_grad:
+        made.requires_grad_(True)
+    if not isinstance(original, FakeTensor):
+        vars(made).update({name: value for name, value in vars(original).items() if name != "_is_param"})
+    return made
+
+
+def prepared_input(engine: FakeFloats | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How an input goes into the run: copied, because the model may write into it; large floats without values."""
+    storages: Storages = {}
+
+    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+        if engine is not None and (
+            valueless(tensor) or (tensor.is_floating_point() and tensor.numel() > REAL_ELEMENTS)
+        ):
+            made: torch.Tensor = engine.make_whole(tensor)
+        elif valueless(tensor):
+            made = _invented(tensor, storages)
+        else:
+            made = copied(tensor, storages)
+        return made.requires_grad_(True) if tensor.requires_grad and tensor.is_floating_point() else made
+
+    return prepare

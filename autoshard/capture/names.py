@@ -1,0 +1,36 @@
+"""The module and tensor tables of a graph: who is called what, and who is tied to whom."""
+
+from torch import nn
+
+from autoshard.capture.graph import ModuleInfo, TensorInfo
+from autoshard.capture.ledger import Ledger
+
+
+def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
+    """Every module once, in registration order, under its first path; later paths are aliases."""
+    aliases: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(path)
+    table = []
+    for path, module in model.named_modules():
+        own = [*module._parameters.items(), *module._buffers.items()]
+        names = tuple(f"{path}.{name}" if path else name for name, tensor in own if tensor is not None)
+        others = tuple(aliases[id(module)][1:])
+        table.append(ModuleInfo(path=path, class_name=type(module).__name__, tensors=names, aliases=others))
+    return tuple(table)
+
+
+def tensor_rows(model: nn.Module) -> list[tuple[str, str, str, bool]]:
+    """(name, path of the owning module, "parameter" or "buffer", persistent) for every name of every tensor."""
+    first: dict[int, str] = {}
+    rows = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        owner = first.setdefault(id(module), path)
+        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    full = f"{path}.{name}" if path else name
+                    rows.append((full, owner, kind, name not in module._non_persistent_buffers_set))
+    return rows
+
+

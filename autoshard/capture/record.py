@@ -1,0 +1,253 @@
+"""The recorder: a dispatch mode that runs every ATen op through an engine and writes it into the ledger.
+
+It sees ops below autograd, forward and backward alike, in the order in which they run. Closures that hold tensors would
+keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond the op it belongs to.
+"""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard import nested
+from autoshard.capture.graph import UNKNOWN, Call, Op
+from autoshard.capture.ledger import Ledger
+from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
+from autoshard.torch_private import autograd_node, flop_formulas, node_sequence, sequence_number
+
+_DEVICE = torch.ops.prim.device.default
+LIFT_BYTES = 1 << 26
+"""A constant up to this size is copied into the graph; a larger one is recorded without its content."""
+
+
+class Engine(Protocol):
+    """Runs ops: with values, or on shapes."""
+
+    def run(
+        self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> Any: ...
+
+
+class RealValues:
+    """The engine of the level "real": every op simply runs."""
+
+    def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops, module calls and saved tensors into `ledger`.
+
+    Attributes:
+        calls: module calls in order of their beginning.
+        backward: set when backward begins; from then on ops are attributed through autograd.
+        device_source: what `Op.device_source` of a factory called now would be; kept by `sources.DeviceSources`.
+        moving: the op that comes next stands for a move to `device_source`; kept by the same.
+        busy: an op is being run; what reads devices now is not the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.ledger = Ledger()
+        self.calls: list[list[Any]] = []
+        self.backward = False
+        self.device_source = UNKNOWN
+        self.moving = False
+        self.busy = False
+        self._stack: list[int] = []
+        self._root = 0
+        self._sequences: list[int] = []  # autograd nodes numbered below sequences[i] …
+        self._sequence_ops: list[int] = []  # … were made no later than by op sequence_ops[i]
+        self._sequence_seen = sequence_number()
+        self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
+        self._last_forward = -1
+        self._parameters = 0
+        self._formulas = flop_formulas()
+
+    # ---- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE:
+            return torch.device("cpu")
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        busy, self.busy = self.busy, True
+        try:
+            return self._run(func, traits_of(func), args, kwargs)
+        finally:
+            self.busy = busy
+
+    def _run(self, func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if traits.lift:
+            self.value_of(args[0])
+            return args[0]
+        inputs = tensors_of(args, kwargs)
+        values = [self.value_of(tensor) for tensor in inputs]
+        out = self.engine.run(func, traits, inputs, args, kwargs)
+        if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
+            self._record(func, traits, inputs, values, out, args, kwargs)
+        return out
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value a tensor stands for; a tensor never seen before is a constant from outside and is copied."""
+        value = self.ledger.find(tensor)
+        if value is None:
+            value = self._lift(tensor)
+        return value
+
+    def enter(self, tensor: torch.Tensor, kind: Any, name: str) -> int:
+        """Enter a parameter, buffer or input before the run."""
+        node = self.ledger.fx_graph.placeholder(f"{kind}_{name}".replace(".", "_").replace("-", "_"))
+        value = self.ledger.add(tensor, node, kind=kind, name=name)
+        node.meta.update(kind=kind, name=name, value=value)
+        if tensor.requires_grad:
+            self.ledger.mark_differentiable(value)
+        self._parameters = value + 1
+        return value
+
+    def _lift(self, tensor: torch.Tensor) -> int:
+        ledger = self.ledger
+        content = None
+        if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel() * tensor.element_size() <= LIFT_BYTES:
+            content = tensor.detach().clone()
+        node = ledger.constant_node()
+        value = ledger.add(tensor, node, born=ledger.now, kind="constant")
+        node.meta.update(kind="constant", name="", value=value)
+        if content is not None:
+            ledger.contents[value] = content
+        return value
+
+    def _record(
+        self,
+        func: Any,
+        traits: Traits,
+        inputs: list[torch.Tensor],
+        values: list[int],
+        out: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> None:
+        ledger = self.ledger
+        index = ledger.now
+        call, forward = self._attribute(index, values)
+        if torch.is_grad_enabled() or self.backward:
+            for tensor, value in zip(inputs, values, strict=True):
+                if tensor.requires_grad:
+                    ledger.mark_differentiable(value)
+        lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
+        node = ledger.fx_graph.create_node(
+            "call_function", func,
+            tuple(_to_nodes(value, lookup) for value in args),
+            {name: _to_nodes(value, lookup) for name, value in kwargs.items()},
+        )  # fmt: skip
+        mutates = ()
+        if traits.writes or func._schema.name == "aten::native_batch_norm":
+            mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
+        outputs = []
+        for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
+            if not isinstance(result, torch.Tensor):
+                continue
+            value = ledger.find(result)
+            if value is None:
+                made = node
+                if result is not out:
+                    made = ledger.fx_graph.create_node("call_function", operator.getitem, (node, position))
+                value = ledger.add(result, made, op=index, born=index)
+            outputs.append(value)
+        formula = self._formulas.get(func._overloadpacket)
+        ledger.ops.append(
+            Op(
+                index=index, target=func, call=call, inputs=tuple(values), outputs=tuple(outputs), mutates=mutates,
+                backward=self.backward, forward=forward, node=node,
+                device_source=self.device_source if self.moving or not inputs else UNKNOWN,
+                flops=int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0,
+            )  # fmt: skip
+        )
+
+    def _attribute(self, index: int, values: list[int]) -> tuple[int, int]:
+        """(call, forward op) of the op about to be recorded. An active module during backward is a recompute."""
+        if not self.backward or self._stack:
+            seen = sequence_number()
+            if seen != self._sequence_seen:
+                self._sequences.append(seen)
+                self._sequence_ops.append(index)
+                self._sequence_seen = seen
+            for value in values:
+                if value < self._parameters:
+                    self._last_reader[value] = index
+            return (self._stack[-1] if self._stack else self._root), -1
+        node = autograd_node()
+        forward = self._last_forward
+        if node is not None:
+            number = node_sequence(node)
+            if number < self._sequence_seen:
+                place = bisect_right(self._sequences, number)
+                if place < len(self._sequence_ops):
+                    forward = self._sequence_ops[place]
+            else:
+                variable = getattr(node, "variable", None)
+                value = self.ledger.find(variable) if variable is not None else None
+                forward = self._last_reader.get(value, forward) if value is not None else forward
+        if forward < 0:
+            return self._root, -1
+        self._last_forward = forward
+        return self.ledger.ops[forward].call, forward
+
+    # ---- module calls
+
+    def begin_call(self, path: str, args: tuple, kwargs: dict[str, Any]) -> int:
+        row = len(self.calls)
+        direct = {self.value_of(t) for item in (*args, *kwargs.values()) for t in _direct(item)}
+        inputs = tuple(self.value_of(tensor) for _, tensor in nested.tensors_in((args, kwargs)))
+        if not self._stack:
+            self._root = row
+        parent = self._stack[-1] if self._stack else -1
+        contained = tuple(value for value in inputs if value not in direct)
+        self.calls.append([path, parent, self.ledger.now, -1, inputs, (), self.backward, contained])
+        self._stack.append(row)
+        return row
+
+    def end_call(self, row: int, output: Any) -> None:
+        """Close a call; one that raised has no outputs."""
+        while self._stack and self._stack[-1] >= row:
+            self._stack.pop()
+        call = self.calls[row]
+        call[3] = self.ledger.now
+        outputs = []
+        for _, tensor in nested.tensors_in(output):
+            value = self.value_of(tensor)
+            outputs.append(value)
+            if tensor.requires_grad:
+                self.ledger.mark_differentiable(value)
+        call[5] = tuple(outputs)
+
+    def finished_calls(self) -> tuple[Call, ...]:
+        return tuple(
+            Call(
+                index=index, path=path, parent=parent, begin=begin, end=end, inputs=inputs, outputs=outputs,
+                backward=backward, contained=contained,
+            )
+            for index, (path, parent, begin, end, inputs, outputs, backward, contained) in enumerate(self.calls)
+        )  # fmt: skip
+
+
+def _direct(item: Any) -> list[torch.Tensor]:
+    """The tensors that hooks move: an argument itself, or in nested tuples of it."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    return [tensor for part in item for tensor in _direct(part)] if isinstance(item, tuple) else []
+
+
+def _to_nodes(value: Any, lookup: dict[int, torch.fx.Node | None]) -> Any:
+    """An op's argument for the FX graph: nodes in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return lookup[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [lookup[id(item)] if isinstance(item, torch.Tensor) else item for item in value]
+    return value

@@ -1,0 +1,215 @@
+"""One recorded run of a model under one engine: forward, loss, backward, and the graph made of what was seen."""
+
+import gc
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autoshard import nested
+from autoshard.capture.fake import FakeFloats
+from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.capture.material import prepared_input
+from autoshard.capture.names import module_table, tensor_rows
+from autoshard.capture.record import Engine, Recorder
+from autoshard.capture.sources import DeviceSources
+from autoshard.capture.stand_in import Make, stand_ins
+from autoshard.errors import CaptureError
+from autoshard.fingerprint import fingerprint
+from autoshard.torch_private import fake_device_read
+from autoshard.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is run: a model, its arguments and what for."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    workload: Workload
+
+
+def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "real", "invented"]) -> ModelGraph:
+    """Run a model once under a recorder and return the graph; the model is as before when this returns or raises."""
+    model, training = run.model, run.workload.training
+    modules = module_table(model)
+    rows = tensor_rows(model)
+    mark = fingerprint(model)
+    recorder = Recorder(engine)
+    ledger = recorder.ledger
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed())
+        stack.enter_context(stand_ins(model, make))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(training))
+        tensors = _enter_tensors(model, rows, recorder)
+        args, kwargs, inputs = _enter_inputs(run, engine, recorder)
+        stack.enter_context(_module_calls(model, recorder))
+        sources = stack.enter_context(DeviceSources(recorder))
+        stack.enter_context(fake_device_read(sources.hand_out))
+        stack.enter_context(recorder)
+        output = model(*args, **kwargs)
+        _refuse_generator(model, output)
+        phases = [("forward", 0, ledger.now)]
+        gradients: dict[str, int] = {}
+        if training:
+            raise NotImplementedError
+        recorder.__exit__  # noqa: B018
+        ledger.close()
+        outputs = tuple(recorder.value_of(tensor) for _, tensor in nested.tensors_in(output))
+        state = tuple(value for tensor in opaque_tensors(output) if (value := ledger.find(tensor)) is not None)
+        ledger.fx_graph.output((tuple(ledger.nodes[value] for value in outputs), {
+            name: ledger.nodes[value] for name, value in gradients.items()
+        }))
+        for node in ledger.fx_graph.nodes:
+            if node.op == "placeholder" and node.meta["value"] in ledger.contents:
+                node.meta["content"] = ledger.contents[node.meta["value"]]
+        backward_begin = next((begin for name, begin, _ in phases if name == "backward"), ledger.now)
+        return ModelGraph(
+            fx_graph=ledger.fx_graph, modules=modules, tensors=tensors, calls=recorder.finished_calls(),
+            ops=tuple(ledger.ops), values=ledger.values(), storages=ledger.storages(), saves=ledger.saves(),
+            outputs=outputs, state=state, inputs=inputs, level=level, notes=(), phases=tuple(phases),
+            backward_begin=backward_begin, fingerprint=mark, training=training,
+        )  # fmt: skip
+
+
+def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors that only objects of unknown classes hold: what `nested.tensors_in` passes by (a key/value cache)."""
+    plain = {id(tensor) for _, tensor in nested.tensors_in(value)}
+    seen: set[int] = set()
+
+    def walk(item: Any) -> Iterator[torch.Tensor]:
+        if isinstance(item, torch.Tensor):
+            if id(item) not in plain and id(item) not in seen:
+                seen.add(id(item))
+                yield item
+        elif isinstance(item, (str, bytes, int, float, bool, type(None), nn.Module, type)) or id(item) in seen:
+            return
+        elif isinstance(item, dict):
+            seen.add(id(item))
+            for part in item.values():
+                yield from walk(part)
+        elif isinstance(item, (list, tuple, set)):
+            seen.add(id(item))
+            for part in item:
+                yield from walk(part)
+        elif not callable(item):
+            seen.add(id(item))
+            for part in list(getattr(item, "__dict__", {}).values()):
+                yield from walk(part)
+
+    yield from walk(value)
+
+
+def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], recorder: Recorder) -> tuple[TensorInfo, ...]:
+    table: list[TensorInfo] = []
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    ledger = recorder.ledger
+    for name, module, kind, persistent in rows:
+        tensor = tensors[name]
+        value = ledger.find(tensor)
+        if value is None:
+            value = recorder.enter(tensor, kind, name)
+        table.append(
+            TensorInfo(
+                name=name, module=module, kind=kind, value=value, storage=ledger.storage_of_value(value),  # type: ignore[arg-type]
+                shape=tuple(tensor.shape), dtype=tensor.dtype, nbytes=tensor.numel() * tensor.element_size(),
+                trainable=tensor.requires_grad, persistent=persistent,
+            )  # fmt: skip
+        )
+    return tuple(table)
+
+
+def _enter_inputs(run: Run, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
+    memo: dict[int, torch.Tensor] = {}
+    prepare = prepared_input(engine if isinstance(engine, FakeFloats) else None)
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = prepare(tensor)
+        return memo[id(tensor)]
+
+    args, kwargs = nested.map_tensors((run.args, run.kwargs), stand_in)
+    inputs = []
+    for path, tensor in nested.tensors_in((args, kwargs)):
+        value = recorder.ledger.find(tensor)
+        inputs.append(recorder.enter(tensor, "input", path) if value is None else value)
+    return args, kwargs, tuple(inputs)
+
+
+def _refuse_generator(model: nn.Module, output: Any) -> None:
+    if inspect.isgenerator(output) or inspect.isasyncgen(output):
+        code = getattr(output, "gi_code", None) or output.ag_code
+        raise CaptureError(
+            f"{type(model).__name__}.forward returns a generator ({code.co_filename}:{code.co_firstlineno}): it has not run "
+            "when forward returns, so it can't be captured. Return a list or a tuple instead."
+        )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection inside (it would end lifetimes at random), and random numbers afterwards as if nothing was."""
+    collecting = gc.isenabled()
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    call, apply = nn.Module.__call__, nn.Module._apply
+    thread = threading.get_ident()
+
+    def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(self))
+        if path is None or threading.get_ident() != thread:
+            return call(self, *args, **kwargs)
+        row = recorder.begin_call(path, args, kwargs)
+        output = None
+        try:
+            output = call(self, *args, **kwargs)
+            return output
+        finally:
+            recorder.end_call(row, output)
+
+    def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for table in (self._parameters, self._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                with torch.no_grad():
+                    changed = fn(tensor)
+                if changed is not tensor:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed  # type: ignore[assignment]
+        return self
+
+    nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
+    nn.Module._apply = plain_apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]

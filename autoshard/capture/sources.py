@@ -1,0 +1,98 @@
+"""Where a device argument came from: `torch.arange(n, device=x.device)` runs wherever x is, whatever the plan.
+
+During capture all tensors are on one device, so the device itself says nothing. Each read of `tensor.device` hands out a
+device object of its own; when that very object comes back in a factory call, the factory is tied to the tensor.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoshard.capture.graph import HOST, UNKNOWN
+from autoshard.capture.record import Recorder
+
+_DEVICE = torch.Tensor.device
+_MOVES = {torch.Tensor.to: None, torch.Tensor.cpu: HOST, torch.Tensor.cuda: UNKNOWN}
+
+
+class DeviceSources(TorchFunctionMode):
+    """Tells the recorder which tensor's device the factory being called was given."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._given: dict[int, tuple[torch.device, int]] = {}  # the device is kept, so that its id stays its own
+
+    def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is _DEVICE:
+            return self.hand_out(args[0]) or func(*args)
+        recorder = self._recorder
+        before = recorder.device_source
+        recorder.device_source = self._source(func, args, kwargs)
+        try:
+            if func in _MOVES:
+                return self._move(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            recorder.device_source = before
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.device | None:
+        """A device object that remembers the tensor it was read from; None for reads by torch and by capture itself."""
+        recorder = self._recorder
+        if recorder.busy or (value := recorder.ledger.find(tensor)) is None:
+            return None
+        device = torch.device("cpu")
+        self._given[id(device)] = (device, value)
+        return device
+
+    def _source(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+        """The value whose device the call was given; HOST if it was given none."""
+        if isinstance(func, types.FunctionType):
+            return UNKNOWN  # Python code of torch: its reads of `.device` are not seen from here
+        device = kwargs.get("device")
+        if device is None:
+            device = next((item for item in args if isinstance(item, torch.device)), None)
+        if device is None:
+            return HOST
+        given = self._given.get(id(device))
+        return given[1] if given is not None and given[0] is device else UNKNOWN
+
+    def _move(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """`x.to(device)`: where nothing moves now, an alias records that something would."""
+        recorder = self._recorder
+        source = _MOVES[func] if _MOVES[func] is not None else self._destination(args, kwargs)
+        if func is torch.Tensor.cuda:
+            result = args[0]
+        else:
+            args = (args[0], *(torch.device("cpu") if _names_device(item) else item for item in args[1:]))
+            kwargs = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+            result = func(*args, **kwargs)
+        if result is not args[0] or source is None:
+            return result
+        recorder.device_source, recorder.moving = source, True
+        try:
+            return torch.ops.aten.alias.default(result)
+        finally:
+            recorder.moving = False
+
+    def _destination(self, args: tuple, kwargs: dict[str, Any]) -> int | None:
+        """What `.to` was told to move to: a value whose device it is, HOST, UNKNOWN; None if it only changes the dtype."""
+        target = kwargs.get("device", kwargs.get("other"))
+        if target is None:
+            target = next((item for item in args[1:] if isinstance(item, torch.Tensor) or _names_device(item)), None)
+        if target is None:
+            return None
+        if isinstance(target, torch.Tensor):
+            found = self._recorder.ledger.find(target)
+            return UNKNOWN if found is None else found
+        given = self._given.get(id(target))
+        if given is not None and given[0] is target:
+            return given[1]
+        return HOST if torch.device(target).type == "cpu" else UNKNOWN
+
+
+def _names_device(item: Any) -> bool:
+    return isinstance(item, (str, torch.device)) or (isinstance(item, int) and not isinstance(item, bool))

@@ -1,0 +1,112 @@
+"""What an op's schema says about it, looked up once per op: what it writes, what it returns, how it may be run."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# Kernels that write arguments which their schemas do not mark, while `training` (argument 5) is true.
+_UNMARKED_WRITES = {aten.native_batch_norm.default: ((3, "running_mean"), (4, "running_var"))}
+_READS_VALUE = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default}
+_UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """One op's traits.
+
+    Attributes:
+        writes: (position, name) of the arguments it writes.
+        returns: for each return, the index into `writes` of the argument it hands back, or None.
+        view: returns memory of its first argument, writes nothing.
+        pointwise: output shape is the broadcast of the input shapes.
+        random: draws random numbers, or leaves memory uninitialised: its values mean nothing before the real run.
+        reads_value: gives Python a number or a bool out of a tensor.
+        lift: hands a fresh constant to the dispatcher; nothing is computed.
+    """
+
+    writes: tuple[tuple[int, str], ...]
+    returns: tuple[int | None, ...]
+    view: bool
+    pointwise: bool
+    random: bool
+    reads_value: bool
+    lift: bool
+
+    def written(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments that the op writes."""
+        found: list[torch.Tensor] = []
+        for position, name in self.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found.extend(item for item in value if isinstance(item, torch.Tensor))
+        return found
+
+
+@cache
+def traits_of(func: Any) -> Traits:
+    """Read an op's schema."""
+    schema = func._schema
+    writes: list[tuple[int, str]] = []
+    alias_sets: list[set[str]] = []
+    reads_alias = False
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is None:
+            continue
+        if info.is_write:
+            writes.append((position, argument.name))
+            alias_sets.append(set(info.before_set))
+        else:
+            reads_alias = True
+    returns: list[int | None] = []
+    for result in schema.returns:
+        info = result.alias_info
+        match = None
+        if info is not None and info.is_write:
+            match = next((i for i, names in enumerate(alias_sets) if names & set(info.before_set)), None)
+        returns.append(match)
+    name = schema.name.split("::")[-1]
+    return Traits(
+        writes=tuple(writes),
+        returns=tuple(returns),
+        view=reads_alias and not writes and func.is_view,
+        pointwise=torch.Tag.pointwise in func.tags,
+        random=torch.Tag.nondeterministic_seeded in func.tags or name in _UNINITIALISED,
+        reads_value=func in _READS_VALUE,
+        lift=name in ("lift_fresh", "lift_fresh_copy", "lift"),
+    )
+
+
+def written_by(func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors an op writes, those that its schema keeps quiet about included."""
+    written = traits.written(args, kwargs) if traits.writes else []
+    unmarked = _UNMARKED_WRITES.get(func)
+    if unmarked is not None and args[5]:
+        written += [args[position] for position, _ in unmarked if args[position] is not None]
+    return written
+
+
+def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensor arguments of an op in order; schemas nest them one list deep at most."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def swap_tensors(value: Any, change: Any) -> Any:
+    """An op's argument with its tensors replaced; lists become lists, everything else is kept."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [change(item) if isinstance(item, torch.Tensor) else item for item in value]
+    return value

@@ -1,0 +1,37 @@
+"""Which model a plan belongs to: a hash of what the model's tensors are called and look like, not of their values."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash names, shapes, dtypes and ties of all parameters and saved buffers, sorted by name, with SHA-256.
+
+    Buffers that are not saved in the state dict are left out: models make and drop those as they run. The same for a model
+    on meta, on CPU or spread over devices.
+    """
+    unsaved = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in unsaved:
+            tensors[name] = buffer
+    first: dict[object, str] = {}
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        tie = first.setdefault(_place(tensor), name) if tensor.numel() else name
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tie}\n".encode())
+    return digest.hexdigest()
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """What tied tensors have in common, also on meta where all addresses are zero."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
