@@ -1,13 +1,13 @@
 """Where modules and tensors live under a placement: arithmetic on dotted names, shared by planner and runtime.
 
-    placements {"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"}
+placements {"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"}
 
-    ""            mixed, home cuda:0        (first child with a home)      hooked: it is the root
-    embed         uniform, home cuda:0                                     hooked: its parent is mixed
-    layers        mixed, home cuda:0                                       hooked: it is mixed
-    layers.0      uniform, home cuda:0                                     hooked: its parent is mixed
-    layers.0.mlp  uniform, home cuda:0                                     no hook: layers.0 is uniform
-    dropout       floating: no tensors, no home, no hook
+""            mixed, home cuda:0        (first child with a home)      hooked: it is the root
+embed         uniform, home cuda:0                                     hooked: its parent is mixed
+layers        mixed, home cuda:0                                       hooked: it is mixed
+layers.0      uniform, home cuda:0                                     hooked: its parent is mixed
+layers.0.mlp  uniform, home cuda:0                                     no hook: layers.0 is uniform
+dropout       floating: no tensors, no home, no hook
 """
 
 from collections.abc import Iterable, Mapping

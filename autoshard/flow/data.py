@@ -11,7 +11,7 @@ from autoshard.placement import Homes
 HOST_NAME = "host"
 """Device name of ordinary CPU tensors that belong to no planned device (literals, lifted constants); never counted."""
 
-CopyReason = Literal["hook", "align", "output", "backward"]
+CopyReason = Literal["hook", "align", "model", "output", "backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Copy:
 
     Attributes:
         reason: "hook" = an argument moved at a module boundary; "align" = an op's input moved because devices mixed;
-            "output" = the root's result going home; "backward" = a gradient following a copy back.
+            "model" = the model's own `.to(device)`; "output" = the root's result going home; "backward" = a gradient
+            following a copy back.
         producer: module that made the value (or holds the parameter).
         consumer: the first module that needed the copy.
         buffer: row of `Flow.buffers`, -1 if the copy went to the host.

@@ -1,8 +1,8 @@
 """The abstract interpretation behind `Flow`: the recorded run once more, with tensor objects that have a device.
 
 A recorded value is one tensor object of the original run. Under a placement it can have several: the original, and a
-copy on each device that needs it. A module whose arguments were copied to its home sees the copies (its `view`), and what
-its ops make of a copy, views included, belongs to the copy's buffer:
+copy on each device that needs it. A module whose arguments were copied to its home sees the copies (its `view`), and
+what its ops make of a copy, views included, belongs to the copy's buffer:
 
     value 7, made on device 0        object 7 (original, buffer A)
     layers.1 (device 1) is called    object 9 = copy of 7 to device 1 (buffer B); view of the call: {7: 9}
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.capture.graph import HOST, Call, ModelGraph, Op
+from autoshard.capture.graph import HOST, UNKNOWN, Call, ModelGraph, Op
 from autoshard.flow.data import HOST_NAME, Buffers, Copy, CopyReason, Flow
 from autoshard.placement import Homes, resolve_homes, tensor_devices
 
@@ -118,7 +118,7 @@ class _Walk:
     def place_givens(self) -> None:
         """Give parameters, buffers, inputs and constants their device."""
         index = {name: i for i, name in enumerate(self.devices)}
-        storage_device = {}
+        storage_device: dict[int, int] = {}
         for tensor in self.graph.tensors:
             storage_device.setdefault(tensor.storage, index[self.tensor_device[tensor.name]])
         for value in self.graph.values:
@@ -135,11 +135,10 @@ class _Walk:
                 self.original_buffer[storage] = self.new_buffer(storage, device, self.graph.storages[storage].nbytes, 0)
         calls = self.graph.calls
         if calls:
-            for value in calls[0].contained:
-                if self.graph.storages[self.value_storage[value]].kind == "input":
-                    self.original_buffer[self.value_storage[value]] = -1
-                    self.current[value] = -1
-                    self.original(value, -1, 0)
+            for inside in calls[0].contained:  # the root's hook does not look into lists and dicts
+                if self.graph.storages[self.value_storage[inside]].kind == "input":
+                    self.original_buffer[self.value_storage[inside]] = -1
+                    self.original(inside, -1, 0)
 
     def advance(self, time: int) -> None:
         """Enter and leave calls so that the stack is what it was while op `time` ran."""
@@ -223,7 +222,9 @@ class _Walk:
         """Objects a forward op reads, brought together if they are on several devices, and the device it runs on."""
         objects = tuple([self.sees(value) for value in op.inputs])
         if not objects:
-            return objects, self.factory_device(op)
+            return objects, self.named_device(op)
+        if op.device_source != UNKNOWN:
+            return self.moved_by_model(op, objects[0]), self.named_device(op)
         first = self.device_of(objects[0])
         mixed = any(self.device_of(obj) != first for obj in objects)
         if self.doubtful and any(value in self.doubtful for value in op.inputs):
@@ -240,7 +241,17 @@ class _Walk:
         moved = tuple([obj if self.is_host_scalar(obj) else self.align(obj, target, op, path) for obj in objects])
         return moved, target
 
-    def factory_device(self, op: Op) -> int:
+    def moved_by_model(self, op: Op, obj: int) -> tuple[int, ...]:
+        """The model's own `.to(device)`: a copy if the tensor is elsewhere, the tensor itself if not; no memo."""
+        device = self.named_device(op)
+        if self.device_of(obj) == device:
+            return (obj,)
+        copy = self.copy(obj, device, op.index, "model", self.graph.calls[op.call].path)
+        self.memo.pop((obj, device), None)
+        return (copy,)
+
+    def named_device(self, op: Op) -> int:
+        """The device an op was told to use: that of a tensor, the host, or else the home of its module."""
         if op.device_source >= 0:
             return self.device_of(self.sees(op.device_source))
         if op.device_source == HOST:
@@ -259,8 +270,8 @@ class _Walk:
     def align(self, obj: int, target: int, op: Op, path: str) -> int:
         """Bring one input to the target.
 
-        A view that lives for this op only is a step inside a torch function, which was given the tensor it is a view of:
-        that one is copied.
+        A view that lives for this op only is a step inside a torch function, which was given the tensor it is a view
+        of: that one is copied.
         """
         if self.device_of(obj) == target:
             return obj
@@ -565,27 +576,27 @@ class _Gradients:
         return latest
 
     def bring_home(self) -> None:
-        """Move the gradients of parameters that were read elsewhere to the parameter's device, as soon as they are made."""
+        """Move gradients of parameters that were read elsewhere to the parameter's device, as soon as they are made."""
         walk = self.walk
         graph = walk.graph
         wanted: dict[tuple[int, ...], list[int]] = {}
-        for (value, _device), obj in list(walk.elsewhere.items()):
-            row = graph.values[value]
+        for (index, _), obj in walk.elsewhere.items():
+            row = graph.values[index]
             if row.op < 0 and row.requires_grad and walk.object_source[obj] >= 0:
-                wanted.setdefault(row.shape, []).append(value)
+                wanted.setdefault(row.shape, []).append(index)
         if not wanted:
             return
-        for value in graph.values:
-            if value.op < self.begin or value.died < walk.end or value.shape not in wanted:
+        for row in graph.values:
+            if row.op < self.begin or row.died < walk.end or row.shape not in wanted:
                 continue
-            obj = walk.current[value.index]
-            op = graph.ops[value.op]
+            obj = walk.current[row.index]
+            op = graph.ops[row.op]
             if obj < 0 or op.forward < 0:
                 continue
             read = set(graph.ops[op.forward].inputs)
-            for parameter in wanted[value.shape]:
+            for parameter in wanted[row.shape]:
                 home = walk.device_of(walk.current[parameter])
                 if parameter in read and walk.device_of(obj) != home:
-                    walk.copy(obj, home, value.op, "backward", walk.producer_of(parameter))
-                    walk.gradient_left[obj] = value.op + 1
+                    walk.copy(obj, home, row.op, "backward", walk.producer_of(parameter))
+                    walk.gradient_left[obj] = row.op + 1
                     break

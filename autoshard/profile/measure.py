@@ -35,7 +35,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     saved = rows.sum(*_saved(graph, op_rows))
 
     optimizer_tensors = OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0
-    gradient = tensors["trainable"] if workload.training else np.zeros_like(tensors["trainable"])
+    gradient = tensors["trained"] if workload.training else np.zeros_like(tensors["trained"])
     live = live_bytes(graph)
     peaks, calls = _call_peaks(graph, rows, live)
 
@@ -52,7 +52,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
             saved_bytes=int(saved[i]),
             cache_bytes=int(cache[i]),
             gradient_bytes=int(gradient[i]),
-            optimizer_bytes=int(tensors["trainable"][i]) * optimizer_tensors,
+            optimizer_bytes=int(tensors["trained"][i]) * optimizer_tensors,
             peak_bytes=peaks[i],
             flops=int(flops[i]),
             bytes_moved=int(moved[i]),
@@ -64,7 +64,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     peak = resident + int(live.max())
     if workload.training:
         inputs = sum(s.nbytes for s in graph.storages if s.kind == "input")
-        step = optimizer_step_bytes(trainable_sizes(graph), workload.optimizer)
+        step = optimizer_step_bytes([nbytes for _, nbytes in trained_sizes(graph)], workload.optimizer)
         peak = max(peak, resident + root.gradient_bytes + inputs + step)
     return Profile(
         graph=graph,
@@ -97,17 +97,25 @@ def live_bytes(graph: ModelGraph) -> np.ndarray:
     return np.cumsum(change)[: end + 1]
 
 
-def trainable_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
-    """Return (first name, bytes) of every trainable parameter in registration order, tied ones once."""
+def trained_storages(graph: ModelGraph) -> set[int]:
+    """Return the storages of trainable parameters that an op reads: those that get a gradient and optimizer state."""
+    read = {value for op in graph.ops for value in op.inputs}
+    read_storages = {graph.values[value].storage for value in read}
+    return {t.storage for t in graph.tensors if t.trainable and t.kind == "parameter" and t.storage in read_storages}
+
+
+def trained_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
+    """Return (first name, bytes) of every parameter that is trained, in registration order, tied ones once."""
+    trained = trained_storages(graph)
     sizes: dict[int, tuple[str, int]] = {}
     for tensor in graph.tensors:
-        if tensor.trainable and tensor.kind == "parameter":
+        if tensor.storage in trained:
             sizes.setdefault(tensor.storage, (tensor.name, graph.storages[tensor.storage].nbytes))
     return list(sizes.values())
 
 
-def optimizer_step_bytes(sizes: Sequence[tuple[str, int]], optimizer: str, fused_list: bool = False) -> int:
-    """Return the most temporary bytes of one optimizer step over parameters of these (name, bytes), on one device.
+def optimizer_step_bytes(sizes: Sequence[int], optimizer: str, fused_list: bool = False) -> int:
+    """Return the most temporary bytes of one optimizer step over parameters of these sizes, all on one device.
 
     Adam's loop makes sqrt(v), then the denominator beside it, and drops the last denominator one parameter later:
 
@@ -121,9 +129,9 @@ def optimizer_step_bytes(sizes: Sequence[tuple[str, int]], optimizer: str, fused
     if optimizer not in ("adam", "adamw"):
         return 0
     if fused_list:
-        return sum(nbytes for _, nbytes in sizes)
+        return sum(sizes)
     previous, most = 0, 0
-    for _, nbytes in sizes:
+    for nbytes in sizes:
         most = max(most, previous + 2 * nbytes)
         previous = nbytes
     return most
@@ -170,14 +178,15 @@ class _Rows:
 
 def _tensor_bytes(graph: ModelGraph, rows: _Rows) -> dict[str, np.ndarray]:
     """Bytes of parameters and buffers per row; a storage counts once, at its first name."""
-    owners: dict[str, tuple[list[int], list[int]]] = {kind: ([], []) for kind in ("parameter", "buffer", "trainable")}
+    owners: dict[str, tuple[list[int], list[int]]] = {kind: ([], []) for kind in ("parameter", "buffer", "trained")}
     seen: set[int] = set()
+    trained = trained_storages(graph)
     for tensor in graph.tensors:
         if tensor.storage in seen:
             continue
         seen.add(tensor.storage)
         nbytes = graph.storages[tensor.storage].nbytes
-        kinds = [tensor.kind, "trainable"] if tensor.kind == "parameter" and tensor.trainable else [tensor.kind]
+        kinds = [tensor.kind, "trained"] if tensor.storage in trained else [tensor.kind]
         for kind in kinds:
             owners[kind][0].append(rows.row_of(tensor.module))
             owners[kind][1].append(nbytes)

@@ -120,8 +120,9 @@ class Builder:
             fx_graph=torch.fx.Graph(), modules=tuple(self.modules), tensors=tuple(self.tensors),
             calls=tuple(self.calls), ops=tuple(self.ops), values=tuple(values), storages=tuple(storages),
             saves=tuple(saves), outputs=outputs, state=state,
-            inputs=tuple(v.index for v in values if self.storages[v.storage].kind == "input"), level="fake", notes=(), phases=(("forward", 0, end),), fingerprint="",
-            backward_begin=end if self.backward_begin < 0 else self.backward_begin, training=self.backward_begin >= 0,
+            inputs=tuple(v.index for v in values if self.storages[v.storage].kind == "input"), level="fake", notes=(),
+            phases=(("forward", 0, end),), fingerprint="", training=self.backward_begin >= 0,
+            backward_begin=end if self.backward_begin < 0 else self.backward_begin,
         )  # fmt: skip
 
     def _value(self, shape: tuple[int, ...], kind: str, name: str | None = None, storage: int = -1) -> int:

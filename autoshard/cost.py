@@ -1,0 +1,318 @@
+"""What a plan costs: bytes and seconds per device, transfers, and how far from the best possible it is.
+
+* Seconds of an op: max(FLOPs / rate(dtype), bytes moved / bandwidth) + launch time (the roofline). A view is free.
+* Seconds of a copy: the link's latency + bytes / its bandwidth (alpha-beta). Copies kept from pass to pass are free.
+* Seconds of the optimizer step: its reads and writes over the bandwidth.
+* Peak: the flow's buffers, replayed at the device's allocation granularity, with optimizer state beneath; in training
+  also the moment of the optimizer step.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.errors import PlanError
+from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.flow import HOST_NAME, Copy, Flow, flow
+from autoshard.plan import Plan
+from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
+from autoshard.profile.profile import Profile
+from autoshard.profile.units import Units, find_units
+from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
+
+
+def estimate(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    flow_of_plan: Flow | None = None,
+    lower_bound_seconds: float | None = None,
+) -> Estimate:
+    """Compute the consequences of a plan on a cluster for the profiled workload.
+
+    `flow_of_plan` saves the walk if it was made already; `lower_bound_seconds` replaces the bound computed here by a
+    tighter one that a solver has proved. Raises `PlanError` if the plan names a device that the cluster lacks or leaves
+    a tensor without one.
+    """
+    unknown = sorted(set(plan.placements.values()) - set(cluster.names))
+    if unknown:
+        raise PlanError(
+            f"the plan places modules on {', '.join(unknown)}, but the devices are {', '.join(cluster.names)}. "
+            "Give these devices, or plan again for the ones there are."
+        )
+    moves = flow_of_plan or flow(profile.graph, plan.placements)
+    compute = _compute_seconds(profile, cluster, moves)
+    transfers = tuple(_transfer(copy, profile, cluster) for copy in moves.copies if not copy.kept)
+    incoming = dict.fromkeys(cluster.names, 0.0)
+    for transfer in transfers:
+        if transfer.destination in incoming:
+            incoming[transfer.destination] += transfer.seconds
+    devices = tuple(
+        _device_estimate(device, profile, moves, compute[device.name], incoming[device.name])
+        for device in cluster.devices
+    )
+    latency = sum(device.compute_seconds for device in devices) + sum(transfer.seconds for transfer in transfers)
+    bottleneck = max(device.compute_seconds + device.transfer_seconds for device in devices)
+    bound = lower_bound_seconds
+    if bound is None:
+        bound = lower_bound(profile, cluster, "throughput" if plan.objective == "throughput" else "latency")
+    value = bottleneck if plan.objective == "throughput" else latency
+    return Estimate(
+        devices=devices,
+        transfers=transfers,
+        objective=plan.objective,
+        latency_seconds=latency,
+        bottleneck_seconds=bottleneck,
+        lower_bound_seconds=bound,
+        gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
+        fits=all(device.free_bytes >= 0 for device in devices),
+        aligned=moves.aligned,
+        written_back=moves.written_back,
+        notes=profile.graph.notes,
+    )
+
+
+def op_seconds(profile: Profile, device: Device) -> np.ndarray:
+    """Return the roofline seconds of every op of the graph on a device."""
+    moved = np.array(profile.op_bytes, np.float64)
+    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+    names = sorted(set(profile.op_dtypes))
+    code = {name: i for i, name in enumerate(names)}
+    rates = np.array([device.flops(name) for name in names] or [1.0])
+    rate = rates[np.array([code[name] for name in profile.op_dtypes], np.int64)]
+    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
+    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+
+
+def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:
+    """Return the seconds of an optimizer step: parameter, gradient and state are read, parameter and state written."""
+    if not workload.training or workload.optimizer == "none":
+        return 0.0
+    return trained_bytes * (3 + 2 * OPTIMIZER_STATE_TENSORS[workload.optimizer]) / device.bytes_per_second
+
+
+def step_bytes(sizes: Iterable[tuple[str, int]], device_of: Mapping[str, str], device: Device, optimizer: str) -> int:
+    """Return the most temporary bytes of an optimizer step on one device, of parameters in the model's order.
+
+    Accelerators get torch's multi-tensor step, which holds all denominators of a device at once.
+    """
+    accelerator = not device.name.startswith("cpu")
+    mine = [nbytes if device_of[name] == device.name else 0 for name, nbytes in sizes]
+    return optimizer_step_bytes(mine, optimizer, fused_list=accelerator)
+
+
+def _compute_seconds(profile: Profile, cluster: Cluster, moves: Flow) -> dict[str, float]:
+    """Seconds per device: its ops, and its share of the optimizer step. Ops on the host are free."""
+    placed = np.array(moves.op_device, np.int64)
+    trained = trained_sizes(profile.graph) if profile.workload.training else []
+    seconds = {}
+    for device in cluster.devices:
+        total = 0.0
+        if device.name in moves.devices:
+            mine = placed == moves.devices.index(device.name)
+            total = float(op_seconds(profile, device)[mine].sum())
+        own = sum(nbytes for name, nbytes in trained if moves.tensor_device[name] == device.name)
+        seconds[device.name] = total + optimizer_seconds(own, profile.workload, device)
+    return seconds
+
+
+def _transfer(copy: Copy, profile: Profile, cluster: Cluster) -> Transfer:
+    between_devices = HOST_NAME not in (copy.source, copy.destination)
+    seconds = cluster.link(copy.source, copy.destination).seconds(copy.nbytes) if between_devices else 0.0
+    backward = copy.reason == "backward"
+    return Transfer(
+        source=copy.source,
+        destination=copy.destination,
+        nbytes=copy.nbytes,
+        seconds=seconds,
+        producer=copy.producer,
+        consumer=copy.consumer,
+        backward=backward,
+    )
+
+
+def _device_estimate(
+    device: Device, profile: Profile, moves: Flow, compute_seconds: float, transfer_seconds: float
+) -> DeviceEstimate:
+    """The parts are what is live at the moment of the peak, so they add up to it."""
+    graph, workload = profile.graph, profile.workload
+    parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)
+    optimizer = step = 0
+    if device.name in moves.devices:
+        time = moves.peak(device.name, device.block_bytes)[1]
+        parts = _parts_at(time, device, graph, moves)
+        if workload.training:
+            sizes = trained_sizes(graph)
+            own = [nbytes for name, nbytes in sizes if moves.tensor_device[name] == device.name]
+            optimizer = sum(_rounded(nbytes, device) for nbytes in own) * OPTIMIZER_STATE_TENSORS[workload.optimizer]
+            at_step = _parts_at(moves.steps, device, graph, moves)
+            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own)
+            step = step_bytes(sizes, moves.tensor_device, device, workload.optimizer)
+            at_step["activation"] += step
+            if sum(at_step.values()) > sum(parts.values()):
+                parts = at_step
+    used = sum(parts.values()) + optimizer
+    overhead = device.overhead_bytes if used else 0
+    return DeviceEstimate(
+        name=device.name,
+        memory_bytes=device.memory_bytes,
+        parameter_bytes=parts["parameter"],
+        buffer_bytes=parts["buffer"],
+        gradient_bytes=parts["gradient"],
+        optimizer_bytes=optimizer,
+        activation_bytes=parts["activation"],
+        cache_bytes=parts["cache"],
+        transfer_bytes=parts["transfer"],
+        overhead_bytes=overhead,
+        peak_bytes=used + overhead,
+        compute_seconds=compute_seconds,
+        transfer_seconds=transfer_seconds,
+    )
+
+
+def _rounded(nbytes: int, device: Device) -> int:
+    return -(-nbytes // device.block_bytes) * device.block_bytes
+
+
+def _parts_at(time: int, device: Device, graph: ModelGraph, moves: Flow) -> dict[str, int]:
+    """Bytes live on a device at one op time, by what they are."""
+    rows = moves.buffers
+    live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time < rows.died)
+    state = {graph.values[value].storage for value in graph.state}
+    end, backward = len(graph.ops), graph.backward_begin
+    parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)
+    for row in np.flatnonzero(live).tolist():
+        storage = graph.storages[int(rows.storage[row])]
+        if rows.copied[row]:
+            kind = "transfer"
+        elif storage.kind in ("parameter", "buffer"):
+            kind = storage.kind
+        elif storage.index in state:
+            kind = "cache"
+        elif storage.born >= backward and storage.died >= end and storage.kind == "activation":
+            kind = "gradient"  # what the backward pass made and left behind
+        else:
+            kind = "activation"
+        parts[kind] += _rounded(int(rows.nbytes[row]), device)
+    return parts
+
+
+def lower_bound(profile: Profile, cluster: Cluster, objective: str, units: Units | None = None) -> float:
+    """Return seconds that no placement of the profiled units on this cluster can go below.
+
+    `objective`: "latency" or "throughput" (the bottleneck). Copies count nothing here, and units may be split.
+    """
+    units = units or find_units(profile)
+    seconds = unit_seconds(profile, cluster, units)
+    capacity = np.array([device.budget_bytes for device in cluster.devices], np.float64)
+    # What activations take depends on the neighbours, so only tensors and optimizer state are held against capacity.
+    held = weight_bytes(profile, units)
+    return relaxed_bound(seconds, held, capacity, objective)
+
+
+def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray:
+    """Return [devices, units] seconds of one pass, the optimizer step included."""
+    table = np.zeros((len(cluster.devices), len(units.paths)))
+    trained = np.zeros(len(units.paths))
+    if profile.workload.training:
+        owner = tensor_units(profile.graph, units)
+        for name, nbytes in trained_sizes(profile.graph):
+            trained[owner[name]] += nbytes
+    known: dict[tuple, np.ndarray] = {}
+    for row, device in enumerate(cluster.devices):
+        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds)
+        if key not in known:
+            per_op = op_seconds(profile, device)
+            known[key] = np.bincount(units.op_unit, weights=per_op, minlength=len(units.paths))
+            known[key] = known[key] + optimizer_seconds(1.0, profile.workload, device) * trained
+        table[row] = known[key]
+    return table
+
+
+def tensor_units(graph: ModelGraph, units: Units) -> dict[str, int]:
+    """Return the unit of every parameter and buffer name."""
+    by_path = {path: unit for unit, paths in enumerate(units.paths) for path in paths}
+    return {t.name: by_path[t.name] if t.name in by_path else by_path[t.module] for t in graph.tensors}
+
+
+def weight_bytes(profile: Profile, units: Units) -> np.ndarray:
+    """Return [units] bytes that are on the unit's device at any moment: tensors and optimizer state, tied ones once."""
+    held = np.zeros(len(units.paths))
+    state = OPTIMIZER_STATE_TENSORS[profile.workload.optimizer] if profile.workload.training else 0
+    trained = dict(trained_sizes(profile.graph)) if state else {}
+    owner = tensor_units(profile.graph, units)
+    seen: set[int] = set()
+    for tensor in profile.graph.tensors:
+        if tensor.storage not in seen:
+            seen.add(tensor.storage)
+            held[owner[tensor.name]] += profile.graph.storages[tensor.storage].nbytes
+            held[owner[tensor.name]] += trained.get(tensor.name, 0) * state
+    return held
+
+
+def relaxed_bound(seconds: np.ndarray, held_bytes: np.ndarray, capacity: np.ndarray, objective: str) -> float:
+    """Return a lower bound of latency or bottleneck: units may be split over devices, copies are free.
+
+    `seconds` [D, n], `held_bytes` [n], `capacity` [D]. With x[d, i] the share of unit i on device d:
+
+        latency     min sum x t      bottleneck  min L, sum_i x t <= L for every d
+                    sum_d x = 1, sum_i x held <= capacity in both
+
+    The bound is the value of the dual, which holds for any multipliers: an inexact solver costs tightness, not truth.
+    Units with equal figures are merged first: it changes nothing and repeated blocks make it small.
+    """
+    kinds, count = np.unique(np.vstack([seconds, held_bytes]).T, axis=0, return_counts=True)
+    times = kinds[:, :-1].T * count
+    held = kinds[:, -1] * count
+    if objective == "throughput":
+        simple = max(float(seconds.min(axis=0).max(initial=0.0)), float(times.min(axis=0).sum()) / len(seconds))
+    else:
+        simple = float(times.min(axis=0).sum())
+    return max(simple, _dual_bound(times, held, capacity, objective == "throughput"))
+
+
+_LARGEST_PROGRAM = 20_000
+"""Variables up to which the linear program is solved."""
+
+
+def _dual_bound(times: np.ndarray, held: np.ndarray, capacity: np.ndarray, bottleneck: bool) -> float:
+    """Solve the relaxation and value its multipliers y, m: sum_i min_d(y t + m held) - sum_d m capacity."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix, hstack, kron, vstack
+    from scipy.sparse import identity as eye
+
+    devices, units = times.shape
+    if devices * units > _LARGEST_PROGRAM or not times.any():
+        return 0.0
+    scale = float(times.max())
+    room = max(float(capacity.max()), 1.0)
+    memory = kron(eye(devices), csr_matrix(held / room))
+    whole = kron(csr_matrix(np.ones((1, devices))), eye(units))
+    cost = (times / scale).ravel()
+    limits = capacity / room
+    if bottleneck:
+        load = kron(eye(devices), csr_matrix(np.ones((1, units)))).multiply(csr_matrix(cost))
+        memory = hstack([memory, csr_matrix((devices, 1))])
+        load = hstack([load, csr_matrix(-np.ones((devices, 1)))])
+        whole = hstack([whole, csr_matrix((units, 1))])
+        cost = np.append(np.zeros(devices * units), 1.0)
+        rows, limits = vstack([memory, load]), np.append(limits, np.zeros(devices))
+    else:
+        rows = memory
+    equal = {"A_eq": csr_matrix(whole), "b_eq": np.ones(units)}
+    solved = linprog(cost, A_ub=csr_matrix(rows), b_ub=limits, **equal, method="highs")
+    if solved.status != 0:  # does not fit at all: there is no plan to bound
+        return 0.0
+    multipliers = np.maximum(-solved.ineqlin.marginals, 0.0)
+    price = multipliers[:devices, None]
+    weight = np.ones((devices, 1))
+    if bottleneck:
+        weight = multipliers[devices:, None]
+        if weight.sum() <= 0:
+            return 0.0
+        price, weight = price / weight.sum(), weight / weight.sum()
+    reduced = (weight * times / scale + price * held[None, :] / room).min(axis=0).sum()
+    return float(reduced - (price[:, 0] * capacity / room).sum()) * scale

@@ -1,0 +1,44 @@
+"""From a profile to the chain that strategies plan on: one unit per module with tensors, in order of execution."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cost import unit_seconds
+from autoshard.profile.profile import Profile
+from autoshard.profile.units import Units, find_units
+from autoshard.strategies.chain import Chain, Tie
+
+
+def chain_from_profile(
+    profile: Profile, cluster: Cluster, *, pins: Mapping[int, int] | None = None, units: Units | None = None
+) -> Chain:
+    """Pose the placement of a profiled model on a cluster as arrays. `pins`: unit -> device index."""
+    units = units or find_units(profile)
+    devices = cluster.devices
+    latency, bandwidth = np.zeros((len(devices), len(devices))), np.ones((len(devices), len(devices)))
+    for row, source in enumerate(devices):
+        for column, destination in enumerate(devices):
+            if row != column:
+                link = cluster.link(source.name, destination.name)
+                latency[row, column], bandwidth[row, column] = link.latency_seconds, link.bytes_per_second
+    return Chain(
+        paths=units.paths,
+        devices=cluster.names,
+        seconds=unit_seconds(profile, cluster, units),
+        resident_bytes=units.resident_bytes,
+        transient_bytes=units.transient_bytes,
+        tensor_unit=units.maker,
+        tensor_bytes=units.nbytes,
+        tensor_copies=units.copies,
+        edge_tensor=units.edge_value,
+        edge_unit=units.edge_unit,
+        capacity_bytes=np.array([device.budget_bytes for device in devices], np.int64),
+        link_seconds=latency,
+        link_bytes_per_second=bandwidth,
+        ties=tuple(Tie(units=group, nbytes=nbytes) for group, nbytes in units.ties),
+        duplicate_ties=not profile.workload.training,
+        pins=dict(pins or {}),
+        home=units.home,
+    )
