@@ -78,9 +78,6 @@ class FakeFloats:
 
     def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one op; raise `ValueNeeded` if Python asks for a value that is not known."""
-        device = kwargs.get("device")
-        if device is not None and device.type != "cpu":
-            kwargs = {**kwargs, "device": CPU}
         if not any(self.unknown(tensor) for tensor in inputs):
             if self._worth_running(func, traits, inputs, args, kwargs):
                 return func(*args, **kwargs)
@@ -132,7 +129,7 @@ class FakeFloats:
         return math.prod(max(1, tensor.numel()) for tensor in inputs) <= REAL_ELEMENTS
 
     def _factory_keeps_values(self, func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> bool:
-        result = self.mode.dispatch(func, (), args, {**kwargs, "device": CPU} if "device" in kwargs else kwargs)
+        result = self.mode.dispatch(func, (), args, kwargs)
         if not isinstance(result, torch.Tensor):
             return True
         if result.dtype.is_floating_point or result.dtype.is_complex:

@@ -135,6 +135,7 @@ class ModelGraph:
         notes: what stopped the levels above, with file:line, and every assumption made.
         outputs: values in the root's return; `state` those reachable only through opaque objects in it (a cache).
         backward_begin: index of the first backward op; len(ops) if forward only.
+        gradients: (parameter name, value) of what backward left in `.grad`.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
     """
 
@@ -155,6 +156,7 @@ class ModelGraph:
     backward_begin: int
     fingerprint: str
     training: bool = False
+    gradients: tuple[tuple[str, int], ...] = ()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

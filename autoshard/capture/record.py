@@ -5,8 +5,8 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 """
 
 import operator
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.torch_private import autograd_node, flop_formulas, node_sequence, sequence_number
 
 _DEVICE = torch.ops.prim.device.default
+_DETACH = torch.ops.aten.detach.default
 LIFT_BYTES = 1 << 26
 """A constant up to this size is copied into the graph; a larger one is recorded without its content."""
 
@@ -48,6 +49,7 @@ class Recorder(TorchDispatchMode):
         device_source: what `Op.device_source` of a factory called now would be; kept by `sources.DeviceSources`.
         moving: the op that comes next stands for a move to `device_source`; kept by the same.
         busy: an op is being run; what reads devices now is not the model.
+        unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -59,6 +61,8 @@ class Recorder(TorchDispatchMode):
         self.device_source = UNKNOWN
         self.moving = False
         self.busy = False
+        self.unpacked: int | None = None
+        self._detached: weakref.ref | None = None
         self._stack: list[int] = []
         self._root = 0
         self._sequences: list[int] = []  # autograd nodes numbered below sequences[i] …
@@ -75,6 +79,9 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return torch.device("cpu")
         kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and device.type != "cpu":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if func.namespace == "prim":
             return func(*args, **kwargs)
         busy, self.busy = self.busy, True
@@ -87,6 +94,13 @@ class Recorder(TorchDispatchMode):
         if traits.lift:
             self.value_of(args[0])
             return args[0]
+        unpacked, self.unpacked = self.unpacked, None
+        if func is _DETACH:
+            if unpacked == id(args[0]):  # autograd wraps up what it got back: the same tensor to everyone else
+                out = self.engine.run(func, traits, [args[0]], args, kwargs)
+                self.ledger.alias(out, self.value_of(args[0]))
+                return out
+            self._detached = weakref.ref(args[0])
         inputs = tensors_of(args, kwargs)
         values = [self.value_of(tensor) for tensor in inputs]
         out = self.engine.run(func, traits, inputs, args, kwargs)
@@ -159,6 +173,8 @@ class Recorder(TorchDispatchMode):
                 if result is not out:
                     made = ledger.fx_graph.create_node("call_function", operator.getitem, (node, position))
                 value = ledger.add(result, made, op=index, born=index)
+                if not traits.view and result.layout is torch.strided:
+                    made.meta["stride"] = result.stride()
             outputs.append(value)
         formula = self._formulas.get(func._overloadpacket)
         ledger.ops.append(
@@ -198,6 +214,23 @@ class Recorder(TorchDispatchMode):
             return self._root, -1
         self._last_forward = forward
         return self.ledger.ops[forward].call, forward
+
+    def saved(self, tensor: torch.Tensor) -> tuple[int, int, weakref.ref | None]:
+        """(value, op that saves it, the tensor itself) of what autograd hands to a pack hook.
+
+        It hands over a detached copy; that `detach` is no op of the model's and is taken back.
+        """
+        ledger = self.ledger
+        value = self.value_of(tensor)
+        origin = None
+        last = ledger.ops[-1] if ledger.ops else None
+        if last is not None and last.target is _DETACH and last.outputs == (value,):
+            ledger.drop_last_op(tensor)
+            value, origin = last.inputs[0], self._detached
+            ledger.alias(tensor, value)
+        # Inputs are saved before their op runs, when its node is already numbered; outputs after.
+        ahead = sequence_number() != self._sequence_seen or self._sequence_ops[-1:] == [ledger.now]
+        return value, ledger.now if ahead else ledger.now - 1, origin
 
     # ---- module calls
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
+from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.material import prepared_input
@@ -56,13 +57,21 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
         sources = stack.enter_context(DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
+        if training:
+            stack.enter_context(saved_tensor_hooks(recorder))
         output = model(*args, **kwargs)
         _refuse_generator(model, output)
         phases = [("forward", 0, ledger.now)]
         gradients: dict[str, int] = {}
         if training:
-            raise NotImplementedError
-        recorder.__exit__  # noqa: B018
+            loss = training_loss(output, type(model).__name__)
+            phases = [("forward", 0, ledger.now)]
+            recorder.backward = True
+            torch.autograd.backward(loss)
+            phases.append(("backward", phases[0][2], ledger.now))
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = recorder.value_of(parameter.grad)
         ledger.close()
         outputs = tuple(recorder.value_of(tensor) for _, tensor in nested.tensors_in(output))
         state = tuple(value for tensor in opaque_tensors(output) if (value := ledger.find(tensor)) is not None)
@@ -78,6 +87,7 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
             ops=tuple(ledger.ops), values=ledger.values(), storages=ledger.storages(), saves=ledger.saves(),
             outputs=outputs, state=state, inputs=inputs, level=level, notes=(), phases=tuple(phases),
             backward_begin=backward_begin, fingerprint=mark, training=training,
+            gradients=tuple(gradients.items()),
         )  # fmt: skip
 
 
