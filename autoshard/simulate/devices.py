@@ -14,6 +14,7 @@ from autoshard.cluster.parse import active_cluster, parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.ops import run_op
+from autoshard.simulate.tensor import SimulatedTensor
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
 
@@ -115,6 +116,7 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     def make_and_move(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             return make(data, *args, device=device, **kwargs)
+        data = _with_ordinary_items(data)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "cpu" or target.index is None:
             return make(data, *args, device=device, **kwargs)
@@ -123,6 +125,15 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return made.requires_grad_() if requires_grad else made
 
     return make_and_move
+
+
+def _with_ordinary_items(data: Any) -> Any:
+    """Replace simulated scalars in nested lists by ordinary ones: torch.tensor reads them from memory."""
+    if isinstance(data, SimulatedTensor):
+        return data.inner
+    if isinstance(data, (list, tuple)):
+        return [_with_ordinary_items(item) for item in data]
+    return data
 
 
 def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoshard import torch_private
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.tensor import SimulatedTensor, wrap
 
@@ -29,6 +30,8 @@ CPU_ARGUMENTS = {
     aten._unsafe_index_put: (1,),
     aten._pack_padded_sequence: (1,),
     aten._pack_padded_sequence_backward: (2,),
+    aten._ctc_loss: (2, 3),
+    aten._ctc_loss_backward: (3, 4),
 }
 """Positions where GPUs take (or insist on) ordinary CPU tensors of any size."""
 
@@ -61,7 +64,7 @@ def _find_traits(func: Any) -> _Traits:
     arguments = schema.arguments if schema is not None else []
     has_out = any(argument.is_out for argument in arguments)
     traits = _Traits(
-        composite=isinstance(func, torch._ops.OpOverload) and func._can_decompose(),
+        composite=isinstance(func, torch._ops.OpOverload) and torch_private.is_composite(func),
         mixing=packet in MIXING,
         rowwise=str(packet).startswith("aten._foreach_"),
         reshapes=has_out or packet in RESHAPING or torch.Tag.inplace_view in getattr(func, "tags", ()),
@@ -80,12 +83,13 @@ def _find_traits(func: Any) -> _Traits:
 class _Arguments:
     """The tensors found in one call's arguments while they were unwrapped."""
 
-    __slots__ = ("originals", "other", "owner", "plain")
+    __slots__ = ("nested", "originals", "other", "owner", "plain")
 
     def __init__(self) -> None:
         self.owner: SimulatedDevice | None = None  # of the first simulated tensor
         self.other: SimulatedDevice | None = None  # a second device
         self.plain = False  # an ordinary tensor with dimensions
+        self.nested = False  # a nested one
         self.originals: dict[int, torch.Tensor] = {}  # id of the tensor the kernel sees -> tensor the caller gave
 
     def unwrap(self, value: Any) -> Any:
@@ -106,7 +110,10 @@ class _Arguments:
                 self.other = owner
             self.originals[id(inner)] = value
             return inner
-        if value.dim():
+        if value.is_nested:
+            self.nested = True
+            self.owner = self.owner or getattr(value, "simulated_owner", None)
+        elif value.dim():
             self.plain = True
         self.originals[id(value)] = value
         return value
@@ -140,7 +147,7 @@ def run_op(
         if traits.composite and devices is not None and any(type(value) is torch.device for value in args):
             return _decompose(func, args, kwargs, mode)
         return func(*args, **kwargs)
-    if traits.composite:
+    if traits.composite and not found.nested:
         return _decompose(func, args, kwargs, mode)
     if not traits.mixing and found.owner is not None:
         if traits.rowwise and (found.other is not None or found.plain):
@@ -170,9 +177,9 @@ def _decompose(func: Any, args: tuple, kwargs: dict, mode: AbstractContextManage
     Under `torch.inference_mode` torch hands these over whole; elsewhere it has taken them apart itself.
     """
     if mode is None:
-        return func.decompose(*args, **kwargs)
+        return torch_private.run_composite(func, args, kwargs)
     with mode:
-        return func.decompose(*args, **kwargs)
+        return torch_private.run_composite(func, args, kwargs)
 
 
 def _writes_plain(traits: _Traits, args: tuple) -> bool:
@@ -198,7 +205,7 @@ def _wrap_results(result: Any, owner: SimulatedDevice | None, found: _Arguments,
     if isinstance(result, torch.Tensor):
         original = found.originals.get(id(result))
         if original is None:
-            return result if owner is None else wrap(result, owner)
+            return result if owner is None else _wrap_new(result, owner, found)
         if traits.reshapes and isinstance(original, SimulatedTensor):
             _take_over_shape(original)
         return original
@@ -209,6 +216,23 @@ def _wrap_results(result: Any, owner: SimulatedDevice | None, found: _Arguments,
         ]
         return type(result)(items)
     return result
+
+
+def _wrap_new(result: torch.Tensor, owner: SimulatedDevice, found: _Arguments) -> torch.Tensor:
+    """Wrap what a kernel made: a new tensor, or a view of an argument."""
+    if result.is_nested:
+        # Ragged tensors have no shape that a wrapper could show; fused encoder layers use them between two ops.
+        owner.count(result)
+        result.simulated_owner = owner  # type: ignore[attr-defined]
+        return result
+    if torch.is_inference_mode_enabled():
+        # Views of tensors made outside of inference mode track versions, as their base does.
+        storage = result.untyped_storage()._cdata
+        for base in found.originals.values():
+            if not base.is_inference() and base.untyped_storage()._cdata == storage:
+                with torch.inference_mode(False):
+                    return wrap(result, owner)
+    return wrap(result, owner)
 
 
 def _take_over_shape(tensor: SimulatedTensor) -> None:

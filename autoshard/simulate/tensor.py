@@ -54,6 +54,9 @@ class SimulatedTensor(torch.Tensor):
         grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else grad
         return f"{repr(self.inner)[:-1]}, device='{self.device}'{grad})"
 
+    def __format__(self, spec: str) -> str:
+        return self.inner.__format__(spec)
+
     def tolist(self) -> Any:
         return self.inner.tolist()
 
@@ -115,9 +118,7 @@ class SimulatedTensor(torch.Tensor):
 
 def wrap(inner: torch.Tensor, owner: SimulatedDevice) -> SimulatedTensor:
     """Put an ordinary tensor on a simulated device: count its storage there, once, and share it (no copy)."""
-    if inner.layout != torch.strided or inner.is_nested:
-        raise NotImplementedError(
-            f"simulated devices hold dense tensors only, got layout {inner.layout}{' (nested)' * inner.is_nested}."
-        )
+    if inner.layout != torch.strided:
+        raise NotImplementedError(f"simulated devices hold dense tensors only, got layout {inner.layout}.")
     owner.count(inner)
     return SimulatedTensor(inner, owner)
