@@ -26,6 +26,7 @@ __all__ = [
     "flop_formulas",
     "forward_pre_hooks",
     "node_sequence",
+    "run_composite",
     "sequence_number",
     "swap_contents",
 ]
@@ -121,3 +122,12 @@ def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Ite
         yield
     finally:
         FakeTensor.device = usual  # type: ignore[method-assign]
+
+
+def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick a Python version that rounds otherwise).
+
+    Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
