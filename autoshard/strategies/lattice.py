@@ -7,6 +7,8 @@ order make a grid of counts (all different: subsets). Along an edge a device tak
     any order     (0,0) ──▶ (1,0) ──▶ (2,0)    node (a, b): a devices of the first kind and b of the second have a stage
                     └─▶ (0,1) ──▶ (1,1) ...
 
+Where links differ from pair to pair, a node also says which device has the first stage and which the last so far.
+
 At every node and for every j the best value of units 0..j-1 is kept: a pair (sum of seconds, largest load), compared in
 this order. `sweep` fills these in; `trace` walks back. O(m^2) per edge of the lattice, exact.
 """
@@ -22,67 +24,91 @@ from autoshard.strategies.stages import Stages
 
 SLACK = 1e-12
 """Relative difference below which two sums of seconds count as equal (they are added up in different orders)."""
+BLOCK = 64
+"""Columns of a table worked on at once: a block and its temporaries stay in the cache."""
+NONE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edges:
-    """Edges of one level that use the same device kind: from nodes `source` to nodes `target` (both unique).
+    """Edges of one level whose stages cost the same: from nodes `source` to nodes `target` (both unique).
 
-    `devices[k]` is the device edge k uses; all of one kind.
+    `devices[k]` is the device edge k uses; all of one kind. `first` and `previous` are the devices (of the first edge) with
+    the first and the previous stage, NONE where unknown or none. An `empty` edge leaves its device without a stage.
     """
 
     source: Array
     target: Array
     devices: tuple[int, ...]
+    first: int = NONE
+    previous: int = NONE
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lattice:
     """Nodes by level (level l has used, or passed, l devices) and the edges that leave each level.
 
-    `empty[l]` is true where a level may also be passed with its device left empty (given order); `unused[l][node]` the
-    devices not yet used there (any order), which matters where they have pinned units.
+    On a line every way ends at the last level; otherwise a way may end at any node, and `unused[l][node]` are the devices
+    it then leaves without a stage.
     """
 
     sizes: tuple[int, ...]
     edges: tuple[tuple[Edges, ...], ...]
     line: bool
-    unused: tuple[tuple[tuple[int, ...], ...], ...]
+    unused: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
-def make_line(order: tuple[int, ...]) -> Lattice:
+def make_line(order: tuple[int, ...], *, paired: bool = False) -> Lattice:
     """Build the lattice of devices in one order, each with one interval or none."""
-    zero = np.zeros(1, int)
-    edges = tuple((Edges(zero, zero, (device,)),) for device in order)
-    return Lattice((1,) * (len(order) + 1), edges, True, ())
+    ends = [(NONE, NONE)]
+    sizes, levels = [1], []
+    for device in order:
+        following = {end: index for index, end in enumerate(ends)}
+        takers = []
+        for index, (first, previous) in enumerate(ends):
+            end = (device if first == NONE else first, device) if paired else (NONE, NONE)
+            target = following.setdefault(end, len(following))
+            takers.append(Edges(np.array([index]), np.array([target]), (device,), first, previous))
+        rows = np.arange(len(ends))
+        levels.append((Edges(rows, rows, (device,) * len(ends), empty=True), *takers))
+        ends = list(following)
+        sizes.append(len(ends))
+    return Lattice(tuple(sizes), tuple(levels), True)
 
 
-def count_nodes(kinds: tuple[int, ...]) -> int:
-    """Number of nodes that `make_grid` would build."""
-    return int(np.prod([float(kinds.count(kind) + 1) for kind in set(kinds)]))
+def count_nodes(kinds: tuple[int, ...], *, paired: bool = False) -> int:
+    """Number of nodes that `make_grid` would build, or a little more."""
+    counts = [kinds.count(kind) for kind in set(kinds)]
+    return int(np.prod([float(count + 1) for count in counts])) * (len(counts) ** 2 if paired else 1)
 
 
-def make_grid(kinds: tuple[int, ...]) -> Lattice:
+def make_grid(kinds: tuple[int, ...], *, paired: bool = False) -> Lattice:
     """Build the lattice of devices in any order; those of one kind are used in the given order."""
     members = [[d for d, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))]
-    levels: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(kinds) + 1)]
-    for counts in product(*(range(len(m) + 1) for m in members)):
-        level = levels[sum(counts)]
-        level[counts] = len(level)
-    edges = []
-    for level, following in zip(levels[:-1], levels[1:], strict=True):
-        by_kind = []
-        for kind, of_kind in enumerate(members):
-            found = [(index, counts) for counts, index in level.items() if counts[kind] < len(of_kind)]
-            target = [following[(*c[:kind], c[kind] + 1, *c[kind + 1 :])] for _, c in found]
-            devices = tuple(of_kind[c[kind]] for _, c in found)
-            by_kind.append(Edges(np.array([i for i, _ in found], int), np.array(target, int), devices))
-        edges.append(tuple(e for e in by_kind if len(e.source)))
-    unused = tuple(
-        tuple(tuple(d for kind, c in enumerate(counts) for d in members[kind][c:]) for counts in level)
-        for level in levels
-    )
-    return Lattice(tuple(len(level) for level in levels), tuple(edges), False, unused)
+    level: dict[tuple, int] = {((0,) * len(members), NONE, NONE): 0}
+    sizes, levels, unused = [], [], []
+    for _ in range(len(kinds) + 1):
+        unused.append(tuple(tuple(d for of, c in zip(members, counts, strict=True) for d in of[c:]) for counts, *_ in level))
+        sizes.append(len(level))
+        following: dict[tuple, int] = {}
+        groups: dict[tuple[int, int, int], list[tuple[int, int, int, int, int]]] = {}
+        for (counts, first, last), index in level.items():
+            for kind, of in enumerate(members):
+                if counts[kind] == len(of):
+                    continue
+                taken = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :])
+                node = (taken, kind if first == NONE else first, kind) if paired else (taken, NONE, NONE)
+                target = following.setdefault(node, len(following))
+                ends = (NONE if first == NONE else members[first][0], NONE if last == NONE else members[last][counts[last] - 1])
+                groups.setdefault((first, last, kind), []).append((index, target, of[counts[kind]], *ends))
+        edges = []
+        for rows in groups.values():
+            source, target, devices, firsts, lasts = zip(*rows, strict=True)
+            edges.append(Edges(np.array(source), np.array(target), devices, firsts[0], lasts[0]))
+        levels.append(tuple(edges))
+        level = following
+    return Lattice(tuple(sizes), tuple(levels[:-1]), False, tuple(unused))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +121,7 @@ class Sweep:
     end: tuple[int, int]
 
 
-Tables = Callable[[int], Stages]
+Tables = Callable[[Edges], Stages]
 
 
 def sweep(lattice: Lattice, tables: Tables, size: int, *, fewest: bool = True) -> Sweep | None:
@@ -108,20 +134,13 @@ def sweep(lattice: Lattice, tables: Tables, size: int, *, fewest: bool = True) -
     total[0][:, 0] = worst[0][:, 0] = 0.0
     for level, edges in enumerate(lattice.edges):
         for edge in edges:
-            stages = tables(edge.devices[0])
-            if lattice.line:
-                _lower(total, worst, level + 1, edge.target, *_pass(total[level], worst[level], stages))
-            for part in _parts(len(edge.source), size):
-                source = edge.source[part]
-                found = _extend(total[level][source], worst[level][source], stages)
-                _lower(total, worst, level + 1, edge.target[part], *found)
+            stages = tables(edge)
+            step = len(edge.source) if edge.empty else max(1, 400_000 // (BLOCK * (size + 1)))
+            for k in range(0, len(edge.source), step):
+                source = edge.source[k : k + step]
+                found = (_pass if edge.empty else _extend)(total[level][source], worst[level][source], stages)
+                _lower(total, worst, level + 1, edge.target[k : k + step], *found)
     return _finish(lattice, tables, total, worst, fewest)
-
-
-def _parts(rows: int, size: int) -> list[slice]:
-    """Cut many nodes into slices small enough for one three-dimensional step."""
-    step = max(1, 400_000 // (size + 1) ** 2)
-    return [slice(k, k + step) for k in range(0, rows, step)]
 
 
 def _pass(total: Array, worst: Array, stages: Stages) -> tuple[Array, Array]:
@@ -130,11 +149,21 @@ def _pass(total: Array, worst: Array, stages: Stages) -> tuple[Array, Array]:
 
 def _extend(total: Array, worst: Array, stages: Stages) -> tuple[Array, Array]:
     """Add one stage: best over i of total[:, i] + seconds[i, j], and among equals of max(worst[:, i], load[i, j])."""
-    sums = total[:, :, None] + stages.seconds
-    best = sums.min(axis=1)
-    loads = np.maximum(worst[:, :, None], stages.load)
-    loads[sums > (best * (1 + SLACK))[:, None, :]] = np.inf
-    return best, loads.min(axis=1)
+    best, loads = np.full_like(total, np.inf), np.full_like(worst, np.inf)
+    columns = total.shape[1]
+    block = BLOCK if columns > 2 * BLOCK else columns
+    for low in range(0, columns, block):
+        high = min(low + block, columns)
+        top = stages.first_row(low, high)
+        if top >= high:
+            continue
+        rows, cells = slice(top, high), (slice(top, high), slice(low, high))
+        sums = total[:, rows, None] + stages.seconds[cells]
+        least = sums.min(axis=1)
+        load = np.maximum(worst[:, rows, None], stages.load[cells])
+        load[sums > (least * (1 + SLACK))[:, None, :]] = np.inf
+        best[:, low:high], loads[:, low:high] = least, load.min(axis=1)
+    return best, loads
 
 
 def _lower(total: list[Array], worst: list[Array], level: int, rows: Array, sums: Array, loads: Array) -> None:
@@ -146,23 +175,28 @@ def _lower(total: list[Array], worst: list[Array], level: int, rows: Array, sums
     worst[level][rows] = np.where(better, loads, np.where(equal, np.minimum(old_load, loads), old_load))
 
 
-def _finish(
-    lattice: Lattice, tables: Tables, total: list[Array], worst: list[Array], fewest: bool
-) -> Sweep | None:
+def _finish(lattice: Lattice, tables: Tables, total: list[Array], worst: list[Array], fewest: bool) -> Sweep | None:
     """Pick the best complete value, levels with fewer devices first."""
-    best, end = (np.inf, np.inf), (-1, -1)
+    best, end = (np.inf, np.inf), (NONE, NONE)
     for level in [len(lattice.sizes) - 1] if lattice.line else range(len(lattice.sizes)):
         for node in range(lattice.sizes[level]):
             seconds, load = float(total[level][node, -1]), float(worst[level][node, -1])
-            for device in lattice.unused[level][node] if lattice.unused else ():
-                idle = tables(device)
+            if np.isinf(seconds):
+                continue
+            for idle in idle_stages(lattice, tables, level, node):
                 seconds, load = seconds + idle.idle_seconds, max(load, idle.idle_load)
             if np.isinf(seconds) or np.isinf(load):
                 continue
             equal = seconds <= best[0] * (1 + SLACK) and (end[0] == level or not fewest)
             if seconds < best[0] * (1 - SLACK) or (equal and load < best[1]):
                 best, end = (seconds, load), (level, node)
-    return Sweep(total, worst, best, end) if end[0] >= 0 else None
+    return Sweep(total, worst, best, end) if end[0] != NONE else None
+
+
+def idle_stages(lattice: Lattice, tables: Tables, level: int, node: int) -> list[Stages]:
+    """Return the tables of the devices left without a stage when a way ends at this node."""
+    nothing, unused = np.zeros(1, int), lattice.unused[level][node] if lattice.unused else ()
+    return [tables(Edges(nothing, nothing, (device,), empty=True)) for device in unused]
 
 
 def trace(lattice: Lattice, tables: Tables, found: Sweep) -> list[tuple[int, int, int]]:
@@ -170,28 +204,27 @@ def trace(lattice: Lattice, tables: Tables, found: Sweep) -> list[tuple[int, int
     (level, node), stop = found.end, found.total[0].shape[1] - 1
     stages: list[tuple[int, int, int]] = []
     while level:
-        level, node, start, device = _step_back(lattice, tables, found, level, node, stop)
+        node, start, device = _step_back(lattice, tables, found, level, node, stop)
         if start < stop:
             stages.append((start, stop, device))
-        stop = start
+        level, stop = level - 1, start
     return stages[::-1]
 
 
-def _step_back(
-    lattice: Lattice, tables: Tables, found: Sweep, level: int, node: int, stop: int
-) -> tuple[int, int, int, int]:
+def _step_back(lattice: Lattice, tables: Tables, found: Sweep, level: int, node: int, stop: int) -> tuple[int, int, int]:
     """Find the edge and the start i that gave the value of a node at `stop`; a device left empty comes first."""
     limit, load = found.total[level][node, stop] * (1 + 4 * SLACK), found.worst[level][node, stop]
     for edge in lattice.edges[level - 1]:
         for k in np.flatnonzero(edge.target == node).tolist():
             source, device = int(edge.source[k]), edge.devices[k]
-            stages, total, worst = tables(device), found.total[level - 1][source], found.worst[level - 1][source]
-            if lattice.line:
+            stages, total, worst = tables(edge), found.total[level - 1][source], found.worst[level - 1][source]
+            if edge.empty:
                 sums, loads = _pass(total[stop], worst[stop], stages)
                 if sums <= limit and loads == load:
-                    return level - 1, source, stop, device
+                    return source, stop, device
+                continue
             sums, loads = total + stages.seconds[:, stop], np.maximum(worst, stages.load[:, stop])
             fitting = np.flatnonzero((sums <= limit) & (loads == load))
             if len(fitting):
-                return level - 1, source, int(fitting[-1]), device
+                return source, int(fitting[-1]), device
     raise AssertionError(f"no way back from level {level}, node {node}, stop {stop}")

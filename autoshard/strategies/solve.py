@@ -1,14 +1,15 @@
 """Solve: the best assignment of a chain for an objective, choosing the solver by the shape of the problem."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
 import numpy as np
 
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
-from autoshard.strategies.lattice import Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
+from autoshard.strategies.lattice import Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
+from autoshard.strategies.paired import PairTables, search
 from autoshard.strategies.problem import Problem, make_problem
 from autoshard.strategies.stages import Stages, StageTables
 
@@ -16,6 +17,8 @@ Objective = Literal["latency", "throughput", "memory"]
 Order = Literal["given", "any"]
 MAX_NODES = 1 << 16
 """Largest grid of used-up devices that is searched whole (16 devices that all differ)."""
+SEARCH_BUDGET = 200_000
+"""Labels that the search over unequal links may make before it settles for a proven gap."""
 MAX_TIES = 6
 """Tied tensors for which every combination of together and apart is tried."""
 
@@ -91,48 +94,65 @@ def _off_diagonal(links: Array) -> Array:
 
 
 def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solution | None:
-    lattice = make_lattice(problem, order)
     links = links_into(problem.chain)
-    assert links is not None
-    tables = StageTables(problem, links)
-    stages = best_stages(lattice, tables.stages, problem.size, objective)
-    if stages is None:
+    if links is not None:
+        plain = StageTables(problem, links)
+        guess = best_stages(make_lattice(problem, order), lambda edge: plain.stages(edge.devices[0]), problem.size, objective)
+        return _solution(problem, objective, *guess) if guess else None
+    lattice, tables = make_lattice(problem, order, paired=True), PairTables(problem, busy=objective == "throughput")
+    guess = best_stages(lattice, tables, problem.size, objective)
+    if guess is None:
         return None
+    found = _solution(problem, objective, *guess)
+    if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
+        return found
+    stages, bound = search(problem, lattice, tables, upper=found.value, budget=SEARCH_BUDGET)
+    return replace(found, bound=max(bound, found.bound)) if stages is None else _solution(problem, objective, stages, bound)
+
+
+def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, int, int]], bound: float) -> Solution:
     assignment = problem.assignment(stages)
     cost = cost_of(problem.chain, assignment)
     value = value_of(cost, objective)
-    return Solution(assignment=assignment, cost=cost, value=value, bound=value)
+    return Solution(assignment=assignment, cost=cost, value=value, bound=min(bound, value))
 
 
-def make_lattice(problem: Problem, order: Order) -> Lattice:
+def make_lattice(problem: Problem, order: Order, *, paired: bool = False) -> Lattice:
     """Build the lattice for devices in the given order, or in any."""
-    if order == "given" or count_nodes(problem.kinds) > MAX_NODES:
-        return make_line(tuple(range(problem.chain.num_devices)))
-    return make_grid(problem.kinds)
+    if order == "given" or count_nodes(problem.kinds, paired=paired) > MAX_NODES:
+        return make_line(tuple(range(problem.chain.num_devices)), paired=paired)
+    return make_grid(problem.kinds, paired=paired)
 
 
 def best_stages(
     lattice: Lattice, tables: Tables, size: int, objective: Objective
-) -> list[tuple[int, int, int]] | None:
-    """Find the stages of the best way through a lattice, whose tables are exact."""
+) -> tuple[list[tuple[int, int, int]], float] | None:
+    """Find the stages of the best way through a lattice, and its value by the tables."""
+    within, value = tables, None
     if objective != "latency":
-        worst = sweep(lattice, lambda device: _as_load(tables(device), objective), size, fewest=False)
+        worst = sweep(lattice, _changed(tables, lambda stages: _as_load(stages, objective)), size, fewest=False)
         if worst is None:
             return None
-        limit = worst.value[1]
-        limits = (limit, np.inf) if objective == "throughput" else (np.inf, limit)
-        cache: dict[int, tuple[Stages, Stages]] = {}
+        value = worst.value[1]
+        limits = (value, np.inf) if objective == "throughput" else (np.inf, value)
+        within = _changed(tables, lambda stages: stages.limited(*limits))
+    found = sweep(lattice, within, size)
+    return (trace(lattice, within, found), value if value is not None else found.value[0]) if found else None
 
-        def tables_within(device: int) -> Stages:
-            whole = tables(device)
-            if id(whole) not in cache:
-                cache[id(whole)] = whole, whole.limited(*limits)
-            return cache[id(whole)][1]
 
-    else:
-        tables_within = tables
-    found = sweep(lattice, tables_within, size)
-    return trace(lattice, tables_within, found) if found else None
+def _changed(tables: Tables, change: Callable[[Stages], Stages]) -> Tables:
+    """The same tables, each changed once."""
+    made: dict[int, tuple[Stages, Stages]] = {}
+
+    def changed(edge: Edges) -> Stages:
+        whole = tables(edge)
+        if id(whole) not in made:
+            if len(made) >= 512:
+                made.clear()
+            made[id(whole)] = whole, change(whole)
+        return made[id(whole)][1]
+
+    return changed
 
 
 def _as_load(stages: Stages, objective: Objective) -> Stages:

@@ -1,6 +1,7 @@
 """Stages: what every interval [i, j) of free units costs on every kind of device, as dense (m+1) x (m+1) tables."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from autoshard.strategies.chain import Array
 from autoshard.strategies.problem import Problem, base_copies, rectangles
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Stages:
     """Tables of one device: `seconds[i, j]` and `load[i, j]` (memory / capacity) of stage [i, j); inf where it can't be.
 
@@ -19,6 +20,16 @@ class Stages:
     load: Array
     idle_seconds: float
     idle_load: float
+
+    @cached_property
+    def _first(self) -> Array:
+        """[m+1] first start i of a stage that ends at j; m + 1 if there is none."""
+        able = self.seconds < np.inf
+        return np.where(able.any(axis=0), able.argmax(axis=0), len(able))
+
+    def first_row(self, low: int, high: int) -> int:
+        """First start i from which some stage ends in columns low..high-1; more than the last row if none does."""
+        return int(self._first[low:high].min())
 
     def limited(self, seconds: float, load: float) -> "Stages":
         """The same tables without the stages that exceed a limit."""
