@@ -73,6 +73,18 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """One call of a torch function that several ops make up, `begin` to `end`; `inputs` are its tensor arguments in order.
+
+    Devices that meet in the arguments are brought together for the whole call, before any of its ops.
+    """
+
+    begin: int
+    end: int
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a module. Call 0 is the root; `inputs`/`outputs` are the values found by `nested.tensors_in`.
 
@@ -136,6 +148,7 @@ class ModelGraph:
         outputs: values in the root's return; `state` those reachable only through opaque objects in it (a cache).
         backward_begin: index of the first backward op; len(ops) if forward only.
         gradients: (parameter name, value) of what backward left in `.grad`.
+        functions: forward calls of torch functions that are more than one op and have more than one tensor argument.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
     """
 
@@ -157,6 +170,7 @@ class ModelGraph:
     fingerprint: str
     training: bool = False
     gradients: tuple[tuple[str, int], ...] = ()
+    functions: tuple[Function, ...] = ()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

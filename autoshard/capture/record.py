@@ -14,7 +14,7 @@ import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import nested
-from autoshard.capture.graph import UNKNOWN, Call, Op
+from autoshard.capture.graph import UNKNOWN, Call, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.torch_private import autograd_node, flop_formulas, node_sequence, sequence_number
@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self.engine = engine
         self.ledger = Ledger()
         self.calls: list[list[Any]] = []
+        self.functions: list[Function] = []
         self.backward = False
         self.device_source = UNKNOWN
         self.moving = False
@@ -214,6 +215,16 @@ class Recorder(TorchDispatchMode):
             return self._root, -1
         self._last_forward = forward
         return self.ledger.ops[forward].call, forward
+
+    def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Remember a torch function that ran several ops, if it has several tensors."""
+        if self.backward:
+            return
+        tensors = [tensor for _, tensor in nested.tensors_in((args, kwargs))]
+        if len(tensors) > 1:
+            found = [self.ledger.find(tensor) for tensor in tensors]
+            inputs = tuple(value for value in found if value is not None)
+            self.functions.append(Function(begin=begin, end=self.ledger.now, inputs=inputs))
 
     def saved(self, tensor: torch.Tensor) -> tuple[int, int, weakref.ref | None]:
         """(value, op that saves it, the tensor itself) of what autograd hands to a pack hook.

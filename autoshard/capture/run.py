@@ -87,7 +87,7 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
             ops=tuple(ledger.ops), values=ledger.values(), storages=ledger.storages(), saves=ledger.saves(),
             outputs=outputs, state=state, inputs=inputs, level=level, notes=(), phases=tuple(phases),
             backward_begin=backward_begin, fingerprint=mark, training=training,
-            gradients=tuple(gradients.items()),
+            gradients=tuple(gradients.items()), functions=tuple(recorder.functions),
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.record import Recorder
 
 _DEVICE = torch.Tensor.device
+_LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _MOVES = {torch.Tensor.to: None, torch.Tensor.cpu: HOST, torch.Tensor.cuda: UNKNOWN}
 
 
@@ -30,14 +31,26 @@ class DeviceSources(TorchFunctionMode):
         if getattr(func, "__self__", None) is _DEVICE:
             return self.hand_out(args[0]) or func(*args)
         recorder = self._recorder
-        before = recorder.device_source
+        before, begin = recorder.device_source, recorder.ledger.now
         recorder.device_source = self._source(func, args, kwargs)
         try:
             if func in _MOVES:
                 return self._move(func, args, kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _LITERALS:
+                return self._placed_literal(result, args)
+            if recorder.ledger.now > begin + 1:
+                recorder.note_function(begin, args, kwargs)
+            return result
         finally:
             recorder.device_source = before
+
+    def _placed_literal(self, result: torch.Tensor, args: tuple) -> torch.Tensor:
+        """`torch.tensor([…], device=x.device)`: torch makes it on the host; an alias records where it goes."""
+        given = args[0] if args else None
+        if self._recorder.device_source == HOST or result is given or result.requires_grad:
+            return result
+        return self._moved(result, self._recorder.device_source)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.device | None:
         """A device object that remembers the tensor it was read from; None for reads by torch and by capture itself."""
@@ -55,6 +68,9 @@ class DeviceSources(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             device = next((item for item in args if isinstance(item, torch.device)), None)
+        if device is None and func is torch.Tensor.new_tensor:
+            found = self._recorder.ledger.find(args[0])
+            return UNKNOWN if found is None else found
         if device is None:
             return HOST
         given = self._given.get(id(device))
@@ -69,12 +85,21 @@ class DeviceSources(TorchFunctionMode):
         else:
             args = (args[0], *(torch.device("cpu") if _names_device(item) else item for item in args[1:]))
             kwargs = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
-            result = func(*args, **kwargs)
+            if source is not None:  # with a change of dtype it is an op, which goes where it was told
+                recorder.device_source, recorder.moving = source, True
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                recorder.moving = False
         if result is not args[0] or source is None:
             return result
+        return self._moved(result, source)
+
+    def _moved(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        recorder = self._recorder
         recorder.device_source, recorder.moving = source, True
         try:
-            return torch.ops.aten.alias.default(result)
+            return torch.ops.aten.alias.default(tensor)
         finally:
             recorder.moving = False
 
