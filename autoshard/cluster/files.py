@@ -9,7 +9,9 @@ What a device leaves out comes from the hardware table; pairs without a link get
 """
 
 import json
+import os
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device, Link
@@ -65,6 +67,14 @@ def cluster_from_dict(data: Any) -> Cluster:
     return Cluster(
         devices=tuple(devices), links=_links(data, devices), spec=str(data.get("spec", "")), notes=tuple(notes)
     )
+
+
+def write_cluster(cluster: Cluster, path: "str | os.PathLike[str]") -> None:
+    """Write a cluster file. Raises `SpecError` if it can't be written."""
+    try:
+        Path(path).write_text(json.dumps(cluster_to_dict(cluster), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"the cluster file {path} can't be written: {error.strerror}.") from None
 
 
 def read_cluster(path: str) -> Cluster:

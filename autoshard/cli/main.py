@@ -1,0 +1,311 @@
+"""The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli.console import errors, output, print_json, reports_errors, step
+from autoshard.errors import PlanError, SpecError
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+
+app = typer.Typer(
+    help="Profile a PyTorch model without allocating it, plan where every module goes, and prove the plan.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="model.py, model.py:name, a Hugging Face directory, or a config.json.",
+        show_default=False,
+    ),
+]
+DevicesOption = Annotated[
+    str,
+    typer.Option(
+        "--devices",
+        "-d",
+        metavar="SPEC",
+        help="auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB', cuda:0=20GiB,cpu=60GiB, "
+        "or a cluster file.",
+    ),
+]
+StrategyOption = Annotated[str, typer.Option("--strategy", "-s", help="auto, sequential, balanced or balanced_low_0.")]
+ObjectiveOption = Annotated[str, typer.Option("--objective", help="latency, throughput or memory.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch", help="Sequences, images or rows per pass.", show_default=False)
+]
+SeqOption = Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.", show_default=False)]
+NewTokensOption = Annotated[
+    int | None, typer.Option("--new-tokens", help="Tokens generated after the prompt.", show_default=False)
+]
+TrainOption = Annotated[bool, typer.Option("--train", help="Plan a training step: forward, backward and optimizer.")]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option("--optimizer", help="With --train: adamw, adam, momentum, sgd or none.", show_default="adamw"),
+]
+MaxMemoryOption = Annotated[
+    list[str] | None,
+    typer.Option("--max-memory", metavar="DEVICE=SIZE", help="Use at most so much, as in cuda:0=20GiB. Repeatable."),
+]
+PinOption = Annotated[
+    list[str] | None, typer.Option("--pin", metavar="MODULE=DEVICE", help="Put a module on a device. Repeatable.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Take the options that stand before a command."""
+    if version:
+        import autoshard
+
+        typer.echo(f"autoshard {autoshard.__version__}")
+        raise typer.Exit
+
+
+@app.command("plan")
+@reports_errors
+def plan_command(
+    target: TargetArgument,
+    devices: DevicesOption = "auto",
+    strategy: StrategyOption = "auto",
+    objective: ObjectiveOption = "latency",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    max_memory: MaxMemoryOption = None,
+    pin: PinOption = None,
+    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
+    from autoshard.api import plan_profile
+
+    limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
+    cluster = _cluster(devices, limits)
+    loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
+    profile = _profile(loaded)
+    with step("planning"):
+        plan = plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=limits, pins=pins)
+    if out is not None:
+        plan.save(out)
+    _show_plan(plan, profile, cluster, loaded, as_json)
+    if out is not None:
+        errors().print(f"written to {out}", style="bright_black")
+
+
+@app.command("profile")
+@reports_errors
+def profile_command(
+    target: TargetArgument,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    depth: Annotated[int, typer.Option("--depth", min=1, help="Levels of the module tree to show.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Show memory and compute of TARGET, module by module. Nothing is allocated."""
+    loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
+    profile = _profile(loaded)
+    if as_json:
+        from autoshard.report.document import profile_document
+
+        print_json(profile_document(profile, title=loaded.title, notes=loaded.notes))
+        return
+    from autoshard.report.terminal import print_profile
+
+    print_profile(output(), profile, title=loaded.title, depth=depth, notes=loaded.notes)
+
+
+@app.command("estimate")
+@reports_errors
+def estimate_command(
+    plan_file: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.", show_default=False)
+    ],
+    target: TargetArgument,
+    devices: Annotated[
+        str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
+    ] = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
+    from autoshard.cli.plans import read_plan
+    from autoshard.cluster.parse import cluster_of
+
+    plan, has_workload = read_plan(plan_file)
+    asked = _workload(batch, seq, new_tokens, train, optimizer)
+    cluster = cluster_of(plan.devices) if devices is None else _cluster(devices, {})
+    loaded = _load(target, plan.workload if asked.assumed and has_workload else asked)
+    profile = _profile(loaded)
+    _same_model(plan, profile, plan_file)
+    _show_plan(plan, profile, cluster, loaded, as_json)
+
+
+@app.command("verify")
+@reports_errors
+def verify_command(
+    target: TargetArgument,
+    plan_file: Annotated[
+        str | None, typer.Option("--plan", metavar="FILE", help="The plan to verify; without it one is made.")
+    ] = None,
+    devices: DevicesOption = "auto",
+    strategy: StrategyOption = "auto",
+    objective: ObjectiveOption = "latency",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    max_memory: MaxMemoryOption = None,
+    pin: PinOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
+    from autoshard.cli.verifying import verify_target
+
+    limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
+    workload = _workload(batch, seq, new_tokens, train, optimizer)
+    loaded = _load(target, workload, with_weights=True)
+    settings = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
+    equal = verify_target(loaded, plan_file, devices, settings, as_json)
+    if not equal:
+        raise typer.Exit(1)
+
+
+@app.command("devices")
+@reports_errors
+def devices_command(
+    spec: Annotated[str, typer.Argument(metavar="[SPEC]", help="As --devices of plan.", show_default=True)] = "auto",
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure rates, at most 2 s per device.")] = False,
+    known: Annotated[bool, typer.Option("--known", help="List the hardware that has a name.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write a cluster file for --devices.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the devices of this machine, or of SPEC, with memory, rates and links."""
+    from autoshard.cluster.calibrate import calibrate as measure
+    from autoshard.cluster.files import write_cluster
+    from autoshard.report.terminal import print_devices, print_hardware
+
+    if known:
+        if as_json:
+            from autoshard.cluster.hardware import known_names
+
+            print_json(known_names())
+        else:
+            print_hardware(output())
+        return
+    cluster = _cluster(spec, {})
+    if calibrate:
+        with step("measuring"):
+            cluster = measure(cluster)
+    if out is not None:
+        write_cluster(cluster, out)
+    if as_json:
+        print_json(cluster.to_dict())
+    else:
+        print_devices(output(), cluster)
+
+
+def run() -> None:
+    """Entry point of the command."""
+    app(prog_name="autoshard")
+
+
+def _workload(
+    batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
+) -> Workload:
+    if optimizer is not None and not train:
+        raise SpecError("--optimizer is read with --train only. Add --train, or leave it out.")
+    return Workload(
+        batch_size=batch,
+        sequence_length=seq,
+        new_tokens=new_tokens or 0,
+        mode="training" if train else "inference",
+        optimizer=optimizer or "adamw",
+        assumed=batch is None and seq is None and new_tokens is None and not train,
+    )
+
+
+def _pairs(texts: list[str] | None, option: str, example: str) -> dict[str, str]:
+    """["cuda:0=20GiB,cpu=60GiB"] -> {"cuda:0": "20GiB", "cpu": "60GiB"}."""
+    pairs: dict[str, str] = {}
+    for part in (part for text in texts or () for part in text.split(",")):
+        name, equals, value = part.rpartition("=")
+        if not equals or not value.strip():
+            raise SpecError(f"{option} {part!r} makes no sense. Write {option} {example}.")
+        if name.strip() in pairs:
+            raise SpecError(f"{option} names {name.strip()!r} twice.")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def _cluster(spec: str, limits: dict[str, str]) -> "Cluster":
+    """The devices; with "auto" and limits, exactly those that have a limit, as in max_memory elsewhere."""
+    from autoshard.cluster.parse import parse_devices
+
+    return parse_devices(limits if spec == "auto" and limits else spec)
+
+
+def _load(target: str, workload: Workload, *, with_weights: bool = False) -> "Target":
+    from autoshard.cli.target import load_target
+
+    with step("building the model" if with_weights else "building the model without its weights"):
+        return load_target(target, workload, with_weights=with_weights)
+
+
+def _profile(target: "Target") -> "Profile":
+    from autoshard.api import profile
+
+    with step("running the model without its weights"):
+        return profile(target.model, target.inputs, workload=target.workload)
+
+
+def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool) -> None:
+    from autoshard.api import estimate
+
+    with step("estimating"):
+        estimated = estimate(plan, profile, cluster)
+    notes = (*target.notes, *cluster.notes)
+    if as_json:
+        from autoshard.report.document import plan_document
+
+        print_json(plan_document(plan, estimated, profile, title=target.title, notes=notes))
+        return
+    from autoshard.report.terminal import print_plan
+
+    kinds = {device.name: device.kind for device in cluster.devices}
+    print_plan(output(), plan, estimated, profile, title=target.title, kinds=kinds, notes=notes)
+
+
+def _same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:
+    if plan.fingerprint and plan.fingerprint != profile.graph.fingerprint:
+        raise PlanError(
+            f"{plan_file} was made for another model: parameter names, shapes or dtypes differ. "
+            f"Plan this one again with `autoshard plan`."
+        )

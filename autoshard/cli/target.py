@@ -1,0 +1,184 @@
+"""TARGET of the commands: a model.py, a Hugging Face directory or a config.json, turned into a model and its inputs."""
+
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from autoshard.errors import AutoshardError, SpecError
+from autoshard.workload import Workload
+
+TRACEBACK_LINES = 12
+SHAPE_ARGUMENTS = ("batch_size", "sequence_length")
+
+
+class UserCodeError(AutoshardError):
+    """The user's file raised; the message holds the part of the traceback that is theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a command works on.
+
+    Attributes:
+        title: how it is called in reports.
+        inputs: what capture takes; None: derived from the model's configuration and the workload.
+        notes: what a person should know about how it was built.
+    """
+
+    model: nn.Module
+    title: str
+    inputs: Any
+    workload: Workload
+    notes: tuple[str, ...] = ()
+
+
+def load_target(text: str, workload: Workload, *, with_weights: bool = False) -> Target:
+    """Build what TARGET names, on meta unless `with_weights`.
+
+    Raises `SpecError` for a target that makes no sense, `UserCodeError` for what the user's file raises.
+    """
+    head, colon, name = text.rpartition(":")
+    path = Path(head) if colon and head.endswith(".py") else Path(text)
+    if path.suffix == ".py" and not path.is_dir():
+        return _from_file(path, name if path == Path(head) and colon else "model", workload, with_weights)
+    if path.is_dir() or path.suffix == ".json":
+        return _from_huggingface(path, workload, with_weights)
+    exists = "is neither" if path.exists() else "does not exist; a target is"
+    raise SpecError(f"{text[:200]!r} {exists} a model.py, a model.py:name, a Hugging Face directory or a config.json.")
+
+
+def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Target:
+    from autoshard.integrations.huggingface import config_file, load_model, quantization_note
+
+    title = path.name if path.is_dir() or path.name != "config.json" else path.absolute().parent.name
+    config_file(path)
+    model = load_model(path, with_weights=with_weights)
+    note = quantization_note(model)
+    return Target(model=model, title=title or str(path), inputs=None, workload=workload, notes=(note,) if note else ())
+
+
+def _from_file(path: Path, name: str, workload: Workload, with_weights: bool) -> Target:
+    from autoshard.integrations.skeleton import without_weights
+
+    if not path.is_file():
+        raise SpecError(f"{path} does not exist.")
+    if not name.isidentifier():
+        raise SpecError(f"{name!r} is not a name in {path}. Write {path}:model.")
+    notes: tuple[str, ...] = ()
+    if with_weights:
+        module, model = _build(path, name)
+    else:
+        try:
+            with without_weights() as skeleton:
+                module, model = _build(path, name)
+        except UserCodeError as error:
+            if not skeleton.parameters:
+                raise
+            # It may have failed because its parameters have no values: try it as it is meant.
+            module, model = _build(path, name)
+            notes = (f"{path.name} was run with its weights, because without them it stopped: {_last_line(error)}",)
+    inputs = _inputs(path, module, workload)
+    return Target(
+        model=model,
+        title=f"{path}:{name}" if name != "model" else str(path),
+        inputs=inputs,
+        workload=workload,
+        notes=notes,
+    )
+
+
+def _build(path: Path, name: str) -> tuple[ModuleType, nn.Module]:
+    """Run the file and get the model it names, an `nn.Module` or a callable that returns one."""
+    module = _run_file(path)
+    if not hasattr(module, name):
+        models = [key for key, value in vars(module).items() if isinstance(value, nn.Module)]
+        instead = f"It has {', '.join(models[:4])}: write {path}:{models[0]}." if models else f"Define {name} in it."
+        raise SpecError(f"there is no {name!r} in {path}. {instead}")
+    model = getattr(module, name)
+    if not isinstance(model, nn.Module) and callable(model):
+        model = _call(path, f"{name}()", model)
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"{name!r} in {path} is a {type(model).__name__}. "
+            f"It must be an nn.Module, or a function without arguments that returns one."
+        )
+    return module, model
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Import a file under its own name, with its folder on the path, as `python file` would."""
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"_autoshard_target_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    _call(path, path.name, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    return module
+
+
+def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
+    """`example_inputs` beside the model; if it is callable it may take batch_size and sequence_length."""
+    given = {name: getattr(workload, name) for name in SHAPE_ARGUMENTS if getattr(workload, name) is not None}
+    if not hasattr(module, "example_inputs"):
+        return None
+    inputs = module.example_inputs
+    wanted: dict[str, int] = {}
+    if inspect.isfunction(inputs):
+        names = inspect.signature(inputs).parameters
+        wanted = {name: value for name, value in given.items() if name in names}
+        inputs = _call(path, "example_inputs()", lambda: module.example_inputs(**wanted))
+    unused = [name for name in given if name not in wanted]
+    if unused:
+        option = {"batch_size": "--batch", "sequence_length": "--seq"}[unused[0]]
+        raise SpecError(
+            f"{option} has no effect: the shapes are those of example_inputs in {path}. Leave it out, or write "
+            f"def example_inputs({unused[0]}): there."
+        )
+    return inputs
+
+
+def _call(path: Path, what: str, run: Callable[[], Any]) -> Any:
+    """Run the user's code; what it raises becomes one short error with its own traceback."""
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{what} of {path} raised {_own_traceback(error, path)}") from None
+
+
+def _own_traceback(error: BaseException, path: Path) -> str:
+    """The traceback from the user's file on, without the frames that led there; the innermost lines if it is long."""
+    shown = traceback.TracebackException.from_exception(error, limit=None)
+    frames = list(shown.stack)
+    own = [i for i, frame in enumerate(frames) if os.path.abspath(frame.filename) == os.path.abspath(path)]
+    # From the first frame of the file; of what it called only the innermost.
+    frames = frames[own[0] :] if own else []
+    if len(frames) > 4:
+        frames = [*frames[:2], *frames[-2:]]
+    kind = type(error).__name__
+    message = " ".join(str(error).split()) or "(no message)"
+    if isinstance(error, SystemExit):
+        message = f"exit status {error.code}"
+    lines = [f"{kind}: {message[:600]}"]
+    if isinstance(error, SyntaxError):
+        lines.append(f"  at {error.filename}, line {error.lineno}")
+    for frame in frames:
+        lines.append(f"  at {frame.filename}, line {frame.lineno}, in {frame.name}")
+        if frame.line:
+            lines.append(f"      {frame.line}")
+    return "\n".join(lines[:TRACEBACK_LINES])
+
+
+def _last_line(error: UserCodeError) -> str:
+    """What was raised, without where."""
+    return str(error).splitlines()[0].partition(" raised ")[2]

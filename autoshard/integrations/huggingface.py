@@ -1,0 +1,120 @@
+"""Models from a Hugging Face directory or a config.json alone, without allocating them.
+
+Nothing here knows a model family: the configuration names its class, transformers has it.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import SpecError
+from autoshard.integrations.skeleton import without_weights
+
+
+def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) -> nn.Module:
+    """Build the model a directory or a config.json describes, in the configuration's dtype, ready for inference.
+
+    Without weights its parameters are on meta: nothing is allocated. `with_weights` reads them from the directory, or
+    draws them at random where there are none. Code that comes with the model is never run. Raises `SpecError`.
+    """
+    file = config_file(path)
+    data = _read_json(file)
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise SpecError(f"{file} is not a model's configuration: it names no model_type.")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise SpecError("reading a Hugging Face model needs transformers. Run: pip install 'autoshard[hf]'") from None
+    try:
+        config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the class of this configuration makes of wrong values
+        raise SpecError(f"transformers does not accept {file}: {_one_line(error)}") from error
+    model_class = _model_class(config)
+    if with_weights and has_weights(file.parent):
+        return model_class.from_pretrained(str(file.parent), local_files_only=True, dtype="auto").eval()
+    try:
+        with contextlib.nullcontext() if with_weights else without_weights(), _DefaultDtype(_dtype(config)):
+            model = model_class(config)
+    except Exception as error:  # likewise
+        raise SpecError(f"{model_class.__name__} can't be built from {file}: {_one_line(error)}") from error
+    return model.eval()
+
+
+def config_file(path: "str | os.PathLike[str]") -> Path:
+    """Return the config.json meant by a directory or by the file itself; raises `SpecError` if there is none."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise SpecError(f"{file} does not exist. Give a directory with a config.json, or a config.json.")
+    return file
+
+
+def has_weights(directory: Path) -> bool:
+    """Tell whether a directory holds weights that can be read without running code from it."""
+    return any(directory.glob("*.safetensors"))
+
+
+def quantization_note(model: nn.Module) -> str | None:
+    """Say so if the checkpoint is quantised, for the plan is then made for the sizes before quantisation."""
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        return None
+    return "The checkpoint is quantised; the model is planned in the dtype of its configuration, which is larger."
+
+
+def _model_class(config: Any) -> Any:
+    """The class the configuration names; else the one transformers uses for this type of configuration."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise SpecError(
+        f"transformers has no model for a configuration of type {config.model_type!r}. "
+        f"Write a model.py that builds the model, and give that."
+    )
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """The dtype the checkpoint is stored in; float32 if the configuration does not say."""
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+class _DefaultDtype:
+    """Within it, floating-point tensors are made in one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        # Factories can't make 8-bit floats; such checkpoints are quantised.
+        self.dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{file} can't be read as JSON: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,57 @@
+"""Building a model without its weights: every parameter goes to meta the moment a module takes it.
+
+Buffers, and whatever else the model computes while it is built, stay real: masks, index tables and frequencies often
+decide later what is run. A parameter that is about to be replaced was only reserved by `torch.empty`, not written, so
+the system has not given memory for it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class SkeletonCount:
+    """How many parameters were kept off memory while a `without_weights` block ran."""
+
+    parameters = 0
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[SkeletonCount]:
+    """Within it, parameters of new modules are on meta. Ties, `requires_grad` and subclasses' attributes are kept."""
+    count = SkeletonCount()
+    replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    original = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and not is_lazy(param):
+            # One object under two names stays one object.
+            twin = replaced.get(param)
+            if twin is None:
+                twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                vars(twin).update(vars(param))
+                replaced[param] = twin
+                count.parameters += 1
+            param = twin
+        original(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Tell whether every parameter has values."""
+    return not any(parameter.is_meta for parameter in module.parameters())
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    tensors: dict[int, torch.Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,200 @@
+"""What the tables show, as plain rows: placements and modules folded by repeated block, transfers merged, bars cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.estimate import DeviceEstimate, Transfer
+from autoshard.plan import Plan
+from autoshard.profile.profile import ModuleProfile, Profile
+
+WHOLE = "(whole model)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRow:
+    """`count` neighbouring entries of a plan that differ in one number: `path` then holds a range, "layers.0-7"."""
+
+    path: str
+    count: int
+    class_name: str
+    device: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRow:
+    """`count` equal neighbours in the module tree, shown once; `module` is the first of them."""
+
+    label: str
+    depth: int
+    count: int
+    module: ModuleProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRow:
+    """All tensors that go from one device to another in one direction of the pass."""
+
+    source: str
+    destination: str
+    backward: bool
+    count: int
+    nbytes: int
+    seconds: float
+    producer: str
+    consumer: str
+
+
+def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
+    """Return the placements in the model's order, runs of equal numbered blocks on one device folded into one row.
+
+    layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
+    """
+    modules = {module.path: module for module in profile.modules}
+    tensors = {tensor.name: tensor for tensor in profile.graph.tensors}
+    order = {module.path: i for i, module in enumerate(profile.modules)}
+    rows = []
+    for path in sorted(plan.placements, key=lambda p: order.get(p, order.get(p.rpartition(".")[0], 0))):
+        if path in modules:
+            nbytes = modules[path].parameter_bytes + modules[path].buffer_bytes
+            class_name = modules[path].class_name
+        else:
+            tensor = tensors.get(path)
+            nbytes, class_name = (tensor.nbytes, tensor.kind) if tensor else (0, "")
+        device = plan.placements[path]
+        rows.append(PlacedRow(path=path or WHOLE, count=1, class_name=class_name, device=device, nbytes=nbytes))
+    return _folded(rows)
+
+
+def _folded(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
+    folded: list[PlacedRow] = []
+    position, last = -1, ""  # of the number that counts up, and the last path in the current run
+    for row in rows:
+        head = folded[-1] if folded else None
+        step = _counts_up(last, row.path)
+        alike = head is not None and (head.device, head.class_name) == (row.device, row.class_name)
+        if head is not None and alike and step >= 0 and (head.count == 1 or step == position):
+            first = head.path.split(".")[step].partition("-")[0]
+            parts = row.path.split(".")
+            parts[step] = f"{first}-{parts[step]}"
+            folded[-1] = replace(head, path=".".join(parts), count=head.count + 1, nbytes=head.nbytes + row.nbytes)
+            position = step
+        else:
+            folded.append(row)
+            position = -1
+        last = row.path
+    return folded
+
+
+def _counts_up(before: str, after: str) -> int:
+    """Return which part of a path is one more than before, all others being equal; -1 if none is."""
+    a, b = before.split("."), after.split(".")
+    different = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) != len(b) or len(different) != 1:
+        return -1
+    x, y = a[different[0]], b[different[0]]
+    return different[0] if x.isdecimal() and y.isdecimal() and int(y) == int(x) + 1 else -1
+
+
+def module_rows(profile: Profile, depth: int) -> list[ModuleRow]:
+    """Return the module tree down to a depth, equal neighbours under consecutive numbers folded into one row.
+
+    Two modules are equal if their classes and figures are, and those of everything below them.
+    """
+    children: dict[str, list[ModuleProfile]] = {}
+    for module in profile.modules:
+        if module.path:
+            children.setdefault(module.path.rpartition(".")[0], []).append(module)
+    signatures: dict[str, int] = {}
+    known: dict[tuple, int] = {}
+    for module in reversed(profile.modules):
+        figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
+        below = tuple((c.path.rpartition(".")[2], signatures.get(c.path, -1)) for c in children.get(module.path, ()))
+        signatures[module.path] = known.setdefault((*figures, below), len(known))
+    rows: list[ModuleRow] = []
+
+    def walk(path: str, level: int) -> None:
+        siblings = children.get(path, [])
+        start = 0
+        while start < len(siblings):
+            end = start + 1
+            while (
+                end < len(siblings)
+                and signatures[siblings[end].path] == signatures[siblings[start].path]
+                and _counts_up(siblings[end - 1].path, siblings[end].path) >= 0
+            ):
+                end += 1
+            first, last = siblings[start], siblings[end - 1]
+            name = first.path.rpartition(".")[2]
+            if end - start > 1:
+                name = f"{name}-{last.path.rpartition('.')[2]}"
+            rows.append(ModuleRow(label=name, depth=level, count=end - start, module=first))
+            if level + 1 < depth:
+                walk(first.path, level + 1)
+            start = end
+
+    walk("", 0)
+    return rows
+
+
+def tied_modules(profile: Profile) -> set[str]:
+    """Return the modules whose own parameters are all counted elsewhere, at their first names."""
+    later = {name for names in profile.graph.tied() for name in names[1:]}
+    own: dict[str, list[str]] = {}
+    for tensor in profile.graph.tensors:
+        own.setdefault(tensor.module, []).append(tensor.name)
+    return {module for module, names in own.items() if names and later.issuperset(names)}
+
+
+def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
+    """Return one row per pair of devices and direction of the pass, in the order of first use."""
+    groups: dict[tuple[str, str, bool], list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault((transfer.source, transfer.destination, transfer.backward), []).append(transfer)
+    return [
+        TransferRow(
+            source=source,
+            destination=destination,
+            backward=backward,
+            count=len(group),
+            nbytes=sum(t.nbytes for t in group),
+            seconds=sum(t.seconds for t in group),
+            producer=max(group, key=lambda t: t.nbytes).producer,
+            consumer=max(group, key=lambda t: t.nbytes).consumer,
+        )
+        for (source, destination, backward), group in groups.items()
+    ]
+
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "overhead")
+"""What a device's memory holds, in the order in which a bar shows it."""
+
+
+def device_parts(device: DeviceEstimate) -> dict[str, int]:
+    """Return the bytes of every one of `PARTS`; copies from other devices count as activations."""
+    return {
+        "weights": device.parameter_bytes + device.buffer_bytes,
+        "gradients": device.gradient_bytes,
+        "optimizer": device.optimizer_bytes,
+        "activations": device.activation_bytes + device.transfer_bytes,
+        "cache": device.cache_bytes,
+        "overhead": device.overhead_bytes,
+    }
+
+
+def cut_bar(parts: Sequence[int], total: int, width: int) -> list[int]:
+    """Return cells per part so that they fill their share of `width`, by the largest remainder; what is left is free.
+
+    A device that is over full fills the bar.
+    """
+    used = sum(parts)
+    whole = max(total, used, 1)
+    cells_used = min(width, -(-width * used // whole)) if used else 0
+    if used:
+        exact = [cells_used * part / used for part in parts]
+        cells = [int(value) for value in exact]
+        by_remainder = sorted(range(len(parts)), key=lambda i: cells[i] - exact[i])
+        for i in by_remainder[: cells_used - sum(cells)]:
+            cells[i] += 1
+        return cells
+    return [0] * len(parts)
