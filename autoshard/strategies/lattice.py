@@ -9,13 +9,13 @@ order make a grid of counts (all different: subsets). Along an edge a device tak
 
 Where links differ from pair to pair, a node also says which device has the first stage and which the last so far.
 
-At every node and for every j the best value of units 0..j-1 is kept: a pair (sum of seconds, largest load), compared in
-this order. `sweep` fills these in; `trace` walks back. O(m^2) per edge of the lattice, exact.
+At every node and for every j the best value of units 0..j-1 is kept: the sum of seconds ("sum"), the largest load ("max"),
+or both, compared in this order ("both"). `sweep` fills these in; `trace` walks back. O(m^2) per edge of the lattice, exact.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from typing import Literal
 
 import numpy as np
 
@@ -26,7 +26,10 @@ SLACK = 1e-12
 """Relative difference below which two sums of seconds count as equal (they are added up in different orders)."""
 BLOCK = 64
 """Columns of a table worked on at once: a block and its temporaries stay in the cache."""
+CHUNK = 1 << 17
+"""Sums made in one step over several nodes."""
 NONE = -1
+Mode = Literal["sum", "max", "both"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +59,12 @@ class Lattice:
     sizes: tuple[int, ...]
     edges: tuple[tuple[Edges, ...], ...]
     line: bool
+    paired: bool
     unused: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.sizes) - 1
 
 
 def make_line(order: tuple[int, ...], *, paired: bool = False) -> Lattice:
@@ -74,7 +82,7 @@ def make_line(order: tuple[int, ...], *, paired: bool = False) -> Lattice:
         levels.append((Edges(rows, rows, (device,) * len(ends), empty=True), *takers))
         ends = list(following)
         sizes.append(len(ends))
-    return Lattice(tuple(sizes), tuple(levels), True)
+    return Lattice(tuple(sizes), tuple(levels), True, paired)
 
 
 def count_nodes(kinds: tuple[int, ...], *, paired: bool = False) -> int:
@@ -108,13 +116,17 @@ def make_grid(kinds: tuple[int, ...], *, paired: bool = False) -> Lattice:
             edges.append(Edges(np.array(source), np.array(target), devices, firsts[0], lasts[0]))
         levels.append(tuple(edges))
         level = following
-    return Lattice(tuple(sizes), tuple(levels[:-1]), False, tuple(unused))
+    return Lattice(tuple(sizes), tuple(levels[:-1]), False, paired, tuple(unused))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """Values of all nodes: `total[l]` and `worst[l]` are [nodes, m+1]. `value` is the best complete one, at `end`."""
+    """Values of all nodes: `total[l]` and `worst[l]` are [nodes, m+1]. `value` is the best complete one, at `end`.
 
+    What the mode does not look at is 0 wherever there is a way at all.
+    """
+
+    mode: Mode
     total: list[Array]
     worst: list[Array]
     value: tuple[float, float]
@@ -124,46 +136,49 @@ class Sweep:
 Tables = Callable[[Edges], Stages]
 
 
-def sweep(lattice: Lattice, tables: Tables, size: int, *, fewest: bool = True) -> Sweep | None:
-    """Find the least sum of seconds over all ways through the lattice, and among these the least largest load.
-
-    In any order, `fewest` prefers fewer devices to less load.
-    """
+def sweep(lattice: Lattice, tables: Tables, size: int, mode: Mode) -> Sweep | None:
+    """Find the best value over all ways through the lattice; None if there is no way. Equal sums: fewer devices."""
     total = [np.full((nodes, size + 1), np.inf) for nodes in lattice.sizes]
     worst = [np.full((nodes, size + 1), np.inf) for nodes in lattice.sizes]
     total[0][:, 0] = worst[0][:, 0] = 0.0
     for level, edges in enumerate(lattice.edges):
         for edge in edges:
             stages = tables(edge)
-            step = len(edge.source) if edge.empty else max(1, 400_000 // (BLOCK * (size + 1)))
+            step = len(edge.source) if edge.empty else max(1, CHUNK // (BLOCK * (size + 1)))
             for k in range(0, len(edge.source), step):
                 source = edge.source[k : k + step]
-                found = (_pass if edge.empty else _extend)(total[level][source], worst[level][source], stages)
+                found = (_pass if edge.empty else _extend)(total[level][source], worst[level][source], stages, mode)
                 _lower(total, worst, level + 1, edge.target[k : k + step], *found)
-    return _finish(lattice, tables, total, worst, fewest)
+    return _finish(lattice, tables, total, worst, mode)
 
 
-def _pass(total: Array, worst: Array, stages: Stages) -> tuple[Array, Array]:
-    return total + stages.idle_seconds, np.maximum(worst, stages.idle_load)
+def _pass(total: Array, worst: Array, stages: Stages, mode: Mode) -> tuple[Array, Array]:
+    seconds = total + stages.idle_seconds if mode != "max" else total
+    return seconds, np.maximum(worst, stages.idle_load) if mode != "sum" else worst
 
 
-def _extend(total: Array, worst: Array, stages: Stages) -> tuple[Array, Array]:
-    """Add one stage: best over i of total[:, i] + seconds[i, j], and among equals of max(worst[:, i], load[i, j])."""
-    best, loads = np.full_like(total, np.inf), np.full_like(worst, np.inf)
-    columns = total.shape[1]
-    block = BLOCK if columns > 2 * BLOCK else columns
-    for low in range(0, columns, block):
-        high = min(low + block, columns)
+def _extend(total: Array, worst: Array, stages: Stages, mode: Mode) -> tuple[Array, Array]:
+    """Add one stage: best over i of total[:, i] + seconds[i, j] and of max(worst[:, i], load[i, j])."""
+    sums, loads = np.full_like(total, np.inf), np.full_like(worst, np.inf)
+    for low in range(0, total.shape[1], BLOCK):
+        high = min(low + BLOCK, total.shape[1])
         top = stages.first_row(low, high)
         if top >= high:
             continue
-        rows, cells = slice(top, high), (slice(top, high), slice(low, high))
-        sums = total[:, rows, None] + stages.seconds[cells]
-        least = sums.min(axis=1)
-        load = np.maximum(worst[:, rows, None], stages.load[cells])
-        load[sums > (least * (1 + SLACK))[:, None, :]] = np.inf
-        best[:, low:high], loads[:, low:high] = least, load.min(axis=1)
-    return best, loads
+        rows, columns, cells = slice(top, high), slice(low, high), (slice(top, high), slice(low, high))
+        if mode != "max":
+            added = total[:, rows, None] + stages.seconds[cells]
+            sums[:, columns] = least = added.min(axis=1)
+        if mode != "sum":
+            larger = np.maximum(worst[:, rows, None], stages.load[cells])
+            if mode == "both":
+                larger[added > (least * (1 + SLACK))[:, None, :]] = np.inf
+            loads[:, columns] = larger.min(axis=1)
+    if mode == "max":
+        sums = np.where(loads < np.inf, 0.0, np.inf)
+    if mode == "sum":
+        loads = np.where(sums < np.inf, 0.0, np.inf)
+    return sums, loads
 
 
 def _lower(total: list[Array], worst: list[Array], level: int, rows: Array, sums: Array, loads: Array) -> None:
@@ -175,22 +190,23 @@ def _lower(total: list[Array], worst: list[Array], level: int, rows: Array, sums
     worst[level][rows] = np.where(better, loads, np.where(equal, np.minimum(old_load, loads), old_load))
 
 
-def _finish(lattice: Lattice, tables: Tables, total: list[Array], worst: list[Array], fewest: bool) -> Sweep | None:
+def _finish(lattice: Lattice, tables: Tables, total: list[Array], worst: list[Array], mode: Mode) -> Sweep | None:
     """Pick the best complete value, levels with fewer devices first."""
     best, end = (np.inf, np.inf), (NONE, NONE)
     for level in [len(lattice.sizes) - 1] if lattice.line else range(len(lattice.sizes)):
         for node in range(lattice.sizes[level]):
-            seconds, load = float(total[level][node, -1]), float(worst[level][node, -1])
-            if np.isinf(seconds):
+            seconds, load = total[level][node, -1:], worst[level][node, -1:]
+            if np.isinf(seconds[0]):
                 continue
             for idle in idle_stages(lattice, tables, level, node):
-                seconds, load = seconds + idle.idle_seconds, max(load, idle.idle_load)
-            if np.isinf(seconds) or np.isinf(load):
+                seconds, load = _pass(seconds, load, idle, mode)
+            value = float(seconds[0]), float(load[0])
+            if np.isinf(value).any():
                 continue
-            equal = seconds <= best[0] * (1 + SLACK) and (end[0] == level or not fewest)
-            if seconds < best[0] * (1 - SLACK) or (equal and load < best[1]):
-                best, end = (seconds, load), (level, node)
-    return Sweep(total, worst, best, end) if end[0] != NONE else None
+            equal = value[0] <= best[0] * (1 + SLACK) and (end[0] == level or mode == "max")
+            if value[0] < best[0] * (1 - SLACK) or (equal and value[1] < best[1]):
+                best, end = value, (level, node)
+    return Sweep(mode, total, worst, best, end) if end[0] != NONE else None
 
 
 def idle_stages(lattice: Lattice, tables: Tables, level: int, node: int) -> list[Stages]:
@@ -219,11 +235,12 @@ def _step_back(lattice: Lattice, tables: Tables, found: Sweep, level: int, node:
             source, device = int(edge.source[k]), edge.devices[k]
             stages, total, worst = tables(edge), found.total[level - 1][source], found.worst[level - 1][source]
             if edge.empty:
-                sums, loads = _pass(total[stop], worst[stop], stages)
-                if sums <= limit and loads == load:
+                sums, loads = _pass(total[stop : stop + 1], worst[stop : stop + 1], stages, found.mode)
+                if sums[0] <= limit and loads[0] == load:
                     return source, stop, device
                 continue
-            sums, loads = total + stages.seconds[:, stop], np.maximum(worst, stages.load[:, stop])
+            sums = total + stages.seconds[:, stop] if found.mode != "max" else total
+            loads = np.maximum(worst, stages.load[:, stop]) if found.mode != "sum" else worst
             fitting = np.flatnonzero((sums <= limit) & (loads == load))
             if len(fitting):
                 return source, int(fitting[-1]), device

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
-from autoshard.strategies.lattice import Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
+from autoshard.strategies.lattice import SLACK, Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
 from autoshard.strategies.paired import PairTables, search
 from autoshard.strategies.problem import Problem, make_problem
 from autoshard.strategies.stages import Stages, StageTables
@@ -130,14 +130,28 @@ def best_stages(
     """Find the stages of the best way through a lattice, and its value by the tables."""
     within, value = tables, None
     if objective != "latency":
-        worst = sweep(lattice, _changed(tables, lambda stages: _as_load(stages, objective)), size, fewest=False)
+        as_load = _changed(tables, lambda stages: _as_load(stages, objective))
+        if not lattice.line:  # one order gives a limit, which leaves fewer stages to look at in all orders
+            line = sweep(make_line(tuple(range(lattice.num_devices)), paired=lattice.paired), as_load, size, "max")
+            if line is not None:
+                limit = line.value[1]
+                as_load = _changed(as_load, lambda stages: stages.limited(np.inf, limit))
+        worst = sweep(lattice, as_load, size, "max")
         if worst is None:
             return None
         value = worst.value[1]
         limits = (value, np.inf) if objective == "throughput" else (np.inf, value)
         within = _changed(tables, lambda stages: stages.limited(*limits))
-    found = sweep(lattice, within, size)
-    return (trace(lattice, within, found), value if value is not None else found.value[0]) if found else None
+    found = sweep(lattice, within, size, "sum")
+    if found is None:
+        return None
+    stages = trace(lattice, within, found)
+    # the same devices in the same order, with the most even memory among equals
+    line = make_line(tuple(device for _, _, device in stages), paired=lattice.paired)
+    even = sweep(line, within, size, "both")
+    if even is not None and even.value[0] <= found.value[0] * (1 + SLACK):
+        stages = trace(line, within, even)
+    return stages, found.value[0] if value is None else value
 
 
 def _changed(tables: Tables, change: Callable[[Stages], Stages]) -> Tables:
@@ -156,6 +170,6 @@ def _changed(tables: Tables, change: Callable[[Stages], Stages]) -> Tables:
 
 
 def _as_load(stages: Stages, objective: Objective) -> Stages:
-    """Tables whose load is what the objective wants the largest of to be small, and whose seconds are all equal."""
+    """Tables whose load is what the objective wants the largest of to be small."""
     load, idle = (stages.seconds, stages.idle_seconds) if objective == "throughput" else (stages.load, stages.idle_load)
-    return Stages(np.where(np.isfinite(load), 0.0, np.inf), load, 0.0 if np.isfinite(idle) else np.inf, idle)
+    return Stages(stages.seconds, load, stages.idle_seconds, idle)

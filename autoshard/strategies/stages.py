@@ -96,7 +96,9 @@ class StageTables:
             count, moved, held = copies.idle
             idle_seconds = float(problem.base_seconds[device] + latency * count + moved / bandwidth)
             idle_bytes = float(problem.base_resident[device] + problem.base_transient[device] + held)
-            idle_load = idle_bytes / max(capacity, 1e-9) if idle_bytes <= capacity else np.inf
+            idle_load = idle_bytes / max(capacity, 1e-9)
+            if idle_bytes > capacity:
+                idle_seconds = idle_load = np.inf
         return Stages(np.where(fits, seconds, np.inf), load, idle_seconds, idle_load)
 
     def copies(self, device: int) -> Copies:
