@@ -27,10 +27,11 @@ def _same_start():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `slow` tests unless they are asked for with -m, and `gpu` tests where there is no accelerator."""
-    asked = config.getoption("-m")
+    """Leave out `slow` tests unless -m names them, and skip `gpu` tests where there is no accelerator."""
+    if "slow" not in config.getoption("-m"):
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
     for item in items:
-        if "slow" in item.keywords and "slow" not in asked:
-            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.capture.backward import training_loss
+from autoshard.capture.replay import replay
 from autoshard.nested import map_tensors, tensors_in
 
 SEED = 7
@@ -156,6 +158,25 @@ def difference_when_placed(
     return difference or first_difference(state(plain_model), state(model))
 
 
+def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, workload: autoshard.Workload | None) -> str:
+    """Capture, replay the graph with real weights, and compare outputs (and gradients) with a plain run."""
+    training = workload is not None and workload.training
+    graph = autoshard.capture(make(), inputs, workload=workload)
+    model, twin = make(), make()
+    torch.manual_seed(SEED)
+    outputs, gradients = replay(graph, twin, copy.deepcopy(inputs))
+    torch.manual_seed(SEED)
+    with torch.set_grad_enabled(training):
+        result = model(**copy.deepcopy(inputs))
+    expected = [tensor for _, tensor in tensors_in(result)]
+    wanted = {}
+    if training:
+        training_loss(result, type(model).__name__).backward()
+        wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(gradients) == set(wanted), set(gradients) ^ set(wanted)
+    return first_difference([expected, wanted], [list(outputs), {name: gradients[name] for name in wanted}])
+
+
 def count_hooks(model: nn.Module) -> int:
     """How many hooks of any kind hang on the model's modules."""
     return sum(
@@ -178,7 +199,7 @@ def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any
             else:
                 optimizer.zero_grad(set_to_none=True)
                 output = model(**inputs)
-                loss_of(output).backward()
+                training_loss(output, type(model).__name__).backward()
                 optimizer.step()
                 del output
         return {name: devices.memory(name)[1] for name in devices}

@@ -1,1 +1,43 @@
 """Every model is captured, and the recorded graph is the model: replayed with its weights it gives the same bits."""
+
+import pytest
+
+import autoshard
+from autoshard.capture.backward import training_loss
+from tests.conformance.checks import difference_when_replayed, named_tensors
+from tests.conformance.test_placed import TRAINING, named
+from tests.models import WORKING_CASES
+
+
+@named(WORKING_CASES)
+def test_replayed_forward(case):
+    difference = difference_when_replayed(case.model, case.example(), None)
+    assert not difference
+
+
+@named([case for case in WORKING_CASES if case.trains])
+def test_replayed_forward_and_backward(case):
+    """Outputs and every gradient."""
+    difference = difference_when_replayed(case.model, case.example(), TRAINING)
+    assert not difference
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@named(WORKING_CASES)
+def test_profiled(case, training):
+    """Parameters and buffers are counted once, whatever ties them; the root's peak covers them."""
+    if training and not case.trains:
+        pytest.skip("its output does not depend on its parameters differentiably")
+    model = case.model()
+    profile = autoshard.profile(model, case.example(), workload=TRAINING if training else None)
+    parameters = {tensor.untyped_storage().data_ptr(): tensor.nbytes for _, tensor in model.named_parameters()}
+    assert profile.parameter_bytes == sum(parameters.values())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in named_tensors(model)}
+    assert profile.parameter_bytes + profile.buffer_bytes == sum(storages.values())
+    assert profile.peak_bytes >= profile.parameter_bytes + profile.buffer_bytes
+    assert {row.path for row in profile.modules} == {path for path, _ in model.named_modules()}
+    if training:
+        training_loss(model(**case.example()), case.name).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert profile.gradient_bytes == sum(gradient.nbytes for gradient in gradients)
+        assert profile.optimizer_bytes == 2 * profile.gradient_bytes

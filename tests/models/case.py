@@ -20,6 +20,7 @@ class Case:
         train_mode: the model is used in train mode even for the plain forward.
         trains: its output depends differentiably on its parameters.
         shapes: the (batch size, length) pairs it accepts; the first one is planned for.
+        refused: it can't be captured; a line of its forward that the refusal must point at.
         generates: has `generate()`; `layers` names the container whose elements are cut apart then.
     """
 
@@ -29,6 +30,7 @@ class Case:
     train_mode: bool = False
     trains: bool = True
     shapes: tuple[tuple[int, int], ...] = ((2, 6),)
+    refused: str = ""
     generates: bool = False
     layers: str = ""
 
