@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import active_cluster, parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.ops import run_op
-from autoshard.simulate.tensor import SimulatedTensor
+from autoshard.simulate.tensor import SimulatedTensor, become
+from autoshard.torch_private import TorchDispatchMode
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
 
@@ -53,6 +53,10 @@ class _SimulationMode(TorchDispatchMode):
         super().__init__()
         self.devices = devices
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the next method so that its compiler is imported and asked at every op
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_op(func, args, kwargs or {}, self.devices, self)
 
@@ -69,10 +73,10 @@ def active_devices() -> SimulatedDevices | None:
 def simulate(spec: Any) -> Iterator[SimulatedDevices]:
     """Simulate the devices of a spec, a cluster or a list of them, as cpu:0, cpu:1, … in that order.
 
-    Inside, these names are used as real ones: in factories, `.to`, hooks, plans. Every op computes real values, equal bit
-    for bit to the ordinary CPU's; an op that mixes devices raises RuntimeError; a device that is full raises
-    `SimulatedOutOfMemoryError`. "cpu" without an index stays the ordinary CPU, of any size. Random numbers come from the
-    CPU's generator. Tensors may leave the context and keep their device; only factories don't know it any more.
+    Inside, these names are used as real ones: in factories, `.to`, hooks, plans. Every op computes real values, equal
+    bit for bit to the ordinary CPU's; an op that mixes devices raises RuntimeError; a device that is full raises
+    `SimulatedOutOfMemoryError`. "cpu" without an index stays the ordinary CPU, of any size. Random numbers come from
+    the CPU's generator. Tensors may leave the context and keep their device; only factories don't know it any more.
     Raises `SpecError` for a spec that makes no sense.
     """
     cluster = parse_devices(spec, simulated=True)
@@ -91,23 +95,32 @@ def simulate(spec: Any) -> Iterator[SimulatedDevices]:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """Replace the few functions that lose the index of a device, or the identity of a parameter, before they dispatch.
+    """Replace the few functions that lose the index of a device, or the identity of a parameter, without dispatching.
 
-    A function mode would see the first kind as well, but its mere presence switches off fused paths (nn's encoder layers
-    look for it), and results would no longer be those of the plain CPU.
+    A function mode would see the first kind as well, but its mere presence switches off fused paths (nn's encoder
+    layers look for it), and results would no longer be those of the plain CPU.
     """
     with torch.device("cpu"):
         torch.empty(0)  # torch notes which functions take a device once, on first use: let it note the real ones
-    targets = [(torch, name) for name in ("tensor", "as_tensor", "asarray")]
-    originals = [(place, name, getattr(place, name)) for place, name in targets]
-    originals.append((nn.Module, "_apply", nn.Module._apply))
-    for place, name, original in originals:
-        setattr(place, name, _keep_parameters(original) if place is nn.Module else _keep_index(original))
+    wrappers: list[tuple[Any, str, Callable]] = [
+        (torch, "tensor", _keep_index),
+        (torch, "as_tensor", _keep_index),
+        (torch, "asarray", _keep_index),
+        (torch.Tensor, "data", _settable_data),
+        (nn.Module, "_apply", _keep_parameters),
+    ]
+    originals = [getattr(place, name) for place, name, _ in wrappers]
+    own = [name in vars(place) for place, name, _ in wrappers]
+    for (place, name, wrapper), original in zip(wrappers, originals, strict=True):
+        setattr(place, name, wrapper(original))
     try:
         yield
     finally:
-        for place, name, original in originals:
-            setattr(place, name, original)
+        for (place, name, _), original, owned in zip(wrappers, originals, own, strict=True):
+            if owned:
+                setattr(place, name, original)
+            else:
+                delattr(place, name)
 
 
 def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -130,10 +143,22 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 def _with_ordinary_items(data: Any) -> Any:
     """Replace simulated scalars in nested lists by ordinary ones: torch.tensor reads them from memory."""
     if isinstance(data, SimulatedTensor):
-        return data.inner
+        return data.plain
     if isinstance(data, (list, tuple)):
         return [_with_ordinary_items(item) for item in data]
     return data
+
+
+def _settable_data(original: Any) -> property:
+    """Wrap the property `Tensor.data`, so that `.data = ` a simulated tensor makes the object one."""
+
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(value, SimulatedTensor):
+            become(tensor, value)
+        else:
+            original.__set__(tensor, value)
+
+    return property(original.__get__, set_data)
 
 
 def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

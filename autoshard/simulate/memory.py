@@ -1,8 +1,8 @@
 """The memory of simulated devices: what is live on each, the peak, and the error when it does not fit.
 
-Counted are the storages of live tensors, whole and once, however many views there are. A storage is found again by its
-address and leaves the count the moment torch frees it (a weak reference to it tells), so a loop that leaks or a temporary
-that lives too long shows. Memory that a kernel takes and gives back within one op is not seen.
+Counted are the storages of live tensors, whole and once, however many views there are. A storage is found again by
+its address and leaves the count the moment torch frees it (a weak reference to it tells), so a loop that leaks or a
+temporary that lives too long shows. Memory that a kernel takes and gives back within one op is not seen.
 """
 
 import weakref
@@ -22,9 +22,9 @@ class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
 
     def __init__(self, device: str, asked_bytes: int, live_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"simulated device {device} is out of memory: tried to allocate {format_bytes(asked_bytes)} ({asked_bytes} B) "
-            f"while {format_bytes(live_bytes)} ({live_bytes} B) of {format_bytes(limit_bytes)} ({limit_bytes} B) are in "
-            f"use. Place less on {device}, or simulate a larger device."
+            f"simulated device {device} is out of memory: tried to allocate {format_bytes(asked_bytes)} "
+            f"({asked_bytes} B) while {format_bytes(live_bytes)} ({live_bytes} B) of {format_bytes(limit_bytes)} "
+            f"({limit_bytes} B) are in use. Place less on {device}, or simulate a larger device."
         )
         self.device = device
         self.asked_bytes = asked_bytes
@@ -45,12 +45,12 @@ class SimulatedDevice:
         self.peak_bytes = 0
         self.peers = peers
 
-    def count(self, inner: torch.Tensor) -> None:
+    def count(self, plain: torch.Tensor) -> None:
         """Count the storage of an ordinary tensor as living here, unless it is counted already.
 
         Raises `SimulatedOutOfMemoryError` if it does not fit; then nothing is counted.
         """
-        storage = inner.untyped_storage()
+        storage = plain.untyped_storage()
         entry = _storages.get(storage._cdata)
         nbytes = storage.nbytes()
         if entry is None:

@@ -13,7 +13,7 @@ import torch
 
 from autoshard import torch_private
 from autoshard.simulate.memory import SimulatedDevice
-from autoshard.simulate.tensor import SimulatedTensor, wrap
+from autoshard.simulate.tensor import SimulatedTensor, set_metadata, wrap
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 MIXING = {aten.copy_, aten.copy, aten._to_copy, aten._foreach_copy_, aten.set_}
 """Ops whose arguments may be on different devices: they are how tensors travel."""
 
-CPU_ARGUMENTS = {
+CPU_ARGUMENTS: dict[Any, tuple[int, ...]] = {
     aten.index: (1,),
     aten._unsafe_index: (1,),
     aten.index_put: (1,),
@@ -35,7 +35,7 @@ CPU_ARGUMENTS = {
 }
 """Positions where GPUs take (or insist on) ordinary CPU tensors of any size."""
 
-CPU_RESULTS = {aten._pack_padded_sequence: (1,)}
+CPU_RESULTS: dict[Any, tuple[int, ...]] = {aten._pack_padded_sequence: (1,)}
 """Results that GPUs leave on the CPU."""
 
 RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
@@ -83,12 +83,12 @@ def _find_traits(func: Any) -> _Traits:
 class _Arguments:
     """The tensors found in one call's arguments while they were unwrapped."""
 
-    __slots__ = ("nested", "originals", "other", "owner", "plain")
+    __slots__ = ("nested", "ordinary", "originals", "other", "owner")
 
     def __init__(self) -> None:
         self.owner: SimulatedDevice | None = None  # of the first simulated tensor
         self.other: SimulatedDevice | None = None  # a second device
-        self.plain = False  # an ordinary tensor with dimensions
+        self.ordinary = False  # an ordinary tensor with dimensions
         self.nested = False  # a nested one
         self.originals: dict[int, torch.Tensor] = {}  # id of the tensor the kernel sees -> tensor the caller gave
 
@@ -103,18 +103,18 @@ class _Arguments:
 
     def _unwrap_tensor(self, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, SimulatedTensor):
-            inner, owner = value.inner, value.owner
+            plain, owner = value.plain, value.owner
             if self.owner is None:
                 self.owner = owner
             elif owner is not self.owner and owner.device != self.owner.device:
                 self.other = owner
-            self.originals[id(inner)] = value
-            return inner
+            self.originals[id(plain)] = value
+            return plain
         if value.is_nested:
             self.nested = True
             self.owner = self.owner or getattr(value, "simulated_owner", None)
         elif value.dim():
-            self.plain = True
+            self.ordinary = True
         self.originals[id(value)] = value
         return value
 
@@ -136,9 +136,9 @@ def run_op(
     plain_args = []
     for position, value in enumerate(args):
         if position in traits.cpu_arguments:
-            before = found.plain
+            before = found.ordinary
             plain_args.append(found.unwrap(value))
-            found.plain = before
+            found.ordinary = before
         else:
             plain_args.append(found.unwrap(value))
     plain_kwargs = {name: found.unwrap(value) for name, value in kwargs.items()} if kwargs else kwargs
@@ -150,9 +150,9 @@ def run_op(
     if traits.composite and not found.nested:
         return _decompose(func, args, kwargs, mode)
     if not traits.mixing and found.owner is not None:
-        if traits.rowwise and (found.other is not None or found.plain):
+        if traits.rowwise and (found.other is not None or found.ordinary):
             return _run_rows(func, args, kwargs, devices, mode)
-        if found.other is not None or found.plain or _writes_plain(traits, args):
+        if found.other is not None or found.ordinary or _writes_plain(traits, args):
             raise _mixed(func, found)
     owner = found.owner
     if asked is not None:
@@ -163,11 +163,12 @@ def run_op(
 
 
 def find_device(device: torch.device, devices: list[SimulatedDevice]) -> SimulatedDevice | None:
-    """Return the simulated device that `device` names, None if it is the plain CPU; raise as CUDA does if there is none."""
+    """Return the device that is simulated under a name, None for the plain CPU; raise as CUDA does if there is none."""
     if device.type != "cpu" or device.index is None:
         return None
     if device.index >= len(devices):
-        raise RuntimeError(f"invalid device ordinal: {device} asked for, simulated are {', '.join(d.name for d in devices)}.")
+        names = ", ".join(one.name for one in devices)
+        raise RuntimeError(f"invalid device ordinal: {device} asked for, simulated are {names}.")
     return devices[device.index]
 
 
@@ -236,12 +237,12 @@ def _wrap_new(result: torch.Tensor, owner: SimulatedDevice, found: _Arguments) -
 
 
 def _take_over_shape(tensor: SimulatedTensor) -> None:
-    """Let a tensor whose inner one was reshaped in place say so; its autograd history and version stay."""
-    inner = tensor.inner
-    tensor.owner.count(inner)
-    same = tensor.shape == inner.shape and tensor.stride() == inner.stride()
-    if not same or tensor.storage_offset() != inner.storage_offset():
-        torch.Tensor.data.__set__(tensor, SimulatedTensor(inner, tensor.owner))  # type: ignore[attr-defined]
+    """Let a tensor whose plain tensor was reshaped in place say so; its autograd history and version stay."""
+    plain = tensor.plain
+    tensor.owner.count(plain)
+    same = tensor.shape == plain.shape and tensor.stride() == plain.stride()
+    if not same or tensor.storage_offset() != plain.storage_offset():
+        set_metadata(tensor, SimulatedTensor(plain, tensor.owner))
 
 
 def _run_rows(
@@ -264,6 +265,6 @@ def _run_one_row(
     found = _Arguments()
     for value in args:
         found.unwrap(value)
-    if found.owner is not None and (found.other is not None or found.plain):
+    if found.owner is not None and (found.other is not None or found.ordinary):
         raise _mixed(func, found)
     return run_op(func, args, kwargs, devices, mode)
