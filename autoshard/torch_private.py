@@ -25,6 +25,7 @@ __all__ = [
     "is_composite",
     "flop_formulas",
     "forward_pre_hooks",
+    "innermost_function_mode",
     "node_sequence",
     "run_composite",
     "sequence_number",
@@ -65,11 +66,17 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def innermost_function_mode() -> Any:
+    """The torch function mode entered last in this thread, None if there is none."""
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
+
+
 def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     """Exchange what two tensor objects are (type, attributes, values, history) and keep the objects.
 
-    As `torch.utils.swap_tensors`, which refuses a tensor that someone refers to weakly (recurrent layers do so with their
-    own weights). Raises RuntimeError if a backward graph still needs one of them.
+    As `torch.utils.swap_tensors`, which refuses a tensor that someone refers to weakly (recurrent layers do so with
+    their own weights). Raises RuntimeError if a backward graph still needs one of them.
     """
     for tensor in (left, right):
         count = _use_count(tensor)

@@ -1,0 +1,234 @@
+"""Apply a plan to a model, in place, and undo it.
+
+apply_plan:  check everything  ──▶  move tensors, all or none  ──▶  hook the boundaries
+remove:      unhook            ◀──  move tensors back, with the values they have now
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.fingerprint import fingerprint
+from autoshard.placement import parent, resolve_homes
+from autoshard.plan import Plan, check_placements
+from autoshard.runtime.boundaries import hook_model, unhook
+from autoshard.runtime.devices import check_copies, resolve_device
+from autoshard.runtime.hooks import Hook, RootHook
+from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
+from autoshard.runtime.registrations import registrations
+from autoshard.runtime.state import Record, Runtime
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
+    """Put every tensor of the model on its device and hook the boundaries; returns the same object.
+
+    Applying over an applied model is as removing first. Raises `PlanError` if the plan does not belong to the model and
+    `ApplyError` if it can't be carried out here; the model is then as it was.
+    """
+    return _apply(model, plan, conservative=False)
+
+
+def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
+    """Apply a `device_map` ({module path: device}) without any knowledge of the model's flow.
+
+    Any map runs: torch calls are watched for tensors of several devices throughout, and what a module writes into its
+    arguments is brought back. So it is slower than a plan. Raises what `apply_plan` raises.
+    """
+    return _apply(model, Plan.from_device_map(device_map), conservative=True)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Move every tensor back to where it was before apply, with its present value, and take the hooks off.
+
+    Raises `ApplyError` if nothing is applied, or if there is no room where the model was.
+    """
+    runtime = _runtime_of(model, "remove")
+    tensors = named_tensors(model)
+    runtime.copies.clear()
+    move_tensors(tensors, _originals(tensors, runtime.record))
+    unhook(runtime)
+    return model
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a plan is applied to this very module."""
+    return _find_runtime(model) is not None
+
+
+def adopt(model: nn.Module) -> nn.Module:
+    """Take in modules and parameters that were added after apply: each goes to the device of the module it is in.
+
+    Called by itself before a forward if something was registered since the last one. Raises `ApplyError` if nothing is
+    applied, or if there is no room for what is new.
+    """
+    runtime = _runtime_of(model, "adopt")
+    runtime.registrations = registrations.count
+    record, tensors = runtime.record, named_tensors(model)
+    _check_tensors(tensors)
+    placements = {name: record.placements.get(name) or _host_device(name, record) for name in tensors}
+    devices = _devices(tensors, placements)
+    paths = {id(module): path for path, module in model.named_modules()}
+    strays = [name for name, tensor in tensors.items() if tensor.device != devices[name]]
+    if not strays and placements == record.placements and runtime.hooked(model) == len(runtime.hooks):
+        return model
+    added = [name for name in tensors if name not in record.placements]
+    hosts = frozenset(path for name in added for path in _ancestors(name) if path in paths.values())
+    new = _record(
+        tensors, placements, [path for path, _ in model.named_modules()],
+        aligned=record.aligned | hosts, written_back=record.written_back | hosts, conservative=record.conservative,
+        originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
+        root_device=record.homes[""],
+    )  # fmt: skip
+    runtime.copies.clear()
+    move_tensors(tensors, new.devices)
+    runtime.record = new
+    hook_model(model, runtime)
+    return model
+
+
+def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
+    check_placements(plan.placements)
+    tensors = named_tensors(model)
+    before = _find_runtime(model)
+    _check_tensors(tensors)
+    _check_hooks(model, before)
+    _check_belongs(model, plan, tensors)
+    paths = [path for path, _ in model.named_modules()]
+    homes = resolve_homes(plan.placements, paths, tensors)
+    originals = {name: tensor.device for name, tensor in tensors.items()}
+    record = _record(
+        tensors, homes.entries, paths,
+        aligned=frozenset(plan.aligned), written_back=frozenset(plan.written_back), conservative=conservative,
+        originals=originals if before is None else _originals(tensors, before.record),
+        root_device=homes.homes[""],
+    )  # fmt: skip
+    check_copies([*record.placed, *originals.values()])
+    if before is not None:
+        before.copies.clear()
+    move_tensors(tensors, record.devices)
+    if before is not None:
+        unhook(before)
+    hook_model(model, Runtime(record))
+    return model
+
+
+def _record(
+    tensors: Mapping[str, torch.Tensor],
+    placements: Mapping[str, str],
+    paths: list[str],
+    *,
+    aligned: frozenset[str],
+    written_back: frozenset[str],
+    conservative: bool,
+    originals: Mapping[str, torch.device],
+    root_device: str,
+) -> Record:
+    """Work out where everything lives from the device name of every tensor; nothing is moved yet."""
+    homes = resolve_homes(placements, paths, placements)
+    names = dict.fromkeys([*placements.values(), root_device])
+    resolved = {name: resolve_device(name) for name in names}
+    devices = _devices(tensors, placements)
+    smallest: dict[torch.device, str] = {}
+    for name, device in devices.items():
+        if tensors[name].numel() and tensors[name].numel() < tensors[smallest.get(device, name)].numel() + 1:
+            smallest[device] = name
+    return Record(
+        placements=dict(placements),
+        devices=devices,
+        originals=originals,
+        homes={**homes.homes, "": homes.homes[""] if placements else root_device},
+        aligned=aligned,
+        written_back=written_back,
+        conservative=conservative,
+        placed=frozenset(resolved.values()),
+        sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
+    )
+
+
+def _devices(tensors: Mapping[str, torch.Tensor], placements: Mapping[str, str]) -> dict[str, torch.device]:
+    """Name -> device it lives on: its own, or, for tied tensors, that of the first of their names."""
+    resolved = {name: resolve_device(name) for name in dict.fromkeys(placements.values())}
+    return {name: resolved[placements[names[0]]] for names in tied_groups(tensors) for name in names}
+
+
+def _originals(tensors: Mapping[str, torch.Tensor], record: Record) -> dict[str, torch.device]:
+    """Name -> device before apply; for tensors that are new under their name, where most of the model was."""
+    known = list(record.originals.values())
+    usual = max(dict.fromkeys(known), key=known.count) if known else None
+    return {name: record.originals.get(name) or usual or tensor.device for name, tensor in tensors.items()}
+
+
+def _host_device(name: str, record: Record) -> str:
+    """Return the home of the nearest module around a new tensor that had one at apply."""
+    return next(record.homes[path] for path in _ancestors(name) if path in record.homes)
+
+
+def _ancestors(name: str) -> list[str]:
+    """ "a.b.weight" -> ["a.b", "a", ""]."""
+    paths = []
+    while name:
+        name = parent(name)
+        paths.append(name)
+    return paths
+
+
+def _find_runtime(model: nn.Module) -> Runtime | None:
+    for hook in torch_private.forward_pre_hooks(model):
+        if isinstance(hook, RootHook):
+            return hook.runtime
+    return None
+
+
+def _runtime_of(model: nn.Module, what: str) -> Runtime:
+    runtime = _find_runtime(model)
+    if runtime is None:
+        raise ApplyError(
+            f"nothing to {what}: no plan is applied to this model. autoshard.apply(model, plan) applies one."
+        )
+    return runtime
+
+
+def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise ApplyError(f"{name} has no shape yet: it is lazy. Run the model once, then apply the plan.")
+        if tensor.device.type == "meta" or isinstance(tensor, torch_private.FakeTensor):
+            raise ApplyError(
+                f"{name} has no data: it is on the meta device. Load the weights first, for example with "
+                "model.to_empty(device='cpu') and model.load_state_dict(…), then apply the plan."
+            )
+
+
+def _check_hooks(model: nn.Module, own: Runtime | None) -> None:
+    for path, module in model.named_modules():
+        for hook in torch_private.forward_pre_hooks(module):
+            if isinstance(hook, Hook) and hook.runtime is not own:
+                where = f"its part {path!r}" if path else "it"
+                raise ApplyError(
+                    f"can't apply a plan to this model: another one is applied to {where} or to a model around it. "
+                    "Call autoshard.remove on that model first."
+                )
+
+
+def _check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `PlanError` unless the plan names this model's modules and tensors."""
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    unknown = [path for path in plan.placements if path not in modules and path not in tensors]
+    if unknown:
+        listed = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        parts = ", ".join([name for name, _ in model.named_children()][:20])
+        raise PlanError(
+            f"the placement names {listed}, which this {type(model).__name__} does not have. Its parts are {parts}."
+        )
+    if plan.fingerprint and plan.fingerprint != fingerprint(model):
+        largest = sorted(tensors, key=lambda name: -tensors[name].numel())[:4]
+        shapes = ", ".join(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}" for name in largest)
+        raise PlanError(
+            "this plan was made for another model: the names, shapes, dtypes or ties of its tensors are not those of "
+            f"this {type(model).__name__} (its largest tensors: {shapes.replace('torch.', '')}). Make a new plan."
+        )

@@ -1,0 +1,129 @@
+"""The memo of copies: a tensor that several modules of a device need is copied there once.
+
+    mask (cuda:0) ──▶ copy on cuda:1, shared by layers 8 … 15, gone when the mask is gone
+    hidden        ──▶ copy on cuda:1, gone when the hidden state is gone
+    weight        ──▶ copy on cuda:1, kept between forwards, made anew when the weight has been written
+
+A source is held weakly and its copy strongly. What may change without torch noticing is not trusted for long: copies of
+tensors other than parameters are used within one forward of the root only, since the user may write an input through
+numpy between two calls; and tensors made in inference mode, whose writes nobody counts, are copied every time. What is
+left is a parameter written through `.data` between two forwards without gradients: torch does not count that, and its
+copy is renewed only at the next forward with gradients.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.runtime.devices import copy_tensor
+
+Key = tuple[int, torch.device, bool]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A copy, what it was made of, and the versions of both by which writes are noticed.
+
+    `source` is a weak reference, or the tensor itself if that is a parameter: those live as long as the model anyway,
+    and torch refuses to convert a parameter that someone refers to weakly.
+    """
+
+    source: Any
+    copy: torch.Tensor
+    source_version: tuple[int, int]
+    copy_version: int
+    lasting: bool
+
+
+class _WeakSource(weakref.ref):
+    """A weak reference to a source that takes its entry out of the memo when the source goes."""
+
+    __slots__ = ("key", "memo")
+    key: Key
+    memo: "weakref.ref[Copies]"
+
+
+def _source_died(reference: weakref.ref) -> None:
+    assert isinstance(reference, _WeakSource)
+    memo = reference.memo()
+    if memo is not None:
+        memo._entries.pop(reference.key, None)
+
+
+class Copies:
+    """Copies made for one applied model."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+        self.in_forward = False
+
+    def begin(self) -> None:
+        """Forget, at the start of a root forward, what may have changed since the last one."""
+        training = (
+            torch.is_grad_enabled()
+        )  # weights will change after it, perhaps through `.data`, which leaves no trace
+        if self._entries:
+            for key, entry in list(self._entries.items()):
+                if not entry.lasting or (training and entry.source.requires_grad):
+                    self._entries.pop(key, None)
+        self.in_forward = True
+
+    def end(self) -> None:
+        """Let go, at the end of a root forward, of copies with autograd history; the graph holds those it needs."""
+        for key in list(self._entries):
+            if key[2]:
+                self._entries.pop(key, None)
+        self.in_forward = False
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._entries.clear()
+        self.in_forward = False
+
+    def get(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return `source` on `device`: a copy that exists already, or a new one."""
+        if source.is_inference():
+            return _tracked_copy(source, device)
+        differentiable = source.requires_grad and torch.is_grad_enabled()
+        key = (id(source), device, differentiable)
+        entry = self._entries.get(key)
+        if entry is not None:
+            if entry.copy._version != entry.copy_version:
+                self.write_back(source, entry.copy)
+            if entry.source_version == _version(source):
+                return entry.copy
+        copy = _tracked_copy(source, device)
+        lasting = isinstance(source, nn.Parameter) and not differentiable
+        if self.in_forward or lasting:
+            self._remember(key, source, copy, lasting)
+        return copy
+
+    def write_back(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """Bring what was written into `copy` to its source; the copy stays valid."""
+        source.copy_(copy)
+        for key, entry in list(self._entries.items()):
+            if key[0] == id(source) and entry.copy is copy:
+                entry.source_version, entry.copy_version = _version(source), copy._version
+
+    def _remember(self, key: Key, source: torch.Tensor, copy: torch.Tensor, lasting: bool) -> None:
+        held: Any = source
+        if not isinstance(source, nn.Parameter):
+            held = _WeakSource(source, _source_died)
+            held.key, held.memo = key, weakref.ref(self)
+        self._entries[key] = _Entry(held, copy, _version(source), copy._version, lasting)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Counts the writes torch saw; the address tells of memory exchanged by `tensor.data = …`."""
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _tracked_copy(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return copy_tensor(source, device)
+    return copy_tensor(source, device)

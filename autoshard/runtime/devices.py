@@ -1,0 +1,115 @@
+"""Everything that depends on the type of a device: does it exist, how is it copied to, which one is current."""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from autoshard.errors import ApplyError
+
+CPU = torch.device("cpu")
+_CHECK_BYTES = 1 << 20
+_copies_well: dict[tuple[torch.device, torch.device], bool] = {}  # pairs checked in this process
+_staged: set[tuple[torch.device, torch.device]] = set()  # pairs whose direct copies are wrong
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that torch means by a name; raise `ApplyError` if this machine does not have it.
+
+    Plain CPU tensors can't carry an index, so "cpu:1" is the CPU, unless devices are simulated.
+    """
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises all three, by backend
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise ApplyError(
+            f"the plan puts modules on {name!r}, which can't be used here ({reason}). "
+            f"Make a plan for devices that are here: {', '.join(_present())}; or run inside `autoshard.simulate`."
+        ) from None
+    if device.type == "meta":
+        raise ApplyError("the plan puts modules on 'meta', where nothing can run. Plan for real devices instead.")
+    return device
+
+
+def _present() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    return ["cpu", *(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()))]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether kernels on the device run asynchronously and need it to be the current one."""
+    return device.type not in ("cpu", "meta")
+
+
+def current_index(device: torch.device) -> int | None:
+    """Return the index of the current device of this type; None if the type has no such notion."""
+    module = torch.get_device_module(device.type)
+    return module.current_device() if hasattr(module, "set_device") else None
+
+
+def set_current(device: torch.device, index: int) -> None:
+    """Make `index` the current device of this type."""
+    torch.get_device_module(device.type).set_device(index)
+
+
+def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device; differentiable. Expanded dimensions are copied once and expanded again.
+
+    Copies are ordered after what is queued on the source's current stream and before what is queued later on either
+    device: torch's own `.to` sees to that.
+    """
+    if tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride():
+        distinct = tensor
+        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride == 0 and size > 1:
+                distinct = distinct.narrow(dim, 0, 1)
+        return _copy(distinct, device).expand(tensor.shape)
+    return _copy(tensor, device)
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    source = tensor.device
+    if (source, device) in _staged:
+        tensor = tensor.to(CPU)
+        source = CPU
+    # Never asynchronous towards the host, which would read before the data is there; nor from pinned memory, which the
+    # host may overwrite before the copy has run (pageable memory is staged before the call returns).
+    ahead = is_accelerator(device) and (is_accelerator(source) or not tensor.is_pinned())
+    return tensor.to(device, non_blocking=ahead)
+
+
+def check_copies(devices: Iterable[torch.device]) -> None:
+    """Copy random bytes between every two accelerators, once per process, both ways, and compare.
+
+    Some machines corrupt direct copies between devices without any error. Such a pair is copied through the host from
+    then on, with a warning. Raises `ApplyError` if copies through the host come out wrong too.
+    """
+    used = list(dict.fromkeys(device for device in devices if is_accelerator(device)))
+    for source in used:
+        if (source, CPU) not in _copies_well and not _arrives(source, CPU):
+            raise ApplyError(f"copies between the CPU and {source} come out changed. Leave {source} out of the plan.")
+        _copies_well[source, CPU] = True
+    for source in used:
+        for target in used:
+            if source == target or (source, target) in _copies_well:
+                continue
+            _copies_well[source, target] = _arrives(source, target)
+            if not _copies_well[source, target]:
+                _staged.add((source, target))
+                warnings.warn(
+                    f"autoshard: direct copies from {source} to {target} come out changed on this machine; they now go "
+                    "through the host, which is slower. Check the peer-to-peer setting of the driver or the board.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+
+def _arrives(source: torch.device, target: torch.device) -> bool:
+    """Whether random bytes survive the way from `source` to `target`; the comparison itself runs on the host."""
+    generator = torch.Generator().manual_seed(0)
+    sent = torch.randint(0, 256, (_CHECK_BYTES,), dtype=torch.uint8, generator=generator)
+    there = sent.to(source)
+    received = there.to(target, non_blocking=is_accelerator(target))
+    return torch.equal(received.to(CPU), sent)

@@ -1,0 +1,292 @@
+"""What runs at the boundaries of an applied model: one pre-hook per placement root, a post-hook where one is needed.
+
+    Hook        pre-hook: moves a module's direct tensor arguments to its home; all that most modules have
+    Hook+Guard  also: current device, watched ops, copies to write back; the post-hook `Leave` takes that down again
+    RootHook    the hook of the root; also: the start and end of a forward, outputs to where the inputs were
+
+Nothing in here refers to a module: hooks get it as an argument. So there are no reference cycles through the model,
+and a deep copy of the model has hooks of its own.
+"""
+
+import sys
+import types
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from autoshard.nested import map_tensors, tensors_in
+from autoshard.runtime.devices import copy_tensor, current_index, set_current
+from autoshard.runtime.registrations import registrations
+from autoshard.runtime.state import Call, Runtime
+
+_PLAIN, _TENSOR, _TUPLE, _CONTAINER, _OPAQUE = range(5)
+_KINDS: dict[type, int] = dict.fromkeys(
+    (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device), _PLAIN
+)
+
+
+def _kind(kind: type) -> int:
+    """Classify the type of an argument; remembered unless it is one that a notebook may define again and again."""
+    if issubclass(kind, torch.Tensor):
+        found = _TENSOR
+    elif issubclass(kind, tuple):
+        found = _TUPLE
+    elif issubclass(kind, (list, dict)):
+        found = _CONTAINER
+    else:
+        found = _OPAQUE
+    if kind.__module__ != "__main__":
+        _KINDS[kind] = found
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """What a module needs besides its arguments while it runs.
+
+    Attributes:
+        current: device to make the current one.
+        watched: bring the tensors of each torch call in the module together (the module is aligned).
+        target: where they go; None: to the first of them.
+        unwatched: stop watching inside, because torch's own fused layers give other bits to a model that is watched.
+        writes_back: copy what is written into copied arguments back to their sources.
+    """
+
+    current: torch.device | None = None
+    watched: bool = False
+    target: torch.device | None = None
+    unwatched: bool = False
+    writes_back: bool = False
+
+
+class Hook:
+    """Pre-hook: moves to `home` every tensor found directly in the arguments or in tuples of them (None: does not).
+
+    Lists, dicts and other objects are passed as they are, since what a module writes into them must reach the caller;
+    if a list or dict holds a tensor of another device, the module's ops are watched from then on.
+    """
+
+    __slots__ = ("guard", "home", "path", "runtime")
+
+    def __init__(self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None) -> None:
+        self.runtime = runtime
+        self.path = path
+        self.home = home
+        self.guard = guard
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self.guard is not None:
+            return self.enter_with(module, args, kwargs)
+        if self.all_here(args) and (not kwargs or self.all_here(kwargs.values())):
+            return None
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
+        if self.holds_foreign((*args, *kwargs.values())):
+            self.guard = Guard(watched=True, target=self.home)
+            self.runtime.handles.append(add_leave(module, self))
+            self.enter(sys._getframe(1))
+        return result
+
+    def enter_with(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Move the arguments and set up the guard."""
+        guard = self.guard
+        assert guard is not None
+        if self.home is None or (self.all_here(args) and (not kwargs or self.all_here(kwargs.values()))):
+            self.enter(sys._getframe(2))
+            return None
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
+        if not guard.watched and self.holds_foreign((*args, *kwargs.values())):
+            self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
+        call = self.enter(sys._getframe(2))
+        if guard.writes_back:
+            call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
+        return result
+
+    def all_here(self, values: Iterable[Any]) -> bool:
+        """Whether nothing has to be done about these arguments. For a module at home, this is all that it costs."""
+        home = self.home
+        for value in values:
+            kind = _KINDS.get(type(value))
+            if kind == _TENSOR:
+                if value.device != home:
+                    return False
+            elif kind in (_PLAIN, _OPAQUE):
+                continue
+            elif kind == _TUPLE:
+                if not self.all_here(value):
+                    return False
+            elif kind is None:
+                _kind(type(value))
+                return False
+            elif value and any(tensor.device != home for _, tensor in tensors_in(value)):
+                return False
+        return True
+
+    def moved(self, value: Any, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Return an argument with its direct tensors at home, through the memo; `moved` collects (source, copy)."""
+        if isinstance(value, torch.Tensor):
+            if self.home is None or value.device == self.home:
+                return value
+            if id(value) not in moved:  # one object stays one, also where the memo makes a new copy every time
+                moved[id(value)] = value, self.runtime.copies.get(value, self.home)
+            return moved[id(value)][1]
+        if isinstance(value, PackedSequence):  # its batch sizes stay where torch wants them, on the CPU
+            data, order, back = (self.moved(part, moved) for part in (value.data, *value[2:]))
+            return PackedSequence(data, value.batch_sizes, order, back)
+        if isinstance(value, tuple):
+            items = [self.moved(item, moved) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def holds_foreign(self, values: Iterable[Any]) -> bool:
+        """Whether a list or dict among the arguments, also in tuples, holds a tensor of another device."""
+        for value in values:
+            if isinstance(value, (list, dict)):
+                if any(tensor.device != self.home for _, tensor in tensors_in(value)):
+                    return True
+            elif isinstance(value, tuple) and self.holds_foreign(value):
+                return True
+        return False
+
+    def enter(self, frame: Any) -> Call:
+        """Set up the guard for a module call made from `frame`."""
+        guard = self.guard
+        assert guard is not None
+        call = Call(self, id(frame))
+        current = guard.current
+        if current is not None:
+            call.previous_device = current_index(current)
+            if call.previous_device is not None and call.previous_device != current.index:
+                set_current(current, current.index)
+        if guard.watched:
+            self.runtime.watch(call, guard.target)
+        elif guard.unwatched:
+            self.runtime.pause_watching(call)
+        self.runtime.local.calls.append(call)
+        return call
+
+    def leave(self) -> Call | None:
+        """Take down what `enter` set up; returns the call, None if it never got that far."""
+        calls = self.runtime.local.calls
+        if not any(call.hook is self for call in calls):
+            return None
+        while True:  # calls above it, if any, were cut short by an interrupt
+            call = calls.pop()
+            self.take_down(call)
+            if call.hook is self:
+                return call
+
+    def take_down(self, call: Call) -> None:
+        self.runtime.unwatch(call)
+        guard = call.hook.guard
+        if guard.current is not None and call.previous_device is not None:
+            set_current(guard.current, call.previous_device)
+        for source, copy, version in call.copied:
+            if copy._version != version:
+                self.runtime.copies.write_back(source, copy)
+
+
+class RootHook(Hook):
+    """Pre-hook of the root: a forward begins."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        runtime = self.runtime
+        if runtime.local.calls:
+            self.drop_interrupted()
+        runtime.check_moved()
+        if runtime.registrations != registrations.count:
+            from autoshard.runtime.apply import adopt  # it needs this module
+
+            adopt(module)
+        runtime.copies.begin()
+        result = self.enter_with(module, args, kwargs)
+        first = next(tensors_in((args, kwargs)), None)
+        if first is not None:
+            runtime.local.calls[-1].output_device = first[1].device
+        return result
+
+    def drop_interrupted(self) -> None:
+        """Take down calls that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
+        running = set()
+        frame: Any = sys._getframe()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        calls = self.runtime.local.calls
+        while calls and calls[-1].frame not in running:
+            self.take_down(calls.pop())
+
+    def leave(self) -> Call | None:
+        call = super().leave()
+        self.runtime.copies.end()
+        return call
+
+
+class Leave:
+    """Post-hook of a guarded module, also called when its forward raises."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        call = self.hook.leave()
+        if call is None or output is None:
+            return None
+        if isinstance(output, types.GeneratorType):
+            return _relay(self.hook, output, call.output_device)
+        if call.output_device is None:
+            return None
+        moved = to_device(output, call.output_device)
+        return None if moved is output else moved
+
+
+def add_leave(module: nn.Module, hook: Hook) -> Any:
+    """Register the post-hook of a guarded module."""
+    return module.register_forward_hook(Leave(hook), with_kwargs=True, always_call=True)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in a nested output; a tensor that is in it twice is one tensor afterwards, too."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device:
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = copy_tensor(tensor, device)
+        return copies[id(tensor)]
+
+    return map_tensors(value, move)
+
+
+def _relay(hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
+    """Run each step of a generator output as its module's forward runs: watched, on its device, results sent home."""
+    resume: Any = generator.send
+    value: Any = None
+    while True:
+        hook.enter(sys._getframe())
+        try:
+            item = resume(value)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            hook.leave()
+        try:
+            value = yield item if device is None else to_device(item, device)
+            resume = generator.send
+        except GeneratorExit:
+            generator.close()
+            raise
+        except BaseException as error:
+            resume, value = generator.throw, error

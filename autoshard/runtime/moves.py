@@ -1,0 +1,121 @@
+"""Move parameters and buffers between devices: the same objects afterwards, all of them or none.
+
+embed.weight  ┐ one storage     ┌ embed.weight   moved together, so that a tie stays a tie
+head.weight   ┘ on cpu    ──▶   └ head.weight    on cuda:0
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.runtime.devices import copy_tensor
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+Undo = Callable[[], None]
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer under each of its names: parameters first, both in registration order."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Group names whose tensors share storage; names without a partner are groups of one."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(_storage_key(tensor), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _storage_key(tensor: torch.Tensor) -> object:
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
+        return id(tensor)
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> Undo:
+    """Move each named tensor, with its gradient, to its device; tied names go where the first of them goes.
+
+    Returns a function that puts everything back. If a move fails, what has moved is put back at once and `ApplyError`
+    is raised. The old memory is held until the returned function is dropped.
+    """
+    log: list[Undo] = []
+
+    def undo() -> None:
+        while log:
+            log.pop()()
+
+    for names in tied_groups(tensors):
+        target = devices[names[0]]
+        objects = list({id(tensors[name]): tensors[name] for name in names}.values())
+        try:
+            with torch.no_grad():
+                _move_group(objects, target, log)
+        except BaseException as error:  # also an interrupt: half a move must never stay
+            undo()
+            if not isinstance(error, Exception):
+                raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ApplyError(
+                f"could not move {names[0]} to {target}: {reason} Nothing was moved. "
+                f"Place less on {target}, or free memory there."
+                if isinstance(error, torch.OutOfMemoryError)
+                else f"could not move {names[0]} to {target}: {reason}. Nothing was moved."
+            ) from error
+    return undo
+
+
+def _move_group(parts: list[torch.Tensor], target: torch.device, log: list[Undo]) -> None:
+    """Move tensors that share one storage; views of it are views of the moved one afterwards."""
+    first = parts[0]
+    if first.device == target:
+        return
+    if len(parts) == 1:
+        _replace(first, copy_tensor(first.detach(), target), log)
+        return
+    whole = first.detach().as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
+    moved = copy_tensor(whole, target)
+    for part in parts:
+        _replace(part, moved.view(part.dtype).as_strided(part.shape, part.stride(), part.storage_offset()), log)
+
+
+def _replace(tensor: torch.Tensor, data: torch.Tensor, log: list[Undo]) -> None:
+    """Give `tensor` the memory of `data`, keeping the object and its attributes; its gradient goes with it."""
+    grad = tensor.grad if tensor.is_leaf else None
+    old, old_grad = tensor.detach(), None if grad is None else grad.detach()
+    new_grad = None if grad is None else copy_tensor(grad.detach(), data.device)
+    log.append(lambda: _set_memory(tensor, old, grad, old_grad))
+    _set_memory(tensor, data, grad, new_grad)
+
+
+def _set_memory(
+    tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, grad_data: torch.Tensor | None
+) -> None:
+    if grad is None or grad_data is None:
+        _set_data(tensor, data)
+        return
+    tensor.grad = None  # torch insists that a gradient is on its parameter's device at every moment
+    _set_data(tensor, data)
+    _set_data(grad, grad_data)
+    tensor.grad = grad
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    if tensor.device == data.device or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
+        tensor.data = data
+    else:
+        _swap(tensor, data)
+
+
+def _swap(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Turn `tensor` into another type of tensor (a simulated one, say) without changing which object it is."""
+    made = set(vars(tensor.detach())) | {"_is_param"}  # what the type itself keeps; the rest was put there by users
+    extra = {name: value for name, value in vars(tensor).items() if name not in made}
+    fresh = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data.detach()
+    torch_private.swap_contents(tensor, fresh)
+    vars(tensor).update(extra)

@@ -1,0 +1,130 @@
+"""What the hooks of one applied model share: copies, calls in progress, and what is known of the model's tree."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.runtime.align import Align
+from autoshard.runtime.copies import Copies
+from autoshard.runtime.registrations import registrations
+
+
+@dataclass(slots=True)
+class Call:
+    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments."""
+
+    hook: Any
+    frame: int
+    watching: Align | None = None
+    paused: Align | None = None
+    previous_device: int | None = None
+    copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
+    output_device: torch.device | None = None
+
+
+class _Local(threading.local):
+    """Per thread: the guarded calls in progress, innermost last, and the watcher, if any."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.watcher: Align | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was applied, and what the model was before.
+
+    Attributes:
+        placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives.
+        originals: name -> device it was on before apply.
+        homes: module path -> device name of its home.
+        aligned, written_back: as in the plan; `conservative`: no graph was looked at, so all modules may be either.
+        placed: devices the plan uses; `sentinels`: (name, tensor, device), one tensor on each.
+    """
+
+    placements: Mapping[str, str]
+    devices: Mapping[str, torch.device]
+    originals: Mapping[str, torch.device]
+    homes: Mapping[str, str]
+    aligned: frozenset[str]
+    written_back: frozenset[str]
+    conservative: bool
+    placed: frozenset[torch.device]
+    sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
+
+
+class Runtime:
+    """The shared state of one applied model's hooks; owned by the hook of its root."""
+
+    def __init__(self, record: Record) -> None:
+        self.handles: list[Any] = []
+        self.hooks: dict[str, Any] = {}
+        self._start(record)
+
+    def _start(self, record: Record) -> None:
+        self.record = record
+        self.copies = Copies()
+        self.local = _Local()
+        self.registrations = registrations.count
+        registrations.follow(self)
+
+    def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
+        return {"record": self.record, "handles": self.handles, "hooks": self.hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.handles, self.hooks = state["handles"], state["hooks"]
+        self._start(state["record"])
+
+    def hooked(self, model: nn.Module) -> int:
+        """Count the hooks that are on the modules they were made for; modules may have been exchanged since."""
+        modules = dict(model.named_modules())
+        return sum(
+            path in modules and any(hook is own for own in torch_private.forward_pre_hooks(modules[path]))
+            for path, hook in self.hooks.items()
+        )
+
+    def check_moved(self) -> None:
+        """Raise `ApplyError` if the model was moved behind autoshard's back."""
+        for name, tensor, device in self.record.sentinels:
+            if tensor.device != device:
+                raise ApplyError(
+                    f"this model was moved after autoshard.apply: {name} is on {tensor.device}, the plan put it on "
+                    f"{device}. Call autoshard.remove(model) before moving a model, or apply the plan again."
+                )
+
+    def watch(self, call: Call, target: torch.device | None) -> None:
+        """Watch the torch calls of this thread until `unwatch`, with `target` for those that mix devices."""
+        watcher = self.local.watcher
+        if watcher is None:
+            watcher = self.local.watcher = Align(self.copies, self.record.placed)
+            watcher.__enter__()
+        watcher.homes.append(target)
+        call.watching = watcher
+
+    def pause_watching(self, call: Call) -> None:
+        """Stop watching until `unwatch`, if the watcher is the innermost function mode."""
+        watcher = self.local.watcher
+        if watcher is not None and torch_private.innermost_function_mode() is watcher:
+            watcher.__exit__(None, None, None)
+            self.local.watcher = None
+            call.paused = watcher
+
+    def unwatch(self, call: Call) -> None:
+        """Undo what `watch` or `pause_watching` did for this call."""
+        if call.watching is not None:
+            watcher = call.watching
+            watcher.homes.pop()
+            if not watcher.homes:
+                self.local.watcher = None
+                watcher.on = False
+                if torch_private.innermost_function_mode() is watcher:
+                    watcher.__exit__(None, None, None)
+        if call.paused is not None:
+            call.paused.__enter__()
+            self.local.watcher = call.paused
