@@ -40,7 +40,9 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
 
     def pack(tensor: torch.Tensor) -> _Kept:
         value, op, origin = recorder.saved(tensor)
-        return _Kept(tensor, origin, ledger, ledger.save(value, op))
+        recorder.unpacked = id(tensor)
+        # A detached tensor is a view and holds its base, with all of its history; `.data` holds the memory alone.
+        return _Kept(tensor.data, origin, ledger, ledger.save(value, op))
 
     def unpack(kept: _Kept) -> torch.Tensor:
         if _version(kept.origin, kept.alias) != kept.version:

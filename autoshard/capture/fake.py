@@ -257,6 +257,23 @@ def _half(engine: FakeFloats, indices: Any) -> list[Any]:
     return [engine.make(item) if item is not None and item.is_meta else item for item in made]
 
 
+def _batch_norm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Batch norm on a CPU gives its result the suggested memory format; the fake kernel keeps the input's strides."""
+    first, *rest = engine.shapes(func, args, kwargs)
+    like = args[0] if func is aten.native_batch_norm.default else args[1]
+    return (_suggested(engine, first, like), *rest)
+
+
+def _suggested(engine: FakeFloats, made: Any, like: torch.Tensor) -> Any:
+    if made is None or made.dim() > 5:
+        return made
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(like.dim())
+    keep = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    meta = torch.empty(made.shape, dtype=made.dtype, device="meta")
+    return engine.make(meta.contiguous(memory_format=last) if keep and last is not None else meta)
+
+
 RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_FILLS, _filled),
     **dict.fromkeys(_FINITE_CHECKS, _finite),
@@ -264,5 +281,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm,
 }
 """Shape rules of our own, where the fake kernels need values that are known here, or are stricter than the real ones."""
