@@ -156,10 +156,10 @@ def estimate_command(
     from autoshard.cli.plans import read_plan
     from autoshard.cluster.parse import cluster_of
 
-    plan, has_workload = read_plan(plan_file)
+    plan = read_plan(plan_file)
     asked = _workload(batch, seq, new_tokens, train, optimizer)
     cluster = cluster_of(plan.devices) if devices is None else _cluster(devices, {})
-    loaded = _load(target, plan.workload if asked.assumed and has_workload else asked)
+    loaded = _load(target, plan.workload if asked.assumed else asked)
     profile = _profile(loaded)
     _same_model(plan, profile, plan_file)
     _show_plan(plan, profile, cluster, loaded, as_json)

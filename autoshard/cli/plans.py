@@ -8,15 +8,15 @@ from autoshard.errors import SpecError
 from autoshard.plan import Plan
 
 
-def read_plan(text: str) -> tuple[Plan, bool]:
-    """Return the plan and whether it states a workload; a device_map states none. Raises `SpecError` or `PlanError`."""
+def read_plan(text: str) -> Plan:
+    """Return the plan in a file; that of a device_map has an assumed workload. Raises `SpecError` or `PlanError`."""
     path = Path(text)
     if not path.is_file():
         raise SpecError(f"{text[:200]!r} does not exist; PLAN is a file written by `autoshard plan … -o plan.json`.")
     data = _device_map(path)
     if data is not None:
-        return Plan.from_device_map(data), False
-    return Plan.load(path), True
+        return Plan.from_device_map(data)
+    return Plan.load(path)
 
 
 def _device_map(path: Path) -> dict[str, Any] | None:

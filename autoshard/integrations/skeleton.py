@@ -39,7 +39,7 @@ def without_weights() -> Iterator[SkeletonCount]:
             param = twin
         original(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield count
     finally:

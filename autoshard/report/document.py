@@ -1,5 +1,6 @@
 """Plans, profiles and devices as JSON documents: every figure of the tables, in bytes and seconds."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ def plan_document(
         "format": "autoshard plan report",
         "version": VERSION,
         "model": _model(profile, title),
-        "plan": plan.to_dict(),
+        "plan": json.loads(plan.to_json()),
         "estimate": estimate_data(estimate),
         "notes": list(notes),
     }

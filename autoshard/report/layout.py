@@ -1,0 +1,124 @@
+"""Drawing for terminals: tables that fit the width, sections, wrapped sentences, figures with three digits.
+
+Lines never end in spaces, so that what is piped or copied is clean.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+INDENT = "  "
+LEAST_WIDTH = 12
+"""A flexible column is not cut below this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table. Flexible ones give way, the last first, when the table is wider than the terminal."""
+
+    title: str = ""
+    right: bool = False
+    style: str = ""
+    flexible: bool = False
+
+
+def print_table(
+    console: Console, columns: Sequence[Column], rows: Sequence[Sequence["str | Text"]], indent: str = ""
+) -> None:
+    """Print rows under grey titles; no titles, no title line."""
+    texts = [
+        [cell if isinstance(cell, Text) else Text(cell, style=columns[i].style) for i, cell in enumerate(row)]
+        for row in rows
+    ]
+    titles = [Text(column.title, style="bright_black") for column in columns]
+    lines = [titles, *texts] if any(column.title for column in columns) else texts
+    if not lines:
+        return
+    widths = [max(line[i].cell_len for line in lines) for i in range(len(columns))]
+    excess = len(indent) + sum(widths) + 2 * (len(columns) - 1) - console.width
+    for i in reversed([i for i, column in enumerate(columns) if column.flexible]):
+        cut = max(0, min(excess, widths[i] - LEAST_WIDTH))
+        widths[i], excess = widths[i] - cut, excess - cut
+    for line in lines:
+        text = Text(indent)
+        for i, (cell, column) in enumerate(zip(line, columns, strict=True)):
+            cell = _fitted(cell, widths[i])
+            space = " " * (widths[i] - cell.cell_len)
+            text.append_text(Text(space) + cell if column.right else cell + Text(space))
+            if i + 1 < len(columns):
+                text.append("  ")
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+def _fitted(cell: Text, width: int) -> Text:
+    """The cell, or its end behind an ellipsis: the end of a module path tells more than its beginning."""
+    if cell.cell_len <= width:
+        return cell
+    plain = cell.plain
+    while cell_len(plain) > width - 1:
+        plain = plain[1:]
+    return Text("…" + plain, style=cell.style)
+
+
+def print_section(console: Console, title: str, sentence: str = "") -> None:
+    """Print a blank line, a title, and what it says in short."""
+    console.print()
+    line = Text(title, style="bold cyan")
+    if sentence:
+        line.append(f"  {sentence}", style="default not bold")
+    console.print(line)
+
+
+def print_sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
+    """Print a section of wrapped sentences, equal ones once; nothing if there are none."""
+    if not sentences:
+        return
+    print_section(console, title)
+    for sentence in dict.fromkeys(sentences):
+        for i, line in enumerate(textwrap.wrap(sentence, max(console.width - 4, 20), break_long_words=False)):
+            console.print(Text(f"{INDENT}{'- ' if i == 0 else '  '}{line}"), soft_wrap=True)
+
+
+def print_items(console: Console, items: Sequence[Text]) -> None:
+    """Print short items side by side, as many in a line as fit."""
+    line = Text(INDENT)
+    for item in items:
+        if line.plain.strip() and line.cell_len + 3 + item.cell_len > console.width:
+            console.print(line, soft_wrap=True)
+            line = Text(INDENT)
+        if line.plain.strip():
+            line.append("   ")
+        line.append_text(item)
+    console.print(line, soft_wrap=True)
+
+
+def print_left_off(console: Console, count: int, what: str, where: str) -> None:
+    """Say that a table was cut."""
+    if count > 0:
+        console.print(Text(f"{INDENT}and {count} more {what}; {where}", style="bright_black"), soft_wrap=True)
+
+
+def format_number(value: float) -> str:
+    """Print three significant digits, never an exponent for what a card has: 1,400; 23.4; 0.12."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_count(number: float) -> str:
+    """Print a count with a scale: 405 B, 1.2 k."""
+    for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def format_flops(flops: float) -> str:
+    """Print floating-point operations with a fitting unit."""
+    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if flops >= scale:
+            return f"{flops / scale:.3g} {unit}"
+    return f"{flops:.0f} FLOP"
