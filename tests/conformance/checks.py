@@ -146,14 +146,15 @@ def difference_when_placed(
     plain_model = make()
     expected = [run(plain_model) for run in runs]
     model = make()
-    kind, keys, hooks = type(model), list(model.state_dict()), count_hooks(model)
+    kind, keys = type(model), list(model.state_dict())
     with autoshard.simulate(devices):
         assert autoshard.apply(model, placement) is model
         assert list(model.state_dict()) == keys
         found = [run(model) for run in runs]
         difference = first_difference([*expected, state(plain_model)], [*found, state(model)])
         assert autoshard.remove(model) is model
-    assert type(model) is kind and list(model.state_dict()) == keys and count_hooks(model) == hooks
+    assert type(model) is kind and list(model.state_dict()) == keys
+    assert count_hooks(model) == count_hooks(plain_model)  # some models hook themselves at their first forward
     assert all(tensor.device.index is None for _, tensor in named_tensors(model))
     return difference or first_difference(state(plain_model), state(model))
 
