@@ -156,7 +156,7 @@ class _Flows:
                     self.live[position].append((x, user))
                 last = user
             if source >= 0:
-                for position in range(source + 1):
+                for position in range(0 if x in self.fed else min(users) + 1, source + 1):
                     before = tuple(u for u in users if u < position)
                     if before or x in self.fed:
                         self.awaited[position].append((x, before))

@@ -9,7 +9,8 @@ import numpy as np
 
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
 from autoshard.strategies.lattice import SLACK, Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
-from autoshard.strategies.paired import PairTables, search
+from autoshard.strategies.long import LongTables, least_limit, sweep_long
+from autoshard.strategies.paired import PairTables, cheapest_links, search
 from autoshard.strategies.problem import Problem, make_problem
 from autoshard.strategies.stages import Stages, StageTables
 
@@ -17,6 +18,10 @@ Objective = Literal["latency", "throughput", "memory"]
 Order = Literal["given", "any"]
 MAX_NODES = 1 << 16
 """Largest grid of used-up devices that is searched whole (16 devices that all differ)."""
+MAX_LONG_NODES = 64
+"""The same for long chains."""
+MAX_DENSE = 2000
+"""Longest chain that is solved with dense tables."""
 SEARCH_BUDGET = 200_000
 """Labels that the search over unequal links may make before it settles for a proven gap."""
 MAX_TIES = 6
@@ -95,9 +100,12 @@ def _off_diagonal(links: Array) -> Array:
 
 def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solution | None:
     links = links_into(problem.chain)
+    if problem.size > MAX_DENSE:
+        return _solve_long(problem, objective, order, links)
     if links is not None:
         plain = StageTables(problem, links)
-        guess = best_stages(make_lattice(problem, order), lambda edge: plain.stages(edge.devices[0]), problem.size, objective)
+        lattice = make_lattice(problem, order)
+        guess = best_stages(lattice, lambda edge: plain.stages(edge.devices[0]), problem.size, objective)
         return _solution(problem, objective, *guess) if guess else None
     lattice, tables = make_lattice(problem, order, paired=True), PairTables(problem, busy=objective == "throughput")
     guess = best_stages(lattice, tables, problem.size, objective)
@@ -107,7 +115,29 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
     if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
         return found
     stages, bound = search(problem, lattice, tables, upper=found.value, budget=SEARCH_BUDGET)
-    return replace(found, bound=max(bound, found.bound)) if stages is None else _solution(problem, objective, stages, bound)
+    if stages is None:
+        return replace(found, bound=max(bound, found.bound))
+    return _solution(problem, objective, stages, bound)
+
+
+def _solve_long(
+    problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array] | None
+) -> Solution | None:
+    """Solve a chain too long for dense tables; exact but for gaps and links that it prices too high or too low."""
+    tables = LongTables(problem, links or cheapest_links(problem))
+    lattice = make_lattice(problem, order, limit=MAX_LONG_NODES)
+    seconds_limit, load_limit, bound = np.inf, 1.0, 0.0
+    if objective != "latency":
+        limits = least_limit(lattice, tables, load=objective == "memory")
+        if limits is None:
+            return None
+        bound, enough = limits
+        seconds_limit, load_limit = (enough, 1.0) if objective == "throughput" else (np.inf, enough)
+    found = sweep_long(lattice, tables, seconds_limit, load_limit)
+    if found is None:
+        return None
+    bound = found[0] if objective == "latency" else bound
+    return _solution(problem, objective, found[1], bound if tables.exact else 0.0)
 
 
 def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, int, int]], bound: float) -> Solution:
@@ -117,9 +147,9 @@ def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, in
     return Solution(assignment=assignment, cost=cost, value=value, bound=min(bound, value))
 
 
-def make_lattice(problem: Problem, order: Order, *, paired: bool = False) -> Lattice:
-    """Build the lattice for devices in the given order, or in any."""
-    if order == "given" or count_nodes(problem.kinds, paired=paired) > MAX_NODES:
+def make_lattice(problem: Problem, order: Order, *, paired: bool = False, limit: int = MAX_NODES) -> Lattice:
+    """Build the lattice for devices in the given order, or in any where that is not more than `limit` nodes."""
+    if order == "given" or count_nodes(problem.kinds, paired=paired) > limit:
         return make_line(tuple(range(problem.chain.num_devices)), paired=paired)
     return make_grid(problem.kinds, paired=paired)
 
