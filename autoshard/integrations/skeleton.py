@@ -2,16 +2,21 @@
 
 Buffers, and whatever else the model computes while it is built, stay real: masks, index tables and frequencies often
 decide later what is run. A parameter that is about to be replaced was only reserved by `torch.empty`, not written, so
-the system has not given memory for it.
+the system has not given memory for it; very large floating-point tensors are made on meta at once.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+LARGE_BYTES = 2**28
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 
 
 class SkeletonCount:
@@ -28,7 +33,7 @@ def without_weights() -> Iterator[SkeletonCount]:
     original = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta and not is_lazy(param):
+        if isinstance(param, nn.Parameter) and not param.is_meta and not is_lazy(param):
             # One object under two names stays one object.
             twin = replaced.get(param)
             if twin is None:
@@ -41,9 +46,27 @@ def without_weights() -> Iterator[SkeletonCount]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
-        yield count
+        with _LargeOnMeta(count):
+            yield count
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes floating-point tensors of `LARGE_BYTES` or more on meta: one alone may be more than this machine has."""
+
+    def __init__(self, count: SkeletonCount) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.is_floating_point() and made.nbytes >= LARGE_BYTES:
+                self.count.parameters += 1
+                return made
+        return func(*args, **kwargs)
 
 
 def has_weights(module: nn.Module) -> bool:
@@ -54,4 +77,4 @@ def has_weights(module: nn.Module) -> bool:
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers, tied ones once."""
     tensors: dict[int, torch.Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())

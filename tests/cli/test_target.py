@@ -1,0 +1,200 @@
+"""TARGET: what may be given, what is built without its weights, and what is said when the user's file is at fault."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.cli.target import UserCodeError, load_target
+from autoshard.errors import SpecError
+from autoshard.integrations.skeleton import has_weights, without_weights
+from autoshard.workload import Workload
+
+HEADER = "import torch\nfrom torch import nn\n"
+
+
+def load(tmp_path, text, name="", workload=None, **settings):
+    path = tmp_path / "model.py"
+    path.write_text(HEADER + textwrap.dedent(text))
+    return load_target(f"{path}{name}", workload or Workload(assumed=True), **settings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = nn.Linear(3, 4)",
+        "def model():\n    return nn.Linear(3, 4)",
+        "class model(nn.Linear):\n    def __init__(self):\n        super().__init__(3, 4)",
+        "model = lambda: nn.Linear(3, 4)",
+    ],
+)
+def test_a_module_or_a_callable(tmp_path, text):
+    target = load(tmp_path, text)
+    assert isinstance(target.model, nn.Linear) and target.model.weight.is_meta
+    assert target.inputs is None and target.notes == ()
+    assert target.title.endswith("model.py")
+
+
+def test_another_name_and_example_inputs(tmp_path):
+    text = """
+        small = nn.Linear(3, 4)
+        example_inputs = (torch.arange(6.0).reshape(2, 3),)
+    """
+    target = load(tmp_path, text, ":small")
+    assert target.title.endswith("model.py:small")
+    assert target.inputs[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_example_inputs_may_take_the_shape_of_the_workload(tmp_path):
+    text = """
+        model = nn.Linear(3, 4)
+        def example_inputs(batch_size=1):
+            return torch.zeros(batch_size, 3)
+    """
+    assert load(tmp_path, text).inputs.shape == (1, 3)
+    assert load(tmp_path, text, workload=Workload(batch_size=5)).inputs.shape == (5, 3)
+    with pytest.raises(SpecError, match=r"--seq has no effect.*sequence_length"):
+        load(tmp_path, text, workload=Workload(batch_size=5, sequence_length=7))
+
+
+def test_shapes_that_the_inputs_ignore_are_refused(tmp_path):
+    text = "model = nn.Linear(3, 4)\nexample_inputs = torch.zeros(2, 3)\n"
+    with pytest.raises(SpecError, match="--batch has no effect"):
+        load(tmp_path, text, workload=Workload(batch_size=5))
+
+
+def test_files_import_their_neighbours(tmp_path):
+    (tmp_path / "my_layers_of_this_test.py").write_text(HEADER + "class Mine(nn.Linear):\n    pass\n")
+    target = load(tmp_path, "from my_layers_of_this_test import Mine\nmodel = Mine(2, 2)\n")
+    assert type(target.model).__name__ == "Mine"
+
+
+def test_weights_are_not_allocated(tmp_path):
+    """Eight terabytes: it could not be built otherwise."""
+    target = load(tmp_path, "model = nn.Sequential(*[nn.Linear(2**18, 2**18) for _ in range(32)])")
+    assert sum(p.nbytes for p in target.model.parameters()) > 8 * 2**40
+
+
+def test_with_weights(tmp_path):
+    target = load(tmp_path, "torch.manual_seed(3)\nmodel = nn.Linear(3, 4)", with_weights=True)
+    torch.manual_seed(3)
+    assert torch.equal(target.model.weight, nn.Linear(3, 4).weight)
+
+
+def test_a_file_that_needs_values_is_run_for_real_and_says_so(tmp_path):
+    text = """
+        model = nn.Linear(3, 4)
+        scale = model.weight.abs().max().item()
+        print("built")
+    """
+    target = load(tmp_path, text)
+    assert has_weights(target.model)
+    assert len(target.notes) == 1 and "with its weights" in target.notes[0]
+
+
+def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
+    text = """
+        def deeper():
+            raise ValueError("bad weather")
+
+        def model():
+            return deeper()
+    """
+    with pytest.raises(UserCodeError) as caught:
+        load(tmp_path, text)
+    message = str(caught.value)
+    assert "ValueError: bad weather" in message
+    assert "line 5, in deeper" in message and "line 8, in model" in message
+    assert "autoshard" not in message.replace(str(tmp_path), "") and len(message.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("def model(:\n    pass", "line 3"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("def model(size):\n    return nn.Linear(size, size)", "TypeError"),
+        ("def recurse():\n    recurse()\nrecurse()", "RecursionError"),
+        ("model = nn.Linear(1, 1)\ndef example_inputs():\n    raise KeyError('no data')", r"example_inputs\(\).*no data"),
+    ],
+)
+def test_other_faults_of_the_file(tmp_path, text, says):
+    with pytest.raises(UserCodeError, match=says) as caught:
+        load(tmp_path, text)
+    assert "model.py" in str(caught.value) and len(str(caught.value).splitlines()) <= 12
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("x = 1", "", "there is no 'model'.*Define model"),
+        ("net = nn.Linear(1, 1)", "", r"It has net: write .*model.py:net"),
+        ("model = 3", "", "'model' in .* is a int"),
+        ("def model():\n    return 3", "", "'model' in .* is a int"),
+        ("model = nn.Linear(1, 1)", ":", "'' is not a name"),
+        ("model = nn.Linear(1, 1)", ":a b", "'a b' is not a name"),
+    ],
+)
+def test_files_without_a_model(tmp_path, text, name, says):
+    with pytest.raises(SpecError, match=says):
+        load(tmp_path, text, name)
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "nowhere", "nowhere.json", "nowhere.py:x"])
+def test_targets_that_do_not_exist(tmp_path, name):
+    with pytest.raises(SpecError, match="nowhere.*does not exist"):
+        load_target(str(tmp_path / name), Workload())
+
+
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(SpecError, match="is neither a model.py"):
+        load_target(str(tmp_path / "model.bin"), Workload())
+    with pytest.raises(SpecError, match="config.json does not exist"):
+        load_target(str(tmp_path), Workload())
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "can't be read as JSON"),
+        ("[]", "no model_type"),
+        ('{"hidden_size": 3}', "no model_type"),
+        ('{"model_type": "surely-not-a-model"}', "transformers does not accept"),
+    ],
+)
+def test_configurations_that_make_no_sense(tmp_path, config, says):
+    (tmp_path / "config.json").write_text(config)
+    for target in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(SpecError, match=says):
+            load_target(str(target), Workload())
+
+
+def test_a_configuration_builds_its_model_on_meta_in_its_dtype(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16", "vocab_size": 64}
+    config |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = load_target(str(tmp_path), Workload(assumed=True))
+    assert target.title == tmp_path.name
+    parameters = list(target.model.parameters())
+    assert all(p.is_meta and p.dtype == torch.float16 for p in parameters)
+    assert not target.model.training and torch.get_default_dtype() == torch.float32
+    again = load_target(str(tmp_path), Workload(assumed=True), with_weights=True)
+    assert {n: p.shape for n, p in again.model.named_parameters()} == {n: p.shape for n, p in target.model.named_parameters()}
+    assert has_weights(again.model)
+
+
+def test_skeletons_keep_ties_grad_flags_and_buffers():
+    with without_weights() as count:
+        shared = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        model = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)])
+        model[0].weight = shared
+        model[2].weight = shared
+        model[2].extra = None
+    assert model[0].weight is model[2].weight and model[0].weight.is_meta and not model[0].weight.requires_grad
+    assert not model[1].running_var.is_meta and model[1].weight.is_meta
+    assert count.parameters == 7
+    assert not nn.Linear(1, 1).weight.is_meta
