@@ -1,0 +1,206 @@
+"""Tensor objects that have a device, the memory they are in, and the copies made of them.
+
+A recorded value is one tensor object of the original run. Under a placement it can have several: the original, and a
+copy on each device that needs it:
+
+    value 7, made on device 0      object 7 in buffer A        lives as the recorded tensor did
+    copy of it on device 1         object 9 in buffer B        lives as long as object 7: the memo of copies holds it
+    op 32 views the copy           object 10 in buffer B
+"""
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.flow.data import HOST_NAME, Copy, CopyReason
+
+HOST_DEVICE = -1
+
+
+class Objects:
+    """Objects and buffers as rows of parallel lists; devices are indices into `devices`, -1 is the host.
+
+    Attributes:
+        value, buffer: of each object. source: the object it is a copy of, else -1.
+        saved: time at which autograd lets go of this very object, 0 if it never had it.
+        used: last op that read it, -1 if none.
+        until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.
+        current: per value, its original object, -1 if there is none yet.
+        elsewhere: (value, device) -> the latest copy there.
+        in_forward: a forward of the root is running, so copies are remembered.
+    """
+
+    def __init__(self, graph: ModelGraph, devices: tuple[str, ...]) -> None:
+        self.graph, self.devices = graph, devices
+        self.grad = graph.backward_begin < len(graph.ops)
+        self.value: list[int] = []
+        self.buffer: list[int] = []
+        self.source: list[int] = []
+        self.saved: list[int] = []
+        self.used: list[int] = []
+        self.until: list[int] = []
+        self.buffer_storage: list[int] = []
+        self.buffer_device: list[int] = []
+        self.buffer_bytes: list[int] = []
+        self.buffer_born: list[int] = []
+        self.buffer_version: list[int] = []
+        self.buffer_copied: list[bool] = []
+        self.original_buffer = [-1] * len(graph.storages)
+        self.current = [-1] * len(graph.values)
+        self.elsewhere: dict[tuple[int, int], int] = {}
+        self.copies: list[Copy] = []
+        self.in_forward = False
+        self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
+        self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
+
+    def device_of(self, obj: int) -> int:
+        return self.buffer_device[self.buffer[obj]]
+
+    def is_host_scalar(self, obj: int) -> bool:
+        """Whether torch takes the object with tensors of any device: a number in a plain CPU tensor."""
+        return self.device_of(obj) == HOST_DEVICE and not self.graph.values[self.value[obj]].shape
+
+    def new_buffer(self, storage: int, device: int, nbytes: int, born: int, copied: bool = False) -> int:
+        self.buffer_storage.append(storage)
+        self.buffer_device.append(device)
+        self.buffer_bytes.append(nbytes)
+        self.buffer_born.append(born)
+        self.buffer_version.append(0)
+        self.buffer_copied.append(copied)
+        return len(self.buffer_storage) - 1
+
+    def new_object(self, value: int, buffer: int, source: int = -1) -> int:
+        self.value.append(value)
+        self.buffer.append(buffer)
+        self.source.append(source)
+        self.saved.append(0)
+        self.used.append(-1)
+        self.until.append(-1)
+        return len(self.value) - 1
+
+    def original(self, value: int, device: int, born: int) -> int:
+        """Make the original object of a value, in the buffer of its storage if there is one already."""
+        storage = self.graph.values[value].storage
+        buffer = self.original_buffer[storage]
+        if buffer < 0:
+            buffer = self.new_buffer(storage, device, self.graph.storages[storage].nbytes, born)
+            self.original_buffer[storage] = buffer
+        obj = self.current[value] = self.new_object(value, buffer)
+        return obj
+
+    def copy(self, obj: int, device: int, time: int, reason: CopyReason, consumer: str) -> int:
+        """Return the copy of an object on a device: remembered, unless its source was written since."""
+        key, version = (obj, device), self.buffer_version[self.buffer[obj]]
+        known = self._memo.get(key)
+        if known is not None and known[1] == version:
+            return known[0]
+        value = self.graph.values[self.value[obj]]
+        storage = self.graph.storages[value.storage]
+        remembered = reason in ("hook", "align") and self.in_forward
+        differentiable = self.grad and value.requires_grad
+        # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
+        kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
+        nbytes = min(value.nbytes, self.buffer_bytes[self.buffer[obj]])
+        buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
+        copy = self.new_object(value.index, buffer, source=obj)
+        self.elsewhere[value.index, device] = copy
+        if remembered:
+            self._memo[key] = (copy, version)
+            if differentiable:
+                self._differentiable.append(key)
+        else:
+            self.until[copy] = time
+        self._note(copy, value.index, nbytes, time, reason, consumer, kept)
+        return copy
+
+    def note_transfer(self, obj: int, value: int, time: int, consumer: str) -> None:
+        """Note that an op reads an object and makes `value` of it on another device, without a copy in between."""
+        made = self.current[value]
+        nbytes = self.graph.values[value].nbytes
+        self._append(value, self.device_of(obj), self.device_of(made), nbytes, time, "model", consumer, -1, False)
+
+    def forward_ended(self, time: int) -> None:
+        """Drop copies with autograd history from the memo: the graph holds those it needs."""
+        for key in self._differentiable:
+            known = self._memo.pop(key, None)
+            if known is not None:
+                self.until[known[0]] = time
+        self._differentiable.clear()
+        self.in_forward = False
+
+    def _note(
+        self, copy: int, value: int, nbytes: int, time: int, reason: CopyReason, consumer: str, kept: bool
+    ) -> None:
+        source, destination = self.device_of(self.source[copy]), self.device_of(copy)
+        self._append(value, source, destination, nbytes, time, reason, consumer, self.buffer[copy], kept)
+
+    def _append(
+        self, value: int, source: int, destination: int, nbytes: int, time: int, reason: CopyReason, consumer: str,
+        buffer: int, kept: bool,
+    ) -> None:  # fmt: skip
+        row = Copy(
+            value=value,
+            source=self._name(source),
+            destination=self._name(destination),
+            nbytes=nbytes,
+            born=time,
+            reason=reason,
+            producer=self.producer_of(value),
+            consumer=consumer,
+            buffer=buffer,
+            kept=kept,
+        )
+        self.copies.append(row)
+
+    def _name(self, device: int) -> str:
+        return self.devices[device] if device >= 0 else HOST_NAME
+
+    def producer_of(self, value: int) -> str:
+        """Return the module whose op made a value, or that holds it; "" for inputs."""
+        row = self.graph.values[value]
+        if row.op >= 0:
+            return self.graph.calls[self.graph.ops[row.op].call].path
+        name = self.graph.storages[row.storage].name
+        return name.rpartition(".")[0] if name else ""
+
+
+def buffer_deaths(objects: Objects, gradient_left: dict[int, int]) -> list[int]:
+    """Return when each buffer is freed: with its last object, or when autograd lets go of the last one it saved.
+
+    `gradient_left`: gradient object -> time by which it has gone to another device.
+    """
+    graph = objects.graph
+    end = len(graph.ops)
+    after = end + 1
+    gradients = {value for _, value in graph.gradients}
+    held_to_end = {*graph.outputs, *graph.state, *graph.inputs}
+    copied = {objects.buffer_storage[row] for row, is_copy in enumerate(objects.buffer_copied) if is_copy}
+    kept = {copy.buffer for copy in objects.copies if copy.kept}
+    reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}
+
+    died = [0] * len(objects.value)
+    for obj, index in enumerate(objects.value):  # a source comes before its copies
+        source, value = objects.source[obj], graph.values[index]
+        if source < 0:
+            last = gradient_left.get(obj, after if index in held_to_end else value.died)
+        elif reasons[objects.buffer[obj]] == "output":
+            last = after
+        elif reasons[objects.buffer[obj]] == "backward":
+            last = end if index in gradients else 0
+        elif objects.until[obj] >= 0:
+            last = min(objects.until[obj], max(died[source], objects.saved[source]))
+        else:
+            last = max(died[source], objects.saved[source])
+        died[obj] = max(last, objects.used[obj] + 1)
+
+    buffer_died = [born + 1 for born in objects.buffer_born]
+    for obj, buffer in enumerate(objects.buffer):
+        buffer_died[buffer] = max(buffer_died[buffer], died[obj], objects.saved[obj])
+    held_storages = {graph.values[value].storage for value in held_to_end}
+    for buffer, index in enumerate(objects.buffer_storage):
+        storage = graph.storages[index]
+        if objects.buffer_copied[buffer]:
+            if buffer in kept:
+                buffer_died[buffer] = after
+        elif storage.kind in ("parameter", "buffer", "input"):
+            buffer_died[buffer] = after
+        elif index not in copied:  # nothing left its device: the recorded death is exact
+            buffer_died[buffer] = after if index in held_storages else storage.died
+    return [min(time, after) for time in buffer_died]
