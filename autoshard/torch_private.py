@@ -21,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_node",
     "fake_device_read",
+    "fake_from_meta",
     "conj_and_neg_keys",
     "is_composite",
     "flop_formulas",
@@ -138,3 +139,8 @@ def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
+    """A fake CPU tensor in the memory of a meta tensor."""
+    return FakeTensor(mode, meta, torch.device("cpu"))

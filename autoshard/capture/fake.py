@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from autoshard.capture.shapes import Shapes
 from autoshard.capture.traits import Traits, aten, swap_tensors, tensors_of, written_by
-from autoshard.torch_private import FakeTensor, FakeTensorMode
+from autoshard.torch_private import FakeTensor
 
 REAL_ELEMENTS = 1 << 22
 """Most elements an op on known values may combine; above it, only shapes are computed."""
@@ -37,6 +38,20 @@ _FINITE_CHECKS = {
     aten.isposinf.default: False,
     aten.isneginf.default: False,
 }
+_ELEMENTWISE_BACKWARD = (
+    aten.elu_backward.default,
+    aten.gelu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
+    aten.sigmoid_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+)
 
 
 class ValueNeeded(Exception):
@@ -47,28 +62,10 @@ class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing."""
 
     def __init__(self, assume: Callable[[str], None], *, invent: bool = False) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = Shapes()
         self.assume = assume
         self.invent = invent
         self._tainted: dict[int, weakref.ref] = {}
-        self._shadows: dict[Any, FakeTensor] = {}
-
-    def make(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
-        """A fake tensor of the same shape, strides and dtype, in `storage` (a meta storage) or one just large enough."""
-        if storage is None:
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return FakeTensor(self.mode, meta, CPU)
-
-    def make_whole(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake tensor in a fake storage as large as the original's."""
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes == tensor.numel() * tensor.element_size():
-            return self.make(tensor)
-        storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-        return self.make(tensor, storage)
 
     def unknown(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are not known: it is fake or meta, or its memory was written with such."""
@@ -88,16 +85,10 @@ class FakeFloats:
         rule = RULES.get(func)
         out = rule(self, func, args, kwargs) if rule is not None else NotImplemented
         if out is NotImplemented:
-            out = self.shapes(func, args, kwargs)
+            out = self.shapes.run(func, args, kwargs)
         for tensor in written_by(func, traits, args, kwargs):
             self._taint(tensor)
         return self._hand_back(traits, out, args, kwargs)
-
-    def shapes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an op on shapes alone."""
-        args = tuple(swap_tensors(value, self._shadow) for value in args)
-        kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
-        return self.mode.dispatch(func, (), args, kwargs)
 
     def real_filled(self, like: torch.Tensor, value: Any) -> torch.Tensor:
         """A real tensor of one value in the shape, strides and dtype of a fake one."""
@@ -129,22 +120,12 @@ class FakeFloats:
         return math.prod(max(1, tensor.numel()) for tensor in inputs) <= REAL_ELEMENTS
 
     def _factory_keeps_values(self, func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> bool:
-        result = self.mode.dispatch(func, (), args, kwargs)
+        result = self.shapes.run(func, args, kwargs)
         if not isinstance(result, torch.Tensor):
             return True
         if result.dtype.is_floating_point or result.dtype.is_complex:
             return not traits.random and result.numel() <= SMALL_FLOATS
         return result.numel() <= REAL_ELEMENTS
-
-    def _shadow(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""
-        if type(tensor) is FakeTensor:
-            return tensor
-        key = (tensor.shape, tensor.stride(), tensor.dtype)
-        shadow = self._shadows.get(key)
-        if shadow is None:
-            shadow = self._shadows[key] = self.make(tensor)
-        return shadow
 
     def _taint(self, tensor: torch.Tensor) -> None:
         if type(tensor) is FakeTensor:
@@ -174,14 +155,14 @@ class FakeFloats:
 
 def _filled(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """zeros_like and its kin: the values are known whatever the input's are."""
-    out = engine.shapes(func, args, kwargs)
+    out = engine.shapes.run(func, args, kwargs)
     limit = SMALL_FLOATS if out.is_floating_point() or out.is_complex() else REAL_ELEMENTS
     return engine.real_filled(out, _FILLS[func](args)) if out.numel() <= limit else out
 
 
 def _finite(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """isinf and isnan: taken to be false."""
-    out = engine.shapes(func, args, kwargs)
+    out = engine.shapes.run(func, args, kwargs)
     return _assumed(engine, out, _FINITE_CHECKS[func])
 
 
@@ -191,10 +172,10 @@ def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]
     if func in (aten.eq.Tensor, aten.ne.Tensor):
         if args[0] is not args[1]:
             return NotImplemented
-        return _assumed(engine, engine.shapes(func, args, kwargs), equal)
+        return _assumed(engine, engine.shapes.run(func, args, kwargs), equal)
     if not (isinstance(args[1], float) and math.isinf(args[1])) or not args[0].is_floating_point():
         return NotImplemented
-    return _assumed(engine, engine.shapes(func, args, kwargs), not equal)
+    return _assumed(engine, engine.shapes.run(func, args, kwargs), not equal)
 
 
 def _assumed(engine: FakeFloats, out: torch.Tensor, value: bool) -> torch.Tensor:
@@ -211,10 +192,10 @@ def _index(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             indices.append(index)
         elif engine.unknown(index):
-            return NotImplemented if not engine.invent else engine.shapes(func, (args[0], _half(engine, args[1])), kwargs)
+            return NotImplemented if not engine.invent else engine.shapes.run(func, (args[0], _half(engine, args[1])), kwargs)
         else:
             indices.extend(torch.nonzero(index, as_tuple=True))
-    return engine.shapes(func, (args[0], indices), kwargs)
+    return engine.shapes.run(func, (args[0], indices), kwargs)
 
 
 def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -223,7 +204,7 @@ def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str,
     if engine.unknown(mask):
         return NotImplemented
     count = int(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)).sum())
-    return engine.make(torch.empty(count, dtype=x.dtype, device="meta"))
+    return engine.shapes.fresh((count,), (1,), x.dtype)
 
 
 def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -241,7 +222,7 @@ def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
     alignment = 16 // dtype.itemsize
     padded = -(-columns // alignment) * alignment
     strides = (rows * padded, padded, 1) if len(shape) == 3 else (padded, 1)
-    return engine.make(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    return engine.shapes.fresh(shape, strides, dtype)
 
 
 def _half(engine: FakeFloats, indices: Any) -> list[Any]:
@@ -251,15 +232,34 @@ def _half(engine: FakeFloats, indices: Any) -> list[Any]:
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             count = max(1, index.numel() // 2)
-            made.extend(torch.empty(count, dtype=torch.int64, device="meta") for _ in range(index.dim()))
+            made.extend(engine.shapes.fresh((count,), (1,), torch.int64) for _ in range(index.dim()))
         else:
             made.append(index)
-    return [engine.make(item) if item is not None and item.is_meta else item for item in made]
+    return made
+
+
+def _elementwise_backward(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """f'(x) * grad: laid out like a sum of the two tensors; the fake kernels decompose it in another order."""
+    grad, result = tensors_of(args, kwargs)
+    return engine.shapes.run(aten.add.Tensor, (grad, result), {}) if grad.dtype is result.dtype else NotImplemented
+
+
+def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Ops whose kernel alone knows what it allocates: run it once on zeros, if they are few."""
+    tensors = tensors_of(args, kwargs)
+    if sum(tensor.numel() for tensor in tensors) > 4 * REAL_ELEMENTS:
+        return NotImplemented
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+
+    out = func(*(swap_tensors(value, zeros) for value in args), **kwargs)
+    return tuple(engine.shapes.stand_in(item) if isinstance(item, torch.Tensor) else item for item in out)
 
 
 def _batch_norm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Batch norm on a CPU gives its result the suggested memory format; the fake kernel keeps the input's strides."""
-    first, *rest = engine.shapes(func, args, kwargs)
+    first, *rest = engine.shapes.run(func, args, kwargs)
     like = args[0] if func is aten.native_batch_norm.default else args[1]
     return (_suggested(engine, first, like), *rest)
 
@@ -270,8 +270,9 @@ def _suggested(engine: FakeFloats, made: Any, like: torch.Tensor) -> Any:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(like.dim())
     keep = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
-    meta = torch.empty(made.shape, dtype=made.dtype, device="meta")
-    return engine.make(meta.contiguous(memory_format=last) if keep and last is not None else meta)
+    wanted = last if keep and last is not None else torch.contiguous_format
+    stride = torch.empty(made.shape, device="meta").contiguous(memory_format=wanted).stride()
+    return engine.shapes.fresh(made.shape, stride, made.dtype)
 
 
 RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
@@ -281,6 +282,9 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,
+    aten.mkldnn_rnn_layer.default: _by_running,
+    aten.mkldnn_rnn_layer_backward.default: _by_running,
+    **dict.fromkeys(_ELEMENTWISE_BACKWARD, _elementwise_backward),
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm,
 }

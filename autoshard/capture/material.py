@@ -27,11 +27,8 @@ def fake_material(engine: FakeFloats) -> Make:
             if kind == "attribute" and not valueless(tensor):
                 return tensor
             key = tensor.untyped_storage()._cdata
-            if key in storages:
-                fake = engine.make(tensor, storages[key])
-            else:
-                fake = engine.make_whole(tensor)
-                storages[key] = fake.untyped_storage()
+            fake = engine.shapes.stand_in(tensor, storages.get(key))
+            storages.setdefault(key, fake.untyped_storage())
             return _dress(fake, tensor)
         return _dress(copied(tensor, storages), tensor)
 
@@ -103,7 +100,7 @@ def prepared_input(engine: FakeFloats | None) -> Callable[[torch.Tensor], torch.
         if engine is not None and (
             valueless(tensor) or (tensor.is_floating_point() and tensor.numel() > REAL_ELEMENTS)
         ):
-            made: torch.Tensor = engine.make_whole(tensor)
+            made: torch.Tensor = engine.shapes.stand_in(tensor)
         elif valueless(tensor):
             made = _invented(tensor, storages)
         else:

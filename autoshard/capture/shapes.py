@@ -1,0 +1,145 @@
+"""Run ops on shapes alone: fake tensors through torch's fake mode, with what it answered remembered per metadata.
+
+    (mm, (4096, 512) strided (512, 1) float32, (512, 64) strided (1, 512) float32)  ──▶  fresh (4096, 64) strided (64, 1) float32
+    (view, (8, 16) …, [4, 32])                                                      ──▶  memory of argument 0, offset + 0, …
+
+A decoder asks the same few hundred questions in every layer, and the memory answers them some ten times faster.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.capture.traits import swap_tensors
+from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta
+
+_SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """How to make one output again: fresh (`source` -1), or in the memory of tensor argument `source`."""
+
+    source: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Shapes:
+    """Makes fake tensors and runs ops on them."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._shadows: dict[Any, FakeTensor] = {}
+        self._answers: dict[Any, tuple[type | None, tuple[_Made, ...]]] = {}
+
+    def fresh(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+        """A fake tensor in memory of its own, just large enough."""
+        return fake_from_meta(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+    def inside(self, storage: torch.UntypedStorage, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+        """A fake tensor in the memory of others."""
+        meta = torch.empty(0, dtype=dtype, device="meta")
+        meta.set_(storage, offset, shape, stride)
+        return fake_from_meta(self.mode, meta)
+
+    def stand_in(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
+        """A fake tensor laid out like `tensor`, in `storage`, or in one as large as the original's."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if storage is None and nbytes == tensor.numel() * tensor.element_size():
+            return self.fresh(tensor.shape, tensor.stride(), tensor.dtype)
+        if storage is None:
+            storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        return self.inside(storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run one op on shapes. Real arguments count as shapes too. Written arguments are the caller's to hand back."""
+        parts: list[Any] = [func]
+        tensors: list[torch.Tensor] = []
+        remember = _describe(args, parts, tensors)
+        if kwargs:
+            remember = remember and _describe(tuple(kwargs.items()), parts, tensors)
+        key = tuple(parts) if remember else None
+        if key is not None and key in self._answers:
+            return self._again(key, tensors)
+        args = tuple(swap_tensors(value, self._shadow) for value in args)
+        kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
+        out = self.mode.dispatch(func, (), args, kwargs)
+        if key is not None:
+            answer = _answer(out, tensors)
+            if answer is not None:
+                self._answers[key] = answer
+        return out
+
+    def _again(self, key: Any, tensors: list[torch.Tensor]) -> Any:
+        kind, made = self._answers[key]
+        results = []
+        for item in made:
+            if item.source < 0:
+                results.append(self.fresh(item.shape, item.stride, item.dtype))
+            else:
+                base = tensors[item.source]
+                offset = base.storage_offset() + item.offset
+                results.append(self.inside(base.untyped_storage(), offset, item.shape, item.stride, item.dtype))
+        return results[0] if kind is None else kind(results)
+
+    def _shadow(self, tensor: torch.Tensor) -> FakeTensor:
+        """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""
+        if type(tensor) is FakeTensor:
+            return tensor
+        key = (tensor.shape, tensor.stride(), tensor.dtype)
+        shadow = self._shadows.get(key)
+        if shadow is None:
+            shadow = self._shadows[key] = self.fresh(*key)
+        return shadow
+
+
+def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Append what the answer depends on to `parts`; False if something can't be described."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return False
+            tensors.append(value)
+            parts += (value.shape, value.stride(), value.dtype)
+        elif isinstance(value, (list, tuple)):
+            parts.append(len(value))
+            if not _describe(value, parts, tensors):
+                return False
+        elif isinstance(value, _SCALARS):
+            parts += (type(value), value)
+        else:
+            return False
+    return True
+
+
+def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_Made, ...]] | None:
+    """What to remember of a result; None if it can't be made again from metadata."""
+    if isinstance(out, torch.Tensor):
+        kind, results = None, [out]
+    elif type(out) in (tuple, list):
+        kind, results = type(out), out
+    else:
+        return None
+    memory = {tensor.untyped_storage()._cdata: index for index, tensor in reversed(list(enumerate(tensors)))}
+    made, seen = [], set()
+    for result in results:
+        if type(result) is not FakeTensor or any(result is tensor for tensor in tensors):
+            return None
+        storage = result.untyped_storage()
+        source = memory.get(storage._cdata, -1)
+        offset = result.storage_offset()
+        if source >= 0:
+            offset -= tensors[source].storage_offset()
+        elif offset or storage._cdata in seen:
+            return None
+        elif storage.nbytes() != torch.empty_strided(
+            result.shape, result.stride(), dtype=result.dtype, device="meta"
+        ).untyped_storage().nbytes():
+            return None
+        seen.add(storage._cdata)
+        made.append(_Made(source, offset, result.shape, result.stride(), result.dtype))
+    return kind, tuple(made)
