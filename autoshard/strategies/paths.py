@@ -1,0 +1,74 @@
+"""Between units and dotted paths: pins as users write them, placements as short as they can be."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.errors import SpecError
+from autoshard.placement import parent
+
+
+def pins_of_units(
+    pins: Mapping[str, str], paths: Sequence[tuple[str, ...]], graph: ModelGraph, devices: Sequence[str]
+) -> dict[int, int]:
+    """Turn {path: device} into unit -> device index. A pin holds for all below it; the longest one wins.
+
+    A pin on a tensor holds for the unit that the tensor belongs to. Raises `SpecError` for a path or device that is not
+    there.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for path, device in pins.items():
+        if device not in devices:
+            raise SpecError(
+                f"{path!r} is pinned to {device}, which is not among the devices {', '.join(devices)}. "
+                "Pin it to one of these, or add the device."
+            )
+        depth = len(path)
+        touched = [
+            unit
+            for unit, of_unit in enumerate(paths)
+            if any(_below(own, path) or _holds(own, path, graph) for own in of_unit)
+        ]
+        if not touched and path not in {module.path for module in graph.modules}:
+            names = [module.path for module in graph.modules] + [tensor.name for tensor in graph.tensors]
+            near = difflib.get_close_matches(path, names, n=1)
+            raise SpecError(
+                f"{path!r} is pinned to {device}, but the model has no module or tensor of that name."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
+        for unit in touched:
+            if unit not in found or depth > found[unit][0]:
+                found[unit] = depth, list(devices).index(device)
+    return {unit: device for unit, (_, device) in sorted(found.items())}
+
+
+def _below(path: str, top: str) -> bool:
+    return not top or path == top or path.startswith(top + ".")
+
+
+def _holds(unit_path: str, name: str, graph: ModelGraph) -> bool:
+    """True if `name` is a tensor of the module `unit_path`."""
+    return parent(name) == unit_path and any(tensor.name == name for tensor in graph.tensors)
+
+
+def collapse(device_of: Mapping[str, str], graph: ModelGraph) -> dict[str, str]:
+    """Turn tensor name -> device into the fewest entries that don't overlap, in registration order.
+
+    {"a.w": 0, "a.b": 0, "c.d.w": 0, "c.e.w": 1}  ->  {"a": 0, "c.d": 0, "c.e": 1}
+    """
+    below: dict[str, set[str]] = {}
+    for name, device in device_of.items():
+        path = name
+        while path:
+            path = parent(path)
+            below.setdefault(path, set()).add(device)
+    placements: dict[str, str] = {}
+    for name, device in device_of.items():
+        entry, path = name, name
+        while path:  # the highest module that is all on this device
+            path = parent(path)
+            if len(below[path]) > 1:
+                break
+            entry = path
+        placements[entry] = device
+    return placements
