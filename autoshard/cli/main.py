@@ -1,12 +1,13 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoshard.cli.console import errors, output, print_json, reports_errors, step
-from autoshard.errors import PlanError, SpecError
+from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -282,8 +283,13 @@ def _load(target: str, workload: Workload, *, with_weights: bool = False) -> "Ta
 def _profile(target: "Target") -> "Profile":
     from autoshard.api import profile
 
-    with step("running the model without its weights"):
-        return profile(target.model, target.inputs, workload=target.workload)
+    # What torch logs about a failing op is in the error already.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        with step("running the model without its weights"):
+            return profile(target.model, target.inputs, workload=target.workload)
+    except CaptureError as error:
+        raise CaptureError(f"{error} {target.hint}".strip()) from error
 
 
 def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool) -> None:

@@ -32,6 +32,7 @@ class Target:
         title: how it is called in reports.
         inputs: what capture takes; None: derived from the model's configuration and the workload.
         notes: what a person should know about how it was built.
+        hint: what to do if the model can't be run.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Target:
     inputs: Any
     workload: Workload
     notes: tuple[str, ...] = ()
+    hint: str = ""
 
 
 def load_target(text: str, workload: Workload, *, with_weights: bool = False) -> Target:
@@ -87,13 +89,9 @@ def _from_file(path: Path, name: str, workload: Workload, with_weights: bool) ->
             module, model = _build(path, name)
             notes = (f"{path.name} was run with its weights, because without them it stopped: {_last_line(error)}",)
     inputs = _inputs(path, module, workload)
-    return Target(
-        model=model,
-        title=f"{path}:{name}" if name != "model" else str(path),
-        inputs=inputs,
-        workload=workload,
-        notes=notes,
-    )
+    title = f"{path}:{name}" if name != "model" else str(path)
+    hint = f"Define example_inputs in {path}: a value, or a function that returns one." if inputs is None else ""
+    return Target(model=model, title=title, inputs=inputs, workload=workload, notes=notes, hint=hint)
 
 
 def _build(path: Path, name: str) -> tuple[ModuleType, nn.Module]:

@@ -46,7 +46,7 @@ def print_table(
     for line in lines:
         text = Text(indent)
         for i, (cell, column) in enumerate(zip(line, columns, strict=True)):
-            cell = _fitted(cell, widths[i])
+            cell = _fitted(cell, widths[i], "…" if is_unicode(console) else "...")
             space = " " * (widths[i] - cell.cell_len)
             text.append_text(Text(space) + cell if column.right else cell + Text(space))
             if i + 1 < len(columns):
@@ -55,14 +55,19 @@ def print_table(
         console.print(text, soft_wrap=True)
 
 
-def _fitted(cell: Text, width: int) -> Text:
+def is_unicode(console: Console) -> bool:
+    """Tell whether the terminal, or the file, takes more than ASCII."""
+    return (console.encoding or "").lower().startswith("utf")
+
+
+def _fitted(cell: Text, width: int, mark: str) -> Text:
     """The cell, or its end behind an ellipsis: the end of a module path tells more than its beginning."""
     if cell.cell_len <= width:
         return cell
     plain = cell.plain
-    while cell_len(plain) > width - 1:
+    while cell_len(plain) > width - len(mark):
         plain = plain[1:]
-    return Text("…" + plain, style=cell.style)
+    return Text(mark + plain, style=cell.style)
 
 
 def print_section(console: Console, title: str, sentence: str = "") -> None:
@@ -71,7 +76,7 @@ def print_section(console: Console, title: str, sentence: str = "") -> None:
     line = Text(title, style="bold cyan")
     if sentence:
         line.append(f"  {sentence}", style="default not bold")
-    console.print(line)
+    console.print(line, soft_wrap=True)
 
 
 def print_sentences(console: Console, title: str, sentences: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from autoshard.report.layout import (
     format_count,
     format_flops,
     format_number,
+    is_unicode,
     print_items,
     print_left_off,
     print_section,
@@ -296,7 +297,7 @@ def _print_times(console: Console, estimate: Estimate, workload: Workload) -> No
         seconds = format_seconds(estimate.bottleneck_seconds)
         lines.append(["busiest device", seconds, f"{busiest.name}; {rate} if passes overlap"])
     if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
-        gap = "proved optimal" if estimate.gap < 5e-4 else f"this plan is within {100 * estimate.gap:.1f} % of it"
+        gap = "proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
         lines.append(["lower bound", format_seconds(estimate.lower_bound_seconds), gap])
     print_table(console, [Column(), Column(right=True), Column(flexible=True)], lines, INDENT)
 
@@ -391,7 +392,7 @@ def _sentence(text: str) -> str:
 
 
 def _cells(console: Console) -> "dict[str, str]":
-    return CELLS if (console.encoding or "").lower().startswith("utf") else ASCII_CELLS
+    return CELLS if is_unicode(console) else ASCII_CELLS
 
 
 def _bytes(nbytes: int) -> str:

@@ -118,7 +118,10 @@ def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
         ("raise SystemExit(3)", "exit status 3"),
         ("def model(size):\n    return nn.Linear(size, size)", "TypeError"),
         ("def recurse():\n    recurse()\nrecurse()", "RecursionError"),
-        ("model = nn.Linear(1, 1)\ndef example_inputs():\n    raise KeyError('no data')", r"example_inputs\(\).*no data"),
+        (
+            "model = nn.Linear(1, 1)\ndef example_inputs():\n    raise KeyError('no data')",
+            r"example_inputs\(\).*no data",
+        ),
     ],
 )
 def test_other_faults_of_the_file(tmp_path, text, says):
@@ -145,15 +148,15 @@ def test_files_without_a_model(tmp_path, text, name, says):
 
 @pytest.mark.parametrize("name", ["nowhere.py", "nowhere", "nowhere.json", "nowhere.py:x"])
 def test_targets_that_do_not_exist(tmp_path, name):
-    with pytest.raises(SpecError, match="nowhere.*does not exist"):
+    with pytest.raises(SpecError, match=r"nowhere.*does not exist"):
         load_target(str(tmp_path / name), Workload())
 
 
 def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "model.bin").write_text("")
-    with pytest.raises(SpecError, match="is neither a model.py"):
+    with pytest.raises(SpecError, match="is neither a model"):
         load_target(str(tmp_path / "model.bin"), Workload())
-    with pytest.raises(SpecError, match="config.json does not exist"):
+    with pytest.raises(SpecError, match=r"config\.json does not exist"):
         load_target(str(tmp_path), Workload())
 
 
@@ -183,7 +186,9 @@ def test_a_configuration_builds_its_model_on_meta_in_its_dtype(tmp_path):
     assert all(p.is_meta and p.dtype == torch.float16 for p in parameters)
     assert not target.model.training and torch.get_default_dtype() == torch.float32
     again = load_target(str(tmp_path), Workload(assumed=True), with_weights=True)
-    assert {n: p.shape for n, p in again.model.named_parameters()} == {n: p.shape for n, p in target.model.named_parameters()}
+    assert {n: p.shape for n, p in again.model.named_parameters()} == {
+        n: p.shape for n, p in target.model.named_parameters()
+    }
     assert has_weights(again.model)
 
 

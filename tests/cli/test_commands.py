@@ -1,0 +1,249 @@
+"""The commands as a user runs them: exit statuses, streams, JSON, files written whole or not at all."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.cli.main import app
+from autoshard.cluster.cluster import Cluster
+from autoshard.plan import Plan
+
+ROOT = Path(autoshard.__file__).parents[1]
+MODEL = """
+import torch
+from torch import nn
+
+print("the file prints this")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+def model():
+    return nn.Sequential(*[Block() for _ in range(8)])
+
+def example_inputs(batch_size=2):
+    return torch.zeros(batch_size, 64)
+"""
+TWO_SMALL = "2x800KiB"  # the model has 1.0 MiB of weights
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def command(*arguments, expect=0):
+    done = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "80"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == expect, done.output
+    return done
+
+
+def process(*arguments, **environment):
+    """The same in a process of its own, as a shell starts it."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **environment}
+    command_line = [sys.executable, "-m", "autoshard", *map(str, arguments)]
+    return subprocess.run(command_line, capture_output=True, text=True, env=env)
+
+
+def test_plan_prints_tables(file):
+    done = command("plan", file, "--devices", TWO_SMALL, "--strategy", "balanced")
+    for word in ("cuda:0", "cuda:1", "Peak", "one pass", "Transfers", "Why", "Notes", "inference", "(assumed)"):
+        assert word in done.stdout, word
+    assert "4 x" in done.stdout or "3 x" in done.stdout or "5 x" in done.stdout, done.stdout
+    assert "the file prints this" not in done.stdout and "the file prints this" in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_plan_writes_a_file_that_estimate_reads(file, tmp_path):
+    out = tmp_path / "plan.json"
+    document = json.loads(command("plan", file, "--devices", TWO_SMALL, "-o", out, "--json").stdout)
+    plan = Plan.load(out)
+    assert document["plan"] == json.loads(plan.to_json())
+    assert document["plan"]["placements"] == dict(plan.placements)
+    again = json.loads(command("estimate", out, file, "--json").stdout)
+    assert again["plan"] == document["plan"]
+    peaks = [[d["peak_bytes"] for d in doc["estimate"]["devices"]] for doc in (document, again)]
+    assert peaks[0] == peaks[1]
+    assert document["estimate"]["fits"] and all(d["free_bytes"] >= 0 for d in document["estimate"]["devices"])
+    assert str(out) in command("plan", file, "--devices", TWO_SMALL, "-o", out).stderr
+
+
+def test_json_is_one_document_and_nothing_else(file):
+    done = command("profile", file, "--json", "--batch", "3", "--train", "--optimizer", "momentum")
+    document = json.loads(done.stdout)
+    parameters = 8 * (64 * 256 * 2 + 256 + 64) * 4
+    assert document["parameter_bytes"] == document["gradient_bytes"] == document["optimizer_bytes"] == parameters
+    assert document["workload"]["batch_size"] == 3
+    assert document["modules"][0]["path"] == "" and len(document["modules"]) == 1 + 8 * 3
+    assert document["model"]["capture_level"] == "fake"
+
+
+def test_profile_folds_repeated_blocks(file):
+    done = command("profile", file)
+    assert "0-7  8 x each" in done.stdout and "1.01 MiB" in done.stdout
+    assert "up" in done.stdout and "up" not in command("profile", file, "--depth", "1").stdout.split("On one")[0]
+
+
+def test_limits_pins_and_workload(file):
+    done = command(
+        *("plan", file, "--devices", "2x4MiB", "--strategy", "sequential", "--json", "--batch", "4"),
+        *("--max-memory", "cuda:0=700KiB", "--pin", "0=cuda:1"),
+    )
+    document = json.loads(done.stdout)
+    assert document["plan"]["placements"]["0"] == "cuda:1" and document["plan"]["pins"] == {"0": "cuda:1"}
+    assert document["plan"]["workload"]["batch_size"] == 4
+    first = document["estimate"]["devices"][0]
+    assert first["peak_bytes"] <= 700 * 1024
+
+
+def test_max_memory_alone_names_the_devices(file):
+    done = command("plan", file, "--max-memory", "cuda:0=800KiB,cuda:1=800KiB", "--json")
+    assert [d["name"] for d in json.loads(done.stdout)["estimate"]["devices"]] == ["cuda:0", "cuda:1"]
+
+
+def test_a_device_map_can_be_estimated(file, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({str(i): int(i > 2) for i in range(8)}))
+    document = json.loads(command("estimate", path, file, "--devices", "2x4MiB", "--json").stdout)
+    assert document["plan"]["placements"]["3"] == "cuda:1"
+    assert document["estimate"]["transfers"]
+
+
+def test_devices(tmp_path):
+    out = tmp_path / "cluster.json"
+    done = command("devices", "2 hosts of 2xA100-40GB", "--json", "-o", out)
+    assert Cluster.from_dict(json.loads(done.stdout)) == Cluster.from_dict(json.loads(out.read_text()))
+    text = command("devices", out).stdout
+    assert "A100-SXM-40" in text and "GB/s" in text and "host1" in text
+    assert "cpu" in command("devices", "cpu").stdout
+    assert "H100-SXM" in command("devices", "--known").stdout
+    assert "H100-SXM" in json.loads(command("devices", "--known", "--json").stdout)
+
+
+def test_devices_calibrate():
+    done = command("devices", "cpu", "--calibrate", "--json")
+    (device,) = json.loads(done.stdout)["devices"]
+    assert device["measured"] and device["flops_per_second"]["float32"] > 1e8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--devices", "2xpotato"], "potato"),
+        (["--devices", "2x0GiB"], "0GiB"),
+        (["--strategy", "greedy"], "greedy"),
+        (["--objective", "speed"], "speed"),
+        (["--batch", "0"], "at least 1"),
+        (["--batch", "many"], "valid integer"),
+        (["--seq", "7"], "--seq has no effect"),
+        (["--optimizer", "adamw"], "--train"),
+        (["--train", "--optimizer", "sophia"], "sophia"),
+        (["--max-memory", "cuda:0"], "cuda:0=20GiB"),
+        (["--max-memory", "cuda:7=1GiB"], "cuda:7"),
+        (["--max-memory", "cuda:0=1GiB,cuda:0=2GiB"], "twice"),
+        (["--pin", "0"], "--pin"),
+        (["--pin", "0=cuda:9"], "cuda:9"),
+        (["--pin", "nowhere=cuda:0"], "nowhere"),
+        (["--no-such-option"], "no-such-option"),
+    ],
+)
+def test_wrong_usage_is_exit_status_2(file, arguments, says):
+    devices = [] if "--devices" in arguments else ["--devices", "2x4MiB"]
+    done = command("plan", file, *devices, *arguments, expect=2)
+    assert says in done.stderr.replace("\n", " ").replace("│", ""), done.stderr
+    assert not done.stdout.strip() and "Traceback" not in done.stderr
+
+
+def test_what_can_t_be_met_is_exit_status_1(file, tmp_path):
+    out = tmp_path / "plan.json"
+    done = command("plan", file, "--devices", "2x300KiB", "-o", out, "--json", expect=1)
+    assert "cuda" in done.stderr and "KiB" in done.stderr and not done.stdout.strip()
+    assert list(tmp_path.glob("*.json")) == []
+    assert (
+        "no such folder"
+        in command("plan", file, "--devices", "2x4MiB", "-o", tmp_path / "no such folder/p.json", expect=1).stderr
+    )
+
+
+def test_plans_that_do_not_belong(file, tmp_path):
+    out, other = tmp_path / "plan.json", tmp_path / "other.py"
+    command("plan", file, "--devices", TWO_SMALL, "-o", out)
+    other.write_text(MODEL.replace("256", "128"))
+    assert "another model" in command("estimate", out, other, expect=1).stderr
+    assert "does not exist" in command("estimate", tmp_path / "none.json", file, expect=2).stderr
+    out.write_text(out.read_text()[:-30])
+    assert "damaged" in command("estimate", out, file, expect=1).stderr
+    out.write_text(json.dumps({"format": "autoshard plan", "version": 99}))
+    assert "newer" in command("estimate", out, file, expect=1).stderr
+
+
+def test_a_file_that_raises(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("import torch\n\nraise ValueError('bad weather')\n")
+    done = command("plan", path, "--devices", "2x4MiB", expect=1)
+    assert "ValueError: bad weather" in done.stderr and "line 3" in done.stderr
+    assert len(done.stderr.splitlines()) < 12 and "site-packages" not in done.stderr
+
+
+def test_inputs_that_do_not_fit_or_are_missing(file, tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text(MODEL.replace("torch.zeros(batch_size, 64)", "torch.zeros(batch_size, 65)"))
+    done = command("plan", path, "--devices", "2x4MiB", expect=1)
+    assert "could not be run" in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+    path.write_text(MODEL.replace("example_inputs", "unused"))
+    assert "example_inputs" in command("plan", path, "--devices", "2x4MiB", expect=1).stderr
+
+
+def test_help_and_version():
+    assert "plan" in command("--help").stdout
+    for name in ("plan", "profile", "estimate", "verify", "devices"):
+        assert "TARGET" in command(name, "--help").stdout or name == "devices"
+    assert command("--version").stdout.strip() == f"autoshard {autoshard.__version__}"
+
+
+def test_as_a_process(file, tmp_path):
+    """Streams and exit statuses as a shell sees them; the same plan in two processes."""
+    first = process("plan", file, "--devices", TWO_SMALL, "-o", tmp_path / "a.json", "--json", PYTHONHASHSEED="1")
+    assert first.returncode == 0, first.stderr
+    json.loads(first.stdout)
+    assert "the file prints this" in first.stderr and "\x1b" not in first.stderr
+    process("plan", file, "--devices", TWO_SMALL, "-o", tmp_path / "b.json", PYTHONHASHSEED="2")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert process("plan", tmp_path / "nowhere.py").returncode == 2
+    assert process("plan", file, "--devices", "1x300KiB").returncode == 1
+    narrow = process("plan", file, "--devices", TWO_SMALL, PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0, narrow.stderr
+    assert "####" in narrow.stdout and narrow.stdout.isascii()
+
+
+def test_the_command_line_loads_only_what_it_needs(tmp_path):
+    """Help and devices come without transformers, the compiler or the distributed tensors."""
+    code = """
+        import sys
+        from typer.testing import CliRunner
+        from autoshard.cli.main import app
+        assert CliRunner().invoke(app, ["devices", "8xH100"]).exit_code == 0
+        heavy = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "scipy", "accelerate")
+        print([name for name in heavy if name in sys.modules])
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=True
+    )
+    assert done.stdout.strip() == "[]"

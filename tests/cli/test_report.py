@@ -1,0 +1,294 @@
+"""The tables: what is folded, merged and cut, and that they fit 80 columns with and without colour and Unicode."""
+
+import io
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+import autoshard
+from autoshard.cluster.parse import parse_devices
+from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.plan import Plan, PlanDevice
+from autoshard.report.rows import cut_bar, module_rows, placed_rows, transfer_rows
+from autoshard.report.terminal import print_devices, print_hardware, print_plan, print_profile
+from autoshard.workload import Workload
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, depth=6):
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList([*[Block(8) for _ in range(depth)], Block(8)])
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return autoshard.profile(Net(), torch.arange(6).reshape(1, 6), workload=Workload(batch_size=1, sequence_length=6))
+
+
+def plan_of(placements, **fields):
+    devices = tuple(PlanDevice(name=name, memory_bytes=GIB) for name in dict.fromkeys(placements.values()))
+    settings = {
+        "strategy": "balanced",
+        "objective": "latency",
+        "workload": Workload(),
+        "reasons": ("it is the fastest",),
+    }
+    return Plan(placements=placements, devices=devices, **{**settings, **fields})
+
+
+PLACEMENTS = {
+    "embed": "cuda:0",
+    "scale": "cuda:1",
+    "blocks.0": "cuda:0",
+    "blocks.1": "cuda:0",
+    "blocks.2": "cuda:0",
+    "blocks.3.up": "cuda:0",
+    "blocks.3.down": "cuda:1",
+    "blocks.4": "cuda:1",
+    "blocks.5": "cuda:1",
+    "blocks.6": "cuda:1",
+    "head": "cuda:1",
+}
+
+
+def device(name, **parts):
+    fields = ("parameter", "buffer", "gradient", "optimizer", "activation", "cache", "transfer", "overhead")
+    figures = {f"{field}_bytes": parts.get(field, 0) for field in fields}
+    return DeviceEstimate(
+        name=name,
+        memory_bytes=parts.get("memory", 10 * GIB),
+        peak_bytes=sum(figures.values()),
+        compute_seconds=parts.get("compute", 0.01),
+        transfer_seconds=parts.get("transfer_time", 0.0),
+        **figures,
+    )
+
+
+def estimate_of(*devices, transfers=(), **fields):
+    settings = {"objective": "latency", "latency_seconds": 0.5, "bottleneck_seconds": 0.25, "lower_bound_seconds": 0.4}
+    settings |= {"gap": 0.25, "fits": all(d.free_bytes >= 0 for d in devices)}
+    return Estimate(devices=devices, transfers=tuple(transfers), **{**settings, **fields})
+
+
+def shown(call, *arguments, width=80, colour=False, encoding="utf-8", **settings):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=stream, width=width, force_terminal=colour, highlight=False)
+    call(console, *arguments, **settings)
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def test_placements_are_folded(profile):
+    rows = [(row.path, row.count, row.device) for row in placed_rows(plan_of(PLACEMENTS), profile)]
+    assert sorted(rows) == sorted(
+        [
+            ("embed", 1, "cuda:0"),
+            ("blocks.0-2", 3, "cuda:0"),
+            ("blocks.3.up", 1, "cuda:0"),
+            ("blocks.3.down", 1, "cuda:1"),
+            ("blocks.4-6", 3, "cuda:1"),
+            ("scale", 1, "cuda:1"),
+            ("head", 1, "cuda:1"),
+        ]
+    )
+    total = sum(row.nbytes for row in placed_rows(plan_of(PLACEMENTS), profile))
+    assert total == profile.parameter_bytes + profile.buffer_bytes
+
+
+def test_the_whole_model_on_one_device(profile):
+    (row,) = placed_rows(plan_of({"": "cuda:0"}), profile)
+    assert row.path == "(whole model)" and row.nbytes == profile.parameter_bytes
+
+
+@given(st.integers(1, 6), st.data())
+def test_folding_loses_nothing(depth, data):
+    """Unfolding every range gives the placements back."""
+    names = [f"blocks.{i}" for i in range(depth)]
+    placements = {name: data.draw(st.sampled_from(["cuda:0", "cuda:1"])) for name in names}
+    folded = placed_rows(plan_of(placements), FOLDED_PROFILE)
+    unfolded = {}
+    for row in folded:
+        first, _, last = row.path.rpartition(".")[2].partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        assert len(numbers) == row.count
+        unfolded |= {f"blocks.{i}": row.device for i in numbers}
+    assert unfolded == placements
+
+
+FOLDED_PROFILE = autoshard.profile(Net(5), torch.arange(6).reshape(1, 6))
+
+
+def test_modules_are_folded(profile):
+    rows = [(row.depth, row.label, row.count) for row in module_rows(profile, 3)]
+    assert rows == [
+        (0, "embed", 1),
+        (0, "blocks", 1),
+        (1, "0-6", 7),
+        (2, "up", 1),
+        (2, "down", 1),
+        (0, "head", 1),
+    ]
+    assert [row.label for row in module_rows(profile, 1)] == ["embed", "blocks", "head"]
+
+
+def test_transfers_are_merged():
+    def transfer(nbytes, backward=False, **names):
+        return Transfer(source="a", destination="b", nbytes=nbytes, seconds=0.001, backward=backward, **names)
+
+    transfers = [
+        transfer(10, producer="x", consumer="y"),
+        transfer(500, producer="big", consumer="user"),
+        transfer(7, backward=True, producer="y", consumer="x"),
+    ]
+    forward, backward = transfer_rows(transfers)
+    assert (forward.count, forward.nbytes, forward.producer, forward.consumer) == (2, 510, "big", "user")
+    assert backward.backward and backward.nbytes == 7
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=7), st.integers(1, 10**12), st.integers(1, 60))
+def test_bars(parts, total, width):
+    cells = cut_bar(parts, total, width)
+    assert sum(cells) <= width and all(c >= 0 for c in cells)
+    if sum(parts) >= total:
+        assert sum(cells) == width
+    elif sum(parts):
+        # What is used is rounded up, so that something used is never shown as nothing.
+        assert sum(cells) > 0 and sum(cells) - 1 < width * sum(parts) / total
+    for part, cell in zip(parts, cells, strict=True):
+        assert part or not cell
+
+
+def test_a_plan_as_printed(profile):
+    """The whole text, so that every change of it is seen."""
+    estimate = estimate_of(
+        device("cuda:0", parameter=4 * GIB, activation=2 * GIB, overhead=GIB, compute=0.2),
+        device("cuda:1", parameter=2 * GIB, cache=3 * GIB, overhead=GIB, compute=0.1, transfer_time=0.002),
+        device("cuda:2"),
+        transfers=[
+            Transfer(
+                source="cuda:0",
+                destination="cuda:1",
+                nbytes=2**20,
+                seconds=2e-3,
+                producer="blocks.3.up",
+                consumer="blocks.3",
+            )
+        ],
+    )
+    text = shown(
+        print_plan, plan_of(PLACEMENTS, pins={"head": "cuda:1"}), estimate, profile, title="net.py", notes=["Noted."]
+    )
+    assert text == PRINTED
+
+
+PRINTED = """
+net.py  Net  2.22 k parameters, 8.69 KiB
+inference, batch 1, 6 tokens, float32
+
+Plan  balanced, for latency: 2 of 3 devices used
+Device  Memory                      Peak        of      Free  Compute
+cuda:0  █████████▒▒▒▒▒xx······  7.00 GiB  10.0 GiB  3.00 GiB   200 ms
+cuda:1  █████▪▪▪▪▪▪▪xx········  6.00 GiB  10.0 GiB  4.00 GiB   100 ms
+cuda:2  ······················    unused  10.0 GiB  10.0 GiB  10.0 ms
+  █ weights 6.00 GiB   ▒ activations 2.00 GiB   ▪ cache 3.00 GiB
+  x overhead 2.00 GiB   · free
+
+Modules
+Module              Class       Weights  Device
+scale               parameter      32 B  cuda:1
+embed               Embedding  1.00 KiB  cuda:0
+blocks.0-2     3 x  Block      3.28 KiB  cuda:0
+blocks.3.up         Linear        576 B  cuda:0
+blocks.3.down       Linear        544 B  cuda:1
+blocks.4-6     3 x  Block      3.28 KiB  cuda:1
+head                Linear         tied  cuda:1 (pinned)
+
+Predicted
+  one pass        500 ms  12 tokens/s
+  busiest device  250 ms  cuda:0; 24 tokens/s if passes overlap
+  lower bound     400 ms  this plan is 25.0 % above it
+
+Transfers  1 tensor, 1.00 MiB, 2.00 ms per pass
+From    To      Tensors     Bytes     Time  Largest
+cuda:0  cuda:1        1  1.00 MiB  2.00 ms  blocks.3.up -> blocks.3
+
+Why
+  - It is the fastest.
+
+Notes
+  - Noted.
+"""
+
+
+def test_over_full_devices_are_said_to_be(profile):
+    estimate = estimate_of(device("cuda:0", parameter=12 * GIB))
+    text = shown(print_plan, plan_of({"": "cuda:0"}), estimate, profile)
+    assert "it does not fit" in text and "-2.00 GiB" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_tables_fit(profile, width, encoding):
+    devices = [device(f"cuda:{i}", parameter=i * GIB, activation=GIB, optimizer=GIB, gradient=GIB) for i in range(4)]
+    transfers = [
+        Transfer(
+            source="cuda:0",
+            destination=f"cuda:{i % 3 + 1}",
+            nbytes=10**i,
+            seconds=1e-3,
+            producer="some.very.long.path.of.modules.that.does.not.end.soon",
+            consumer="another.very.long.path.of.modules.that.does.not.end.soon",
+            backward=i % 2 == 1,
+        )
+        for i in range(8)
+    ]
+    estimate = estimate_of(*devices, transfers=transfers, aligned=("a.b", "", "c", "d"), written_back=("e",))
+    kinds = {d.name: "MI300X" for d in devices}
+    note = ["A rather long sentence about an assumption that was made along the way, to be wrapped."]
+    text = shown(
+        print_plan, plan_of(PLACEMENTS), estimate, profile, kinds=kinds, notes=note, width=width, encoding=encoding
+    )
+    assert max(map(len, text.splitlines())) <= max(width, 90)  # a bar and five figures are never cut
+    if width >= 80:
+        assert max(map(len, text.splitlines())) <= width
+    assert not re.search(r" $", text, re.MULTILINE)
+    assert "\x1b" not in text
+    for call, argument in ((print_profile, profile), (print_devices, parse_devices("2 hosts of 8xMI300X,cpu=1GiB"))):
+        text = shown(call, argument, width=80, encoding=encoding)
+        assert max(map(len, text.splitlines())) <= 80 and not re.search(r" $", text, re.MULTILINE)
+    text = shown(print_hardware, width=80, encoding=encoding)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_colour_only_where_wanted(profile, monkeypatch):
+    estimate = estimate_of(device("cuda:0", parameter=GIB))
+    assert "\x1b[" in shown(print_plan, plan_of({"": "cuda:0"}), estimate, profile, colour=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    coloured = shown(print_plan, plan_of({"": "cuda:0"}), estimate, profile, colour=True)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", coloured)
