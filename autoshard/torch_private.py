@@ -1,5 +1,6 @@
 """Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +26,15 @@ __all__ = [
     "conj_and_neg_keys",
     "is_composite",
     "flop_formulas",
+    "count_hooks_again",
     "forward_pre_hooks",
     "innermost_function_mode",
     "node_sequence",
     "run_composite",
     "sequence_number",
     "swap_contents",
+    "untracked_views",
+    "uncount_hooks",
 ]
 
 
@@ -67,10 +71,43 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+class _UncountedHooks(OrderedDict):
+    """Hooks of a module; those with a true attribute `uncounted` are called as any other and left out of `len`."""
+
+    def __len__(self) -> int:
+        return sum(not getattr(hook, "uncounted", False) for hook in self.values())
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+
+def uncount_hooks(module: torch.nn.Module) -> None:
+    """Let hooks registered on a module from now on, if they wish so, be seen by nobody who counts hooks.
+
+    torch's encoder layers do, and leave their fused path, with other rounding, if there are any; also below them.
+    """
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        if not vars(module)[name]:
+            vars(module)[name] = _UncountedHooks()
+
+
+def count_hooks_again(module: torch.nn.Module) -> None:
+    """Undo `uncount_hooks` where no hooks are left."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = vars(module)[name]
+        if type(hooks) is _UncountedHooks and not hooks:
+            vars(module)[name] = OrderedDict()
+
+
 def innermost_function_mode() -> Any:
     """The torch function mode entered last in this thread, None if there is none."""
     count = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+def untracked_views() -> Any:
+    """A context in which views do not refer to what they are views of."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:

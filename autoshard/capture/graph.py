@@ -39,7 +39,8 @@ class Storage:
 class Value:
     """One tensor object: made by `op` (-1: parameter, buffer, input or constant), seen by Python until `died`.
 
-    `nbytes` is numel * itemsize, what a copy of it takes; the storage may be larger (it is a view) or smaller (expanded).
+    `nbytes` is numel * itemsize; the storage may be larger (it is a view) or smaller (expanded). `copy_bytes` is what a
+    copy of it takes: expanded dimensions count once. -1: as `nbytes`.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Value:
     dtype: torch.dtype
     nbytes: int
     requires_grad: bool = False
+    copy_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One call of a torch function that several ops make up, `begin` to `end`; `inputs` are its tensor arguments in order.
+    """One call of a torch function that ran ops `begin` to `end`; `inputs` are its tensor arguments in its own order.
 
     Devices that meet in the arguments are brought together for the whole call, before any of its ops.
     """
@@ -148,7 +150,7 @@ class ModelGraph:
         outputs: values in the root's return; `state` those reachable only through opaque objects in it (a cache).
         backward_begin: index of the first backward op; len(ops) if forward only.
         gradients: (parameter name, value) of what backward left in `.grad`.
-        functions: forward calls of torch functions that are more than one op and have more than one tensor argument.
+        functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
     """
 

@@ -29,7 +29,7 @@ class Ledger:
         self.ops: list[Op] = []
         self.nodes: list[torch.fx.Node | None] = []  # by value
         self.contents: dict[int, torch.Tensor] = {}  # by value: copies of lifted constants
-        self._values: list[list[Any]] = []  # [storage, op, died, shape, dtype, nbytes, requires_grad]
+        self._values: list[list[Any]] = []  # as in Value, from `storage` on
         self._storages: list[list[Any]] = []  # [nbytes, kind, born, died, name]
         self._saves: list[list[int]] = []  # [value, op, released]
         self._tensor_refs: dict[int, _Ref] = {}
@@ -63,7 +63,7 @@ class Ledger:
         shape = tuple(tensor.shape)
         nbytes = tensor.numel() * tensor.element_size()
         storage = self._storage_of(tensor, nbytes, born, kind, name)
-        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False])
+        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, _copy_bytes(tensor, nbytes)])
         self.nodes.append(node)
         return row
 
@@ -113,9 +113,9 @@ class Ledger:
         return tuple(
             Value(
                 index=index, storage=storage, op=op, died=end if died < 0 else died,
-                shape=shape, dtype=dtype, nbytes=nbytes, requires_grad=grad,
+                shape=shape, dtype=dtype, nbytes=nbytes, requires_grad=grad, copy_bytes=copied,
             )
-            for index, (storage, op, died, shape, dtype, nbytes, grad) in enumerate(self._values)
+            for index, (storage, op, died, shape, dtype, nbytes, grad, copied) in enumerate(self._values)
         )  # fmt: skip
 
     def storages(self) -> tuple[Storage, ...]:
@@ -158,3 +158,12 @@ class Ledger:
             del self._storage_refs[ref.key]
         if not self._closed:
             self._storages[ref.row][3] = len(self.ops)
+
+
+def _copy_bytes(tensor: torch.Tensor, nbytes: int) -> int:
+    """What a copy of a tensor takes when its expanded dimensions are copied once."""
+    if tensor.layout is torch.strided and nbytes:
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if stride == 0:
+                nbytes //= size
+    return nbytes

@@ -217,14 +217,14 @@ class Recorder(TorchDispatchMode):
         return self.ledger.ops[forward].call, forward
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remember a torch function that ran several ops, if it has several tensors."""
-        if self.backward:
+        """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments themselves."""
+        if self.backward and not self._stack:
             return
         tensors = [tensor for _, tensor in nested.tensors_in((args, kwargs))]
         if len(tensors) > 1:
-            found = [self.ledger.find(tensor) for tensor in tensors]
-            inputs = tuple(value for value in found if value is not None)
-            self.functions.append(Function(begin=begin, end=self.ledger.now, inputs=inputs))
+            inputs = tuple(value for tensor in tensors if (value := self.ledger.find(tensor)) is not None)
+            if len(inputs) > 1 and (self.ledger.now > begin + 1 or inputs != self.ledger.ops[begin].inputs):
+                self.functions.append(Function(begin=begin, end=self.ledger.now, inputs=inputs))
 
     def saved(self, tensor: torch.Tensor) -> tuple[int, int, weakref.ref | None]:
         """(value, op that saves it, the tensor itself) of what autograd hands to a pack hook.

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.record import Recorder
+from autoshard.torch_private import untracked_views
 
 _DEVICE = torch.Tensor.device
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
@@ -39,7 +40,7 @@ class DeviceSources(TorchFunctionMode):
             result = func(*args, **kwargs)
             if func in _LITERALS:
                 return self._placed_literal(result, args)
-            if recorder.ledger.now > begin + 1:
+            if recorder.ledger.now > begin:
                 recorder.note_function(begin, args, kwargs)
             return result
         finally:
@@ -99,7 +100,10 @@ class DeviceSources(TorchFunctionMode):
         recorder = self._recorder
         recorder.device_source, recorder.moving = source, True
         try:
-            return torch.ops.aten.alias.default(tensor)
+            if torch.is_grad_enabled():
+                return torch.ops.aten.alias.default(tensor)
+            with untracked_views():  # a view holds its base, which a tensor that was moved away does not
+                return torch.ops.aten.alias.default(tensor)
         finally:
             recorder.moving = False
 

@@ -97,7 +97,7 @@ class Objects:
         differentiable = self.grad and value.requires_grad
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
-        nbytes = min(value.nbytes, self.buffer_bytes[self.buffer[obj]])
+        nbytes = value.nbytes if value.copy_bytes < 0 else value.copy_bytes
         buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
         copy = self.new_object(value.index, buffer, source=obj)
         self.elsewhere[value.index, device] = copy

@@ -127,14 +127,11 @@ class Walk:
             self._next_call += 1
         while self._stack and calls[self._stack[-1]].end <= time:
             self._leave(time)
-        while self._function is not None and self._function.begin <= time:
+        while self._function is not None and self._function.end <= time:
             self._function_view.clear()
-            if time >= self._function.end:
-                self._function = next(self._functions, None)
-                continue
-            if time == self._function.begin:
-                self._enter_function(self._function)
-            break
+            self._function = next(self._functions, None)
+        if self._function is not None and self._function.begin == time:
+            self._enter_function(self._function)
 
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)

@@ -218,7 +218,7 @@ def _edges(
             rows[index] = len(value)
             value.append(index)
             maker.append(made)
-            nbytes.append(min(row.nbytes, storage.nbytes))
+            nbytes.append(row.nbytes if row.copy_bytes < 0 else row.copy_bytes)
             differentiable = training and row.requires_grad
             copies.append(2 if differentiable else 0 if row.storage in owner else 1)
         edges[rows[index], unit] = None
