@@ -16,7 +16,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.placement import parent, resolve_homes
 from autoshard.plan import Plan, check_placements
-from autoshard.runtime.boundaries import hook_model, unhook
+from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
@@ -51,7 +51,7 @@ def remove(model: nn.Module) -> nn.Module:
     tensors = named_tensors(model)
     runtime.copies.clear()
     move_tensors(tensors, _originals(tensors, runtime.record))
-    unhook(runtime)
+    unhook(model, runtime)
     return model
 
 
@@ -84,10 +84,12 @@ def adopt(model: nn.Module) -> nn.Module:
         originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
         root_device=record.homes[""],
     )  # fmt: skip
+    boundaries = find_boundaries(model, new)
     runtime.copies.clear()
     move_tensors(tensors, new.devices)
     runtime.record = new
-    hook_model(model, runtime)
+    unhook(model, runtime)
+    hook_boundaries(model, runtime, boundaries)
     return model
 
 
@@ -110,10 +112,12 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
+    runtime = Runtime(record)
+    boundaries = find_boundaries(model, record)
     move_tensors(tensors, record.devices)
     if before is not None:
-        unhook(before)
-    hook_model(model, Runtime(record))
+        unhook(model, before)
+    hook_boundaries(model, runtime, boundaries)
     return model
 
 

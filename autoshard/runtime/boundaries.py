@@ -7,40 +7,50 @@ mixed root ── watched if aligned
   └─ head     its weight is tied and lives with embed ── watched: the weight is copied once
 """
 
+import inspect
+
 import torch
 from torch import nn
 
-from autoshard.placement import Homes, parent, resolve_homes
+from autoshard import torch_private
+from autoshard.placement import parent, resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
 from autoshard.runtime.state import Record, Runtime
 
+Boundaries = dict[str, tuple[torch.device | None, Guard | None]]
+"""Module path -> (home its arguments are moved to, if they are moved; guard, if any)."""
 
-def hook_model(model: nn.Module, runtime: Runtime) -> None:
-    """Hook the boundaries of a model whose tensors are where `runtime.record` says; hooks it had are replaced."""
-    unhook(runtime)
+
+def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: Boundaries) -> None:
+    """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
-    for path, (home, guard) in _boundaries(model, modules, runtime.record).items():
+    shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
+    for path, (home, guard) in boundaries.items():
         kind = Hook if path else RootHook
         hook = kind(runtime, path, home, guard)
+        if any(_is_below(path, outer) for outer in shy):
+            torch_private.uncount_hooks(modules[path])
         runtime.hooks[path] = hook
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         if guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
 
 
-def unhook(runtime: Runtime) -> None:
+def unhook(model: nn.Module, runtime: Runtime) -> None:
     """Take all hooks off."""
     for handle in runtime.handles:
         handle.remove()
     runtime.handles.clear()
     runtime.hooks.clear()
+    for module in model.modules():
+        torch_private.count_hooks_again(module)
 
 
-def _boundaries(
-    model: nn.Module, modules: dict[str, nn.Module], record: Record
-) -> dict[str, tuple[torch.device | None, Guard | None]]:
-    """Module path -> (home its arguments are moved to, if they are; guard, if any). The root comes first."""
+def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
+    """Decide which modules are hooked and how; the root comes first."""
+    modules = dict(model.named_modules())
+    shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
     homes = resolve_homes(record.placements, modules, record.placements)
     resolved = {name: resolve_device(name) for name in dict.fromkeys([*homes.homes.values(), record.homes[""]])}
     device = {path: resolved[name] for path, name in {**homes.homes, "": record.homes[""]}.items()}
@@ -57,8 +67,8 @@ def _boundaries(
                 aligned.add(names[parent(path)])
     if record.conservative and record.placed != {CPU}:  # tensors that the model makes on the CPU may meet its own, too
         aligned |= moving
-    sealed = _sealed(modules, record, homes, aligned)
-    moving |= sealed
+    whole, split = _fused(modules, record, shy, aligned)
+    moving |= whole | split
     writing = (
         moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
     )
@@ -70,9 +80,10 @@ def _boundaries(
         uniform = path in device and path not in homes.mixed
         guard = Guard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
-            watched=path in aligned and path not in sealed,
+            watched=path in aligned and path not in whole,
             target=device[path] if uniform else None,
-            unwatched=path in sealed,
+            unwatched=path in whole,
+            gathered=path in split,
             writes_back=path in writing or path == "",
         )
         needed = path == "" or guard != Guard(target=guard.target)
@@ -92,40 +103,34 @@ def _receiver(path: str, moving: set[str]) -> str:
     return path
 
 
-def _sealed(modules: dict[str, nn.Module], record: Record, homes: Homes, aligned: set[str]) -> set[str]:
-    """Find torch's own composite layers, all on one device, inside watched modules.
+def _fused(
+    modules: dict[str, nn.Module], record: Record, shy: list[str], aligned: set[str]
+) -> tuple[set[str], set[str]]:
+    """Find the outermost `shy` modules inside watched ones: those on one device, and layers on several.
 
-    They choose a fused path, with slightly other bits, unless torch functions are overridden: watching pauses there.
+    A shy module chooses a fused path, with slightly other bits, unless torch functions are overridden; so nothing is
+    watched in it. On several devices, it gets copies of its tensors at home for a forward without gradients.
     """
-    if not aligned:
-        return set()
-    live: dict[str, set[torch.device]] = {}
-    foreign = set()
-    for name, place in record.devices.items():
-        path = parent(name)
-        while True:
-            live.setdefault(path, set()).add(place)
-            if not path:
-                break
-            path = parent(path)
-    for path, module in modules.items():
-        if not type(module).__module__.startswith("torch.nn."):
-            while True:
-                foreign.add(path)
-                if not path:
-                    break
-                path = parent(path)
-    sealed: set[str] = set()
-    for path, module in modules.items():
-        inside = any(_is_below(path, outer) for outer in aligned)
-        composite = next(module.children(), None) is not None and not isinstance(module, _CONTAINERS)
-        whole = len(live.get(path, ())) == 1 and path not in homes.mixed
-        if inside and composite and whole and path not in foreign and not any(_is_below(path, s) for s in sealed):
-            sealed.add(path)
-    return sealed
+    whole: set[str] = set()
+    split: set[str] = set()
+    for path in shy:
+        if not any(_is_below(path, outer) for outer in aligned) or any(_is_below(path, s) for s in whole | split):
+            continue
+        live = {device for name, device in record.devices.items() if _is_below(name, path)}
+        if len(live) == 1:
+            whole.add(path)
+        elif not any(isinstance(module, _CONTAINERS) for module in modules[path].modules()):  # a layer, not a stack
+            split.add(path)
+    return whole, split
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _looks_for_overrides(module: nn.Module) -> bool:
+    """Whether the code of the forward asks if torch functions are overridden."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "has_torch_function" in code.co_names
 
 
 def _is_below(path: str, outer: str) -> bool:

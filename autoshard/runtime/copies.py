@@ -122,8 +122,16 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tracked_copy(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later."""
+    """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later.
+
+    A copy of a weight says that it requires grad as the weight does, also without gradients: torch reads it when it
+    chooses how to multiply, and other choices give other bits.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
-            return copy_tensor(source, device)
-    return copy_tensor(source, device)
+            copy = copy_tensor(source, device)
+    else:
+        copy = copy_tensor(source, device)
+    if source.requires_grad and not copy.requires_grad:
+        copy.requires_grad_()
+    return copy

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
+from autoshard.runtime.gather import gather, is_inference, scatter
 from autoshard.runtime.registrations import registrations
 from autoshard.runtime.state import Call, Runtime
 
@@ -53,6 +54,7 @@ class Guard:
         watched: bring the tensors of each torch call in the module together (the module is aligned).
         target: where they go; None: to the first of them.
         unwatched: stop watching inside, because torch's own fused layers give other bits to a model that is watched.
+        gathered: such a layer on several devices; without gradients, all of it runs at home, on copies of its tensors.
         writes_back: copy what is written into copied arguments back to their sources.
     """
 
@@ -60,6 +62,7 @@ class Guard:
     watched: bool = False
     target: torch.device | None = None
     unwatched: bool = False
+    gathered: bool = False
     writes_back: bool = False
 
 
@@ -71,6 +74,7 @@ class Hook:
     """
 
     __slots__ = ("guard", "home", "path", "runtime")
+    uncounted = True
 
     def __init__(self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None) -> None:
         self.runtime = runtime
@@ -88,7 +92,7 @@ class Hook:
         if self.holds_foreign((*args, *kwargs.values())):
             self.guard = Guard(watched=True, target=self.home)
             self.runtime.handles.append(add_leave(module, self))
-            self.enter(sys._getframe(1))
+            self.enter(module, sys._getframe(1))
         return result
 
     def enter_with(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -96,13 +100,13 @@ class Hook:
         guard = self.guard
         assert guard is not None
         if self.home is None or (self.all_here(args) and (not kwargs or self.all_here(kwargs.values()))):
-            self.enter(sys._getframe(2))
+            self.enter(module, sys._getframe(2))
             return None
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
         if not guard.watched and self.holds_foreign((*args, *kwargs.values())):
             self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
-        call = self.enter(sys._getframe(2))
+        call = self.enter(module, sys._getframe(2))
         if guard.writes_back:
             call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
         return result
@@ -155,7 +159,7 @@ class Hook:
                 return True
         return False
 
-    def enter(self, frame: Any) -> Call:
+    def enter(self, module: nn.Module, frame: Any) -> Call:
         """Set up the guard for a module call made from `frame`."""
         guard = self.guard
         assert guard is not None
@@ -165,7 +169,10 @@ class Hook:
             call.previous_device = current_index(current)
             if call.previous_device is not None and call.previous_device != current.index:
                 set_current(current, current.index)
-        if guard.watched:
+        if guard.gathered and self.home is not None and is_inference(module):
+            self.runtime.pause_watching(call)
+            call.gathered = gather(module, self.path, self.home, self.runtime)
+        elif guard.watched:
             self.runtime.watch(call, guard.target)
         elif guard.unwatched:
             self.runtime.pause_watching(call)
@@ -184,6 +191,8 @@ class Hook:
                 return call
 
     def take_down(self, call: Call) -> None:
+        if call.gathered is not None:
+            scatter(call.gathered, self.runtime)
         self.runtime.unwatch(call)
         guard = call.hook.guard
         if guard.current is not None and call.previous_device is not None:
@@ -235,6 +244,7 @@ class Leave:
     """Post-hook of a guarded module, also called when its forward raises."""
 
     __slots__ = ("hook",)
+    uncounted = True
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
@@ -244,7 +254,7 @@ class Leave:
         if call is None or output is None:
             return None
         if isinstance(output, types.GeneratorType):
-            return _relay(self.hook, output, call.output_device)
+            return _relay(module, self.hook, output, call.output_device)
         if call.output_device is None:
             return None
         moved = to_device(output, call.output_device)
@@ -270,12 +280,12 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, move)
 
 
-def _relay(hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
+def _relay(module: nn.Module, hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
     """Run each step of a generator output as its module's forward runs: watched, on its device, results sent home."""
     resume: Any = generator.send
     value: Any = None
     while True:
-        hook.enter(sys._getframe())
+        hook.enter(module, sys._getframe())
         try:
             item = resume(value)
         except StopIteration as stop:

@@ -23,6 +23,7 @@ class Call:
     frame: int
     watching: Align | None = None
     paused: Align | None = None
+    gathered: Any = None
     previous_device: int | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     output_device: torch.device | None = None
@@ -70,6 +71,7 @@ class Runtime:
     def _start(self, record: Record) -> None:
         self.record = record
         self.copies = Copies()
+        self.gathering = threading.RLock()
         self.local = _Local()
         self.registrations = registrations.count
         registrations.follow(self)
