@@ -7,16 +7,16 @@ run, "invented" where it is not. The level used and what stopped the ones above 
 import inspect
 import pathlib
 import traceback
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import autoshard.errors
+from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.inputs import as_call, derive_inputs
+from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
@@ -54,8 +54,28 @@ def capture(
         raise SpecError(f"unknown capture level {level!r}: use 'fake', 'real' or 'invented', or leave it out.")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"capture needs a torch.nn.Module, got {type(model).__name__}.")
-    call = derive_inputs(model, workload) if inputs is None else as_call(inputs, model)
-    run = Run(model=model, args=call[0], kwargs=call[1], workload=workload)
+    if inputs is not None:
+        args, kwargs = as_call(inputs, model)
+        return _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload), level)
+    return _first_that_runs(model, derive_inputs(model, workload), workload, level)
+
+
+def _first_that_runs(model: nn.Module, calls: list[Call], workload: Workload, level: Level | None) -> ModelGraph:
+    """Capture with derived inputs: the first of several plausible calls that the model accepts."""
+    refused: CaptureError | None = None
+    for args, kwargs in calls:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in kwargs.items())
+        try:
+            graph = _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload), level)
+        except CaptureError as error:
+            refused = refused or error
+        else:
+            return graph.with_notes((f"inputs derived from the config: {shapes}",))
+    raise CaptureError(f"no inputs that the config suggests fit {type(model).__name__}; pass inputs=. {refused}") from refused
+
+
+def _climb(run: Run, level: Level | None) -> ModelGraph:
+    """Try the levels from the top, or the one asked for."""
     if level is not None:
         return _forced(run, level)
     try:
@@ -65,7 +85,7 @@ def capture(
     except Exception as error:
         stopped = error
     notes = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
-    if _tensor_bytes(model) <= REAL_BYTES or not _without_values(model):
+    if _tensor_bytes(run.model) <= REAL_BYTES or not _without_values(run.model):
         return _forced(run, "real", notes)
     if isinstance(stopped, _VALUE_ERRORS):
         notes += ("level real left out: the model has no values and is too large to be filled with random ones",)
@@ -99,14 +119,22 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     def assume(what: str) -> None:
         assumed.setdefault(f"{what} ({_caller()})")
 
-    if level == "real":
-        if _without_values(run.model):
-            notes += ("the model has no values: it was run with random weights",)
-        graph = record_run(run, RealValues(), real_material(clone=_tensor_bytes(run.model) <= REAL_BYTES), level)
-    else:
-        engine = FakeFloats(assume, invent=level == "invented")
-        graph = record_run(run, engine, fake_material(engine), level)
-    return graph.with_notes((*notes, *assumed))
+    def record(decode: Decoding | None) -> ModelGraph:
+        if level == "real":
+            return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
+        engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate")
+        return record_run(run, engine, fake_material(engine), level, decode=decode)
+
+    clone = _tensor_bytes(run.model) <= REAL_BYTES
+    if level == "real" and _without_values(run.model):
+        notes += ("the model has no values: it was run with random weights",)
+    ways: tuple[Decoding, ...] = ("step", "generate") if run.workload.new_tokens and not run.workload.training else ()
+    for way in ways:
+        try:
+            return record(way).with_notes((*notes, *assumed))
+        except Exception as error:  # the forward alone may still be recorded; if not, that says why
+            notes += (f"no cached step by {way}, stopped at {place(error)}: {_reason(error)}",)
+    return record(None).with_notes((*notes, *assumed))
 
 
 def _refusal(run: Run, error: Exception) -> CaptureError:

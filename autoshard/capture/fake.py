@@ -61,10 +61,11 @@ class ValueNeeded(Exception):
 class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing."""
 
-    def __init__(self, assume: Callable[[str], None], *, invent: bool = False) -> None:
+    def __init__(self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False) -> None:
         self.shapes = Shapes()
         self.assume = assume
         self.invent = invent
+        self.answer_argmax = answer_argmax
         self._tainted: dict[int, weakref.ref] = {}
 
     def unknown(self, tensor: torch.Tensor) -> bool:
@@ -164,6 +165,14 @@ def _finite(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     """isinf and isnan: taken to be false."""
     out = engine.shapes.run(func, args, kwargs)
     return _assumed(engine, out, _FINITE_CHECKS[func])
+
+
+def _argmax(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """While generating: the most likely token is taken to be number 1, so that the loop goes on with known tokens."""
+    if not engine.answer_argmax:
+        return NotImplemented
+    engine.assume("generated tokens were taken to be number 1")
+    return engine.real_filled(engine.shapes.run(func, args, kwargs), 1)
 
 
 def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -279,6 +288,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_FILLS, _filled),
     **dict.fromkeys(_FINITE_CHECKS, _finite),
     **dict.fromkeys((aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar), _compared),
+    aten.argmax.default: _argmax,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,

@@ -17,6 +17,7 @@ from autoshard import nested
 from autoshard.capture.graph import UNKNOWN, Call, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
+from autoshard.errors import CaptureError
 from autoshard.torch_private import autograd_node, flop_formulas, node_sequence, sequence_number
 
 _DEVICE = torch.ops.prim.device.default
@@ -270,6 +271,17 @@ class Recorder(TorchDispatchMode):
             if tensor.requires_grad:
                 self.ledger.mark_differentiable(value)
         call[5] = tuple(outputs)
+
+    def root_outputs(self) -> tuple[int, ...]:
+        """Values returned by the first call of the root."""
+        return next(call[5] for call in self.calls if call[0] == "" and not call[6])
+
+    def prompt_and_step(self) -> list[tuple[str, int, int]]:
+        """Phases of a generation: all up to the second call of the root, and the rest."""
+        begins = [call[2] for call in self.calls if call[0] == "" and call[1] < 0]
+        if len(begins) < 2:
+            raise CaptureError("the model was not called a second time while generating; set new_tokens=0.")
+        return [("forward", 0, begins[1]), ("decode", begins[1], self.ledger.now)]
 
     def finished_calls(self) -> tuple[Call, ...]:
         return tuple(

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import logging
 import random
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
+from autoshard.capture.decode import Decoding, opaque_tensors, run_decode
 from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.material import prepared_input
@@ -38,8 +40,13 @@ class Run:
     workload: Workload
 
 
-def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "real", "invented"]) -> ModelGraph:
-    """Run a model once under a recorder and return the graph; the model is as before when this returns or raises."""
+def record_run(
+    run: Run, engine: Engine, make: Make, level: Literal["fake", "real", "invented"], *, decode: Decoding | None = None
+) -> ModelGraph:
+    """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
+
+    With `decode` given the run is a prompt and one step after it, else a forward, with its backward if the workload trains.
+    """
     model, training = run.model, run.workload.training
     modules = module_table(model)
     rows = tensor_rows(model)
@@ -59,13 +66,21 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
         stack.enter_context(recorder)
         if training:
             stack.enter_context(saved_tensor_hooks(recorder))
-        output = model(*args, **kwargs)
-        _refuse_generator(model, output)
-        phases = [("forward", 0, ledger.now)]
+        phases = [("forward", 0, 0)]
         gradients: dict[str, int] = {}
+        if decode is None:
+            output = model(*args, **kwargs)
+            _refuse_generator(model, output)
+            phases = [("forward", 0, ledger.now)]
+            held = list(opaque_tensors(output))
+        else:
+            for _, output, held in run_decode(model, args, kwargs, run.workload.new_tokens, decode):
+                pass
+            phases = recorder.prompt_and_step()
+        outputs = recorder.root_outputs()
         if training:
             loss = training_loss(output, type(model).__name__)
-            phases = [("forward", 0, ledger.now)]
+            phases = [("forward", 0, ledger.now)]  # the loss belongs to it
             recorder.backward = True
             torch.autograd.backward(loss)
             phases.append(("backward", phases[0][2], ledger.now))
@@ -73,8 +88,7 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
                 if parameter.grad is not None:
                     gradients[name] = recorder.value_of(parameter.grad)
         ledger.close()
-        outputs = tuple(recorder.value_of(tensor) for _, tensor in nested.tensors_in(output))
-        state = tuple(value for tensor in opaque_tensors(output) if (value := ledger.find(tensor)) is not None)
+        state = tuple(dict.fromkeys(value for tensor in held if (value := ledger.find(tensor)) is not None))
         ledger.fx_graph.output((tuple(ledger.nodes[value] for value in outputs), {
             name: ledger.nodes[value] for name, value in gradients.items()
         }))
@@ -89,34 +103,6 @@ def record_run(run: Run, engine: Engine, make: Make, level: Literal["fake", "rea
             backward_begin=backward_begin, fingerprint=mark, training=training,
             gradients=tuple(gradients.items()), functions=tuple(recorder.functions),
         )  # fmt: skip
-
-
-def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors that only objects of unknown classes hold: what `nested.tensors_in` passes by (a key/value cache)."""
-    plain = {id(tensor) for _, tensor in nested.tensors_in(value)}
-    seen: set[int] = set()
-
-    def walk(item: Any) -> Iterator[torch.Tensor]:
-        if isinstance(item, torch.Tensor):
-            if id(item) not in plain and id(item) not in seen:
-                seen.add(id(item))
-                yield item
-        elif isinstance(item, (str, bytes, int, float, bool, type(None), nn.Module, type)) or id(item) in seen:
-            return
-        elif isinstance(item, dict):
-            seen.add(id(item))
-            for part in item.values():
-                yield from walk(part)
-        elif isinstance(item, (list, tuple, set)):
-            seen.add(id(item))
-            for part in item:
-                yield from walk(part)
-        elif not callable(item):
-            seen.add(id(item))
-            for part in list(getattr(item, "__dict__", {}).values()):
-                yield from walk(part)
-
-    yield from walk(value)
 
 
 def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], recorder: Recorder) -> tuple[TensorInfo, ...]:
@@ -172,10 +158,13 @@ def _undisturbed() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     gc.disable()
+    talk = logging.getLogger("torch._subclasses.fake_tensor")  # it prints tracebacks of errors that are handled here
+    was_silent, talk.disabled = talk.disabled, True
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        talk.disabled = was_silent
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
