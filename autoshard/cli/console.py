@@ -46,7 +46,7 @@ def reports_errors(command: Command) -> Command:
         except AutoshardError as error:
             console = errors()
             console.print("Error:", style="bold red", end=" ")
-            console.print(str(error), markup=False, style=None)
+            console.print(str(error), markup=False, style=None, soft_wrap=not console.is_terminal)
             raise typer.Exit(WRONG_USAGE if isinstance(error, SpecError) else IMPOSSIBLE) from None
 
     return run  # type: ignore[return-value]

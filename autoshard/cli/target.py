@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +65,18 @@ def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Tar
     config_file(path)
     model = load_model(path, with_weights=with_weights)
     note = quantization_note(model)
-    return Target(model=model, title=title or str(path), inputs=None, workload=workload, notes=(note,) if note else ())
+    shaped = _shaped(workload, model)
+    return Target(model=model, title=title or str(path), inputs=None, workload=shaped, notes=(note,) if note else ())
+
+
+def _shaped(workload: Workload, model: nn.Module) -> Workload:
+    """The workload with the shape that inputs derived from the configuration will have, so that it can be printed."""
+    from autoshard.capture.inputs import sequence_length
+
+    length = workload.sequence_length
+    if length is None and getattr(model, "main_input_name", "") == "input_ids":
+        length = sequence_length(model.config, workload)
+    return replace(workload, batch_size=workload.batch_size or 1, sequence_length=length)
 
 
 def _from_file(path: Path, name: str, workload: Workload, with_weights: bool) -> Target:

@@ -46,7 +46,7 @@ def print_table(
     for line in lines:
         text = Text(indent)
         for i, (cell, column) in enumerate(zip(line, columns, strict=True)):
-            cell = _fitted(cell, widths[i], "…" if is_unicode(console) else "...")
+            cell = fitted(console, cell, widths[i])
             space = " " * (widths[i] - cell.cell_len)
             text.append_text(Text(space) + cell if column.right else cell + Text(space))
             if i + 1 < len(columns):
@@ -60,11 +60,11 @@ def is_unicode(console: Console) -> bool:
     return (console.encoding or "").lower().startswith("utf")
 
 
-def _fitted(cell: Text, width: int, mark: str) -> Text:
-    """The cell, or its end behind an ellipsis: the end of a module path tells more than its beginning."""
+def fitted(console: Console, cell: Text, width: int) -> Text:
+    """Return the cell, or its end behind an ellipsis: the end of a module path tells more than its beginning."""
     if cell.cell_len <= width:
         return cell
-    plain = cell.plain
+    plain, mark = cell.plain, "…" if is_unicode(console) else "..."
     while cell_len(plain) > width - len(mark):
         plain = plain[1:]
     return Text(mark + plain, style=cell.style)

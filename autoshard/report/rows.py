@@ -41,8 +41,7 @@ class TransferRow:
     count: int
     nbytes: int
     seconds: float
-    producer: str
-    consumer: str
+    largest: str
 
 
 def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
@@ -63,7 +62,28 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
             nbytes, class_name = (tensor.nbytes, tensor.kind) if tensor else (0, "")
         device = plan.placements[path]
         rows.append(PlacedRow(path=path or WHOLE, count=1, class_name=class_name, device=device, nbytes=nbytes))
-    return _folded(rows)
+    return _folded(_joined(rows))
+
+
+def _joined(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
+    """Put the named children of one parent that share a device into one row.
+
+    a.0.up: cuda:0, a.0.gate: cuda:0, a.0.down: cuda:1   ->   a.0.{up, gate} cuda:0, a.0.down cuda:1
+    """
+    groups: dict[tuple[str, str, str], list[PlacedRow]] = {}
+    for row in rows:
+        parent, _, name = row.path.rpartition(".")
+        own = row.path if not parent or name.isdecimal() else ""  # these stay rows of their own
+        groups.setdefault((parent, row.device, own), []).append(row)
+    joined = []
+    for (parent, device, _), group in groups.items():
+        if len(group) == 1:
+            joined.append(group[0])
+            continue
+        path = f"{parent}.{{{', '.join(row.path.rpartition('.')[2] for row in group)}}}"
+        nbytes = sum(row.nbytes for row in group)
+        joined.append(PlacedRow(path=path, count=1, class_name=f"{len(group)} modules", device=device, nbytes=nbytes))
+    return joined
 
 
 def _folded(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
@@ -159,11 +179,24 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
             count=len(group),
             nbytes=sum(t.nbytes for t in group),
             seconds=sum(t.seconds for t in group),
-            producer=max(group, key=lambda t: t.nbytes).producer,
-            consumer=max(group, key=lambda t: t.nbytes).consumer,
+            largest=_route(max(group, key=lambda t: t.nbytes)),
         )
         for (source, destination, backward), group in groups.items()
     ]
+
+
+def _route(transfer: Transfer) -> str:
+    """ "a.b.c -> a.b.d" with what both share said once: "a.b: c -> d"."""
+    producer, consumer = transfer.producer or "inputs", transfer.consumer or "outputs"
+    a, b = producer.split("."), consumer.split(".")
+    shared = 0
+    while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
+        shared += 1
+    while shared and (a[shared].isdecimal() or b[shared].isdecimal()):
+        shared -= 1  # "layers.3" says more than "3"
+    if not shared:
+        return f"{producer} -> {consumer}"
+    return f"{'.'.join(a[:shared])}: {'.'.join(a[shared:])} -> {'.'.join(b[shared:])}"
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "overhead")
@@ -180,6 +213,27 @@ def device_parts(device: DeviceEstimate) -> dict[str, int]:
         "cache": device.cache_bytes,
         "overhead": device.overhead_bytes,
     }
+
+
+def device_runs(devices: Sequence[DeviceEstimate]) -> list[tuple[DeviceEstimate, str]]:
+    """Return (first device, label) of runs of neighbours that show the same: cuda:10, cuda:11 -> "cuda:10-11".
+
+    Used devices are folded only where there are many, unused ones always.
+    """
+    runs: list[list[DeviceEstimate]] = []
+    for device in devices:
+        kind, _, index = device.name.partition(":")
+        run = runs[-1] if runs else []
+        follows = bool(run) and index.isdecimal() and run[-1].name == f"{kind}:{int(index) - 1}"
+        foldable = not device.peak_bytes or len(devices) > MANY_DEVICES
+        if follows and foldable and replace(run[-1], name=device.name) == device:
+            run.append(device)
+        else:
+            runs.append([device])
+    return [(r[0], r[0].name if len(r) == 1 else f"{r[0].name}-{r[-1].name.partition(':')[2]}") for r in runs]
+
+
+MANY_DEVICES = 16
 
 
 def cut_bar(parts: Sequence[int], total: int, width: int) -> list[int]:

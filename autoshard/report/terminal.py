@@ -13,6 +13,7 @@ from autoshard.profile.profile import Profile
 from autoshard.report.layout import (
     INDENT,
     Column,
+    fitted,
     format_count,
     format_flops,
     format_number,
@@ -27,6 +28,7 @@ from autoshard.report.rows import (
     PARTS,
     cut_bar,
     device_parts,
+    device_runs,
     module_rows,
     placed_rows,
     tied_modules,
@@ -210,13 +212,13 @@ def _print_heading(console: Console, title: str, profile: Profile) -> None:
     root = profile.modules[0]
     by_storage = {t.storage: t for t in reversed(profile.graph.tensors) if t.kind == "parameter"}
     parameters = sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())
-    line = Text(title or root.class_name, style="bold")
-    if title:
-        line.append(f"  {root.class_name}", style="default not bold")
     weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
-    line.append(f"  {format_count(parameters)} parameters, {weights}", style="default not bold")
+    about = f"  {format_count(parameters)} parameters, {weights}"
+    if title:
+        about = f"  {root.class_name}{about}"
+    line = fitted(console, Text(title or root.class_name, style="bold"), max(console.width - len(about), 12))
     console.print()
-    console.print(line, soft_wrap=True)
+    console.print(line.append(about, style="default not bold"), soft_wrap=True)
     console.print(Text(describe_workload(profile.workload, profile.dtype), style="bright_black"))
 
 
@@ -230,11 +232,11 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
         *(Column(title=name, right=True) for name in ("Peak", "of", "Free", "Compute")),
     ]
     rows: list[list[str | Text]] = []
-    for device in estimate.devices:
+    for device, label in device_runs(estimate.devices):
         fits = device.free_bytes >= 0
         rows.append(
             [
-                device.name,
+                label,
                 *([kinds.get(device.name, "")] if named else []),
                 _bar(console, device),
                 format_bytes(device.peak_bytes) if device.peak_bytes else "unused",
@@ -335,7 +337,7 @@ def _print_transfers(console: Console, estimate: Estimate) -> None:
         [
             *(row.source, row.destination, str(row.count), format_bytes(row.nbytes), format_seconds(row.seconds)),
             *([("backward" if row.backward else "forward")] if backward else []),
-            f"{row.producer or 'inputs'} -> {row.consumer or 'outputs'}",
+            row.largest,
         ]
         for row in shown
     ]
@@ -386,9 +388,9 @@ def _some(paths: tuple[str, ...]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Begin with a capital, end with a full stop."""
+    """End with a full stop. The beginning may be the name of a module or a device and stays."""
     text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _cells(console: Console) -> "dict[str, str]":

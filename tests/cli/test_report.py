@@ -14,7 +14,7 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Plan, PlanDevice
-from autoshard.report.rows import cut_bar, module_rows, placed_rows, transfer_rows
+from autoshard.report.rows import cut_bar, device_runs, module_rows, placed_rows, transfer_rows
 from autoshard.report.terminal import print_devices, print_hardware, print_plan, print_profile
 from autoshard.workload import Workload
 
@@ -144,6 +144,22 @@ def test_folding_loses_nothing(depth, data):
 FOLDED_PROFILE = autoshard.profile(Net(5), torch.arange(6).reshape(1, 6))
 
 
+def test_named_parts_of_a_split_block_are_joined(profile):
+    placements = {**PLACEMENTS, "blocks.3.down": "cuda:0"}
+    (row,) = [row for row in placed_rows(plan_of(placements), profile) if "3" in row.path]
+    assert row.path == "blocks.3.{up, down}" and row.class_name == "2 modules"
+    assert row.nbytes == (2 * 8 * 16 + 16 + 8) * 4
+
+
+def test_alike_devices_are_folded():
+    unused = [device(f"cuda:{i}", compute=0) for i in range(1, 4)]
+    few = [device("cuda:0", parameter=GIB), *unused]
+    assert [label for _, label in device_runs(few)] == ["cuda:0", "cuda:1-3"]
+    many = [device(f"cuda:{i}", parameter=GIB) for i in range(20)] + [device("cpu", parameter=GIB)]
+    assert [label for _, label in device_runs(many)] == ["cuda:0-19", "cpu"]
+    assert len(device_runs(many[:16])) == 16
+
+
 def test_modules_are_folded(profile):
     rows = [(row.depth, row.label, row.count) for row in module_rows(profile, 3)]
     assert rows == [
@@ -164,11 +180,11 @@ def test_transfers_are_merged():
     transfers = [
         transfer(10, producer="x", consumer="y"),
         transfer(500, producer="big", consumer="user"),
-        transfer(7, backward=True, producer="y", consumer="x"),
+        transfer(7, backward=True, producer="net.3.y", consumer="net.3.x.z"),
     ]
     forward, backward = transfer_rows(transfers)
-    assert (forward.count, forward.nbytes, forward.producer, forward.consumer) == (2, 510, "big", "user")
-    assert backward.backward and backward.nbytes == 7
+    assert (forward.count, forward.nbytes, forward.largest) == (2, 510, "big -> user")
+    assert backward.backward and backward.nbytes == 7 and backward.largest == "net.3: y -> x.z"
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=7), st.integers(1, 10**12), st.integers(1, 60))
@@ -239,7 +255,7 @@ From    To      Tensors     Bytes     Time  Largest
 cuda:0  cuda:1        1  1.00 MiB  2.00 ms  blocks.3.up -> blocks.3
 
 Why
-  - It is the fastest.
+  - it is the fastest.
 
 Notes
   - Noted.
