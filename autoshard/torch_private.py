@@ -30,6 +30,7 @@ __all__ = [
     "forward_pre_hooks",
     "innermost_function_mode",
     "node_sequence",
+    "no_overrides",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -144,6 +145,11 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
+
+
+def no_overrides() -> Any:
+    """A context in which no torch function is overridden, by modes or by subclasses, and none looks as if it were."""
+    return torch._C.DisableTorchFunction()
 
 
 @contextmanager

@@ -253,6 +253,12 @@ def _elementwise_backward(engine: FakeFloats, func: Any, args: tuple, kwargs: di
     return engine.shapes.run(aten.add.Tensor, (grad, result), {}) if grad.dtype is result.dtype else NotImplemented
 
 
+def _like_first(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Ops whose result is as large as their first argument, and contiguous."""
+    stride = torch.empty(args[0].shape, device="meta").stride()
+    return engine.shapes.fresh(args[0].shape, stride, args[0].dtype)
+
+
 def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Ops whose kernel alone knows what it allocates: run it once on zeros, if they are few."""
     tensors = tensors_of(args, kwargs)
@@ -292,6 +298,8 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,
+    aten._transformer_encoder_layer_fwd.default: _like_first,
+    aten._native_multi_head_attention.default: _by_running,
     aten.mkldnn_rnn_layer.default: _by_running,
     aten.mkldnn_rnn_layer_backward.default: _by_running,
     **dict.fromkeys(_ELEMENTWISE_BACKWARD, _elementwise_backward),

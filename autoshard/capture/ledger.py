@@ -60,7 +60,7 @@ class Ledger:
         ref = _Ref(tensor, self._tensor_died)
         ref.key, ref.row = id(tensor), row
         self._tensor_refs[ref.key] = ref
-        shape = tuple(tensor.shape)
+        shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
         nbytes = tensor.numel() * tensor.element_size()
         storage = self._storage_of(tensor, nbytes, born, kind, name)
         self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, _copy_bytes(tensor, nbytes)])

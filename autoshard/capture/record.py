@@ -11,14 +11,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import nested
 from autoshard.capture.graph import UNKNOWN, Call, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
-from autoshard.torch_private import autograd_node, flop_formulas, node_sequence, sequence_number
+from autoshard.torch_private import TorchDispatchMode, autograd_node, flop_formulas, node_sequence, sequence_number
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
@@ -175,7 +174,7 @@ class Recorder(TorchDispatchMode):
                 if result is not out:
                     made = ledger.fx_graph.create_node("call_function", operator.getitem, (node, position))
                 value = ledger.add(result, made, op=index, born=index)
-                if not traits.view and result.layout is torch.strided:
+                if not traits.view and result.layout is torch.strided and not result.is_nested:
                     made.meta["stride"] = result.stride()
             outputs.append(value)
         formula = self._formulas.get(func._overloadpacket)

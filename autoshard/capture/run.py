@@ -26,7 +26,7 @@ from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
-from autoshard.torch_private import fake_device_read
+from autoshard.torch_private import fake_device_read, no_overrides
 from autoshard.workload import Workload
 
 
@@ -172,10 +172,17 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+def _looks_for_overrides(module: nn.Module) -> bool:
+    """Whether a forward asks if torch functions are overridden: torch's encoder layers give up their fused path if so."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "has_torch_function" in code.co_names
+
+
 @contextmanager
 def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
+    shy = {id(module) for module in model.modules() if _looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
     thread = threading.get_ident()
 
@@ -186,7 +193,11 @@ def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
-            output = call(self, *args, **kwargs)
+            if id(self) in shy:
+                with no_overrides():
+                    output = call(self, *args, **kwargs)
+            else:
+                output = call(self, *args, **kwargs)
             return output
         finally:
             recorder.end_call(row, output)
