@@ -1,0 +1,237 @@
+"""One run of a model, reduced to what can be compared, and the comparison."""
+
+import copy
+import math
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.backward import training_loss
+from autoshard.nested import map_tensors, tensors_in
+from autoshard.verify.report import Difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One tensor that a run produced, on the CPU: when, where (module path, or ""), which, and its values."""
+
+    during: str
+    module: str
+    output: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a run does: a forward, or training steps with an optimizer, and then a cached greedy decode."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    training: bool
+    optimizer: str
+    new_tokens: int
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        stages = ["forward"]
+        if self.training:
+            stages += ["backward"] if self.optimizer == "none" else ["backward", "optimizer step"]
+        return tuple([*stages, "decode"] if self.new_tokens else stages)
+
+
+def run(
+    model: nn.Module, work: Work, device: torch.device | None = None, measure: Callable[[], None] | None = None
+) -> list[Result]:
+    """Run the model on copies of the inputs, placed on `device` (None: where they are).
+
+    `measure`, if given, is called before the pass whose peak counts; that is a second step in training.
+    """
+    if work.training:
+        results = list(_train(model, work, device, measure))
+    else:
+        with torch.no_grad():
+            results = list(_forward(model, work, device, measure))
+    if work.new_tokens:
+        args, kwargs = _copied((work.args, work.kwargs), device)
+        tokens = model.generate(*args, **kwargs, max_new_tokens=work.new_tokens, do_sample=False)  # type: ignore[operator]
+        results += results_of("decode", "", "tokens", tokens)
+    return results
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    """Copy arguments, so that a run that writes into them leaves the user's alone, and tensors to a device."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    detached = map_tensors(value, lambda tensor: tensor if tensor.is_leaf else tensor.detach())
+    return map_tensors(copy.deepcopy(detached), move)
+
+
+def _forward(
+    model: nn.Module, work: Work, device: torch.device | None, measure: Callable[[], None] | None
+) -> Iterator[Result]:
+    args, kwargs = _copied((work.args, work.kwargs), device)
+    if measure is not None:
+        measure()
+    output = _listed(model(*args, **kwargs))
+    yield from results_of("forward", "", "output", output)
+    yield from results_of("forward", "", "argument", [*args, *kwargs.values()])
+    yield from _buffers(model)
+
+
+def _train(
+    model: nn.Module, work: Work, device: torch.device | None, measure: Callable[[], None] | None
+) -> Iterator[Result]:
+    """Take a step to compare and, if peaks are measured, another: by then all optimizer state is there."""
+    optimizer = _optimizer(work.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    model.zero_grad()
+    args, kwargs = _copied((work.args, work.kwargs), device)
+    output = _listed(model(*args, **kwargs))
+    loss = _weighted_loss(output, type(model).__name__)
+    loss.backward()
+    yield from results_of("forward", "", "output", output)
+    yield from results_of("backward", "", "loss", loss)
+    yield from _gradients(model, args, kwargs)
+    yield from _buffers(model)
+    del args, kwargs, output, loss
+    if optimizer is not None:
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            yield from results_of("optimizer step", name.rpartition(".")[0], f"parameter {name}", parameter)
+    if measure is not None:
+        model.zero_grad()
+        args, kwargs = _copied((work.args, work.kwargs), device)
+        measure()
+        output = _listed(model(*args, **kwargs))
+        loss = training_loss(output, type(model).__name__)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+
+
+def _weighted_loss(output: Any, name: str) -> torch.Tensor:
+    """The output's own `.loss`, else the differentiable tensors in it summed with unequal weights.
+
+    A plain sum would do for memory, but its gradient is one number expanded, which a copy between devices makes dense,
+    and kernels may round the two otherwise; and all that normalises would hide errors behind a gradient of zero.
+    """
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    found = {
+        id(tensor): tensor for _, tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()
+    }
+    if not found or (isinstance(own, torch.Tensor) and own.requires_grad):
+        return training_loss(output, name)
+    parts = []
+    for tensor in found.values():
+        weights = torch.arange(tensor.numel(), dtype=torch.float32).cos().view(tensor.shape)
+        parts.append((tensor * weights.to(tensor.device, tensor.dtype)).sum().to("cpu", torch.float32))
+    return torch.stack(parts).sum()
+
+
+def _gradients(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Result]:
+    """Yield gradients from last to first, the order in which backward reaches them."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None:
+            yield from results_of("backward", name.rpartition(".")[0], f"gradient of {name}", parameter.grad)
+    for path, tensor in tensors_in((args, kwargs)):
+        if tensor.is_leaf and tensor.grad is not None:
+            yield from results_of("backward", "", f"gradient of argument {path}", tensor.grad)
+
+
+def _buffers(model: nn.Module) -> Iterator[Result]:
+    for name, buffer in model.named_buffers():
+        yield from results_of("forward", name.rpartition(".")[0], f"buffer {name}", buffer)
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    makers: dict[str, Any] = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-3),
+        "momentum": lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(parameters, lr=1e-3),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-3),
+    }
+    return makers[name]() if name in makers and parameters else None
+
+
+def _listed(output: Any) -> Any:
+    return list(output) if isinstance(output, types.GeneratorType) else output
+
+
+def results_of(during: str, module: str, what: str, value: Any) -> Iterator[Result]:
+    for path, tensor in tensors_in(value):
+        output = f"{what} {path}".strip()
+        yield Result(during=during, module=module, output=output, value=tensor.detach().to("cpu", copy=True))
+
+
+ROUNDING = 1e-5
+"""Errors up to this fraction of the largest value of a gradient can come from adding in another order."""
+
+
+@dataclass(slots=True)
+class Errors:
+    """The largest errors so far, and the first result beyond the tolerance."""
+
+    largest: float = 0.0
+    relative: float = 0.0
+    first: Difference | None = None
+    only_rounding: bool = True  # all errors are small against the largest value of their tensor
+
+
+def compare(expected: list[Result], found: list[Result], tolerance: float) -> Errors:
+    """Compare two runs result by result; they must have the same results in the same order."""
+    errors = Errors()
+    for ours, theirs in zip(found, expected, strict=False):
+        if (ours.module, ours.output) != (theirs.module, theirs.output):
+            message = f"the original has {theirs.output!r} of {theirs.module!r} here"
+            difference = Difference(
+                during=ours.during, module=ours.module, output=ours.output, max_error=math.inf, message=message
+            )
+            return Errors(math.inf, math.inf, errors.first or difference)
+        _compare_one(theirs, ours, tolerance, errors)
+    if len(expected) != len(found):
+        longer = max(expected, found, key=len)[min(len(expected), len(found))]
+        who = "applied model has" if len(found) > len(expected) else "original has"
+        message = f"only the {who} it"
+        difference = Difference(
+            during=longer.during, module=longer.module, output=longer.output, max_error=math.inf, message=message
+        )
+        return Errors(math.inf, math.inf, errors.first or difference)
+    return errors
+
+
+def _compare_one(expected: Result, found: Result, tolerance: float, errors: Errors) -> None:
+    left, right, message = expected.value, found.value, ""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        error = relative = math.inf
+        message = f"{left.dtype} {list(left.shape)} became {right.dtype} {list(right.shape)}"
+    else:
+        error, relative = _distance(left, right)
+    errors.largest, errors.relative = max(errors.largest, error), max(errors.relative, relative)
+    errors.only_rounding &= error <= ROUNDING * _scale(left)
+    if error > tolerance and errors.first is None:
+        errors.first = Difference(
+            during=found.during, module=found.module, output=found.output, max_error=error, message=message
+        )
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
+    """Largest absolute and relative difference; equal infinities and NaNs are equal, other NaNs are infinitely far."""
+    if left.numel() == 0 or torch.equal(left, right):
+        return 0.0, 0.0
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
+    apart = (left - right).abs()
+    same = (left == right) | (left.isnan() & right.isnan())
+    apart = torch.where(same, 0.0, apart).nan_to_num(nan=math.inf, posinf=math.inf)
+    relative = torch.where(same, 0.0, apart / left.abs().clamp(min=torch.finfo(torch.float64).tiny))
+    return float(apart.max()), float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
