@@ -13,6 +13,7 @@ import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.capture.replay import replay
 from autoshard.nested import map_tensors, tensors_in
+from autoshard.placement import resolve_homes
 
 SEED = 7
 
@@ -114,7 +115,7 @@ def split_before(model: nn.Module, path: str, devices: list[str]) -> dict[str, s
 def unequal(total_bytes: int) -> Iterator[dict[str, int]]:
     """Three unequal device memories, tighter than needed at first: no single one holds `total_bytes` alone."""
     for growth in range(12):
-        shares = (share * 1.25**growth * total_bytes for share in (0.50, 0.40, 0.30))
+        shares = (share * 1.25**growth * total_bytes for share in (0.60, 0.50, 0.35))
         yield {f"cpu:{index}": max(4096, int(nbytes)) for index, nbytes in enumerate(shares)}
 
 
@@ -188,11 +189,17 @@ def count_hooks(model: nn.Module) -> int:
 
 
 def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool) -> dict[str, int]:
-    """Peak bytes of each simulated device over one forward, or over two training steps (the first makes the state)."""
+    """Peak bytes of each simulated device over a forward or a training step, in the long run: the second is measured.
+
+    Inputs start where the estimate assumes them: at the home of the root.
+    """
+    tensors = [name for name, _ in named_tensors(model)]
+    home = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors).home_of("")
     with autoshard.simulate({device.name: "1GiB" for device in plan.devices}) as devices:
         autoshard.apply(model, plan)
+        inputs = map_tensors(inputs, lambda tensor: tensor.to(home))
         optimizer = torch.optim.AdamW(model.parameters()) if training else None
-        for _ in range(2 if training else 1):
+        for _ in range(2):
             devices.reset_peak()
             if optimizer is None:
                 with torch.no_grad():
