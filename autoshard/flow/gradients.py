@@ -1,7 +1,13 @@
 """The backward pass of a walk: a gradient op runs where its forward op ran, gradients follow the copies back.
 
-forward     h (device 0) ──copy, before op 40──▶ h' (device 1) ── op 41
-backward    gradient of h (device 0) ◀──copy back── gradient of h' (device 1), once the pass is below op 40
+    forward     h (device 0) ──copy, before op 40──▶ h' (device 1) ── op 41
+    backward    gradient of h (device 0) ◀──copy back── gradient of h' (device 1), once the pass is below op 40
+
+Some forward ops leave no op in the backward pass: the gradient of a sum is that of each of its terms. They have a
+device all the same, and gradients pass through it:
+
+    y = x + f(x) on device 0, f on device 1:   gradient of y (device 0) ──▶ copy on device 1 for f
+                                               and stays on device 0 as a part of the gradient of x
 """
 
 from typing import TYPE_CHECKING
@@ -11,108 +17,163 @@ from autoshard.capture.graph import Op
 if TYPE_CHECKING:
     from autoshard.flow.walk import Walk
 
-_CHAIN = 8
-"""How many sums of gradients in a row are followed to the op that wants them."""
+_SEARCHED = 64
+"""How many forward values are looked at to find the way of one gradient."""
+
+
+Version = tuple[int, int]
+"""A forward value as one op left it: (value, the op that made it or wrote it last, -1 for what was given)."""
 
 
 class Gradients:
-    """Backward ops of one walk. `left`: gradient object -> time by which it has gone to another device."""
+    """Backward ops of one walk."""
 
     def __init__(self, walk: "Walk") -> None:
         self.walk, self.graph, self.objects = walk, walk.graph, walk.objects
         self.begin = walk.graph.backward_begin
-        self.left: dict[int, int] = {}
         self._last_device = walk.root_device
-        self._reader: dict[int, Op] = {}  # the op that first reads each value
+        self._one_device = len(walk.objects.devices) == 1
+        self._sum_of: dict[int, Version] = {}  # value made by a sum of gradients -> what they are gradients of
+        self._moved: dict[tuple[int, Version], int] = {}  # (gradient object, version) -> object where that was made
         self._lowest: list[int] = []  # per backward op, the earliest forward op that the pass has come down to
+        self._has_backward = [False] * walk.end
+        self._writes: dict[int, list[int]] = {}  # value -> forward ops that write it in place
         lowest = walk.end
         for op in walk.graph.ops[self.begin :]:
-            for value in op.inputs:
-                self._reader.setdefault(value, op)
             if op.forward >= 0:
+                self._has_backward[op.forward] = True
                 lowest = min(lowest, op.forward)
             self._lowest.append(lowest)
-        values = walk.graph.values
-        index = walk.device_index
-        self._wanted = {
-            values[value].storage: index[walk.tensor_device[name]] for name, value in walk.graph.gradients
-        }  # memory of a parameter's gradient -> device of the parameter
+        for op in walk.graph.ops[: self.begin]:
+            for value in op.mutates:
+                self._writes.setdefault(value, []).append(op.index)
 
     def inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Return the objects a backward op reads, on its device, and the device."""
-        objects = self.objects
-        device = self._device_of(op)
+        objects, values = self.objects, self.graph.values
+        goals, device = self._wanted_by(op)
         if device >= 0:
             self._last_device = device
         forward = self._forward_objects(op)
         read = []
         for value in op.inputs:
-            obj = forward.get(value, -1)
-            if obj < 0 or objects.device_of(obj) != device:
-                obj = objects.elsewhere.get((value, device), obj)
-            if obj < 0:
-                obj = objects.current[value] if objects.current[value] >= 0 else objects.original(value, device, 0)
-            if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
-                obj = self._bring(obj, value, device, op)
-                if value in op.mutates:  # a sum in place: from now on this is the gradient
+            if values[value].op >= self.begin:
+                obj = self._come(value, goals, op)
+                if value in op.mutates:
                     objects.current[value] = obj
+            else:
+                obj = forward.get(value, -1)
+                if obj < 0 or objects.device_of(obj) != device:
+                    obj = objects.elsewhere.get((value, device), obj)
+                if obj < 0:
+                    obj = objects.current[value] if objects.current[value] >= 0 else objects.original(value, device, 0)
+            if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
+                obj = self._send(obj, device, op.index, op)
             read.append(obj)
         return tuple(read), device
+
+    def _wanted_by(self, op: Op) -> tuple[tuple[Version, ...], int]:
+        """What an op reads gradients of, and the device it runs on."""
+        made = [value for value in op.inputs if self.graph.values[value].op >= self.begin]
+        if len(made) == 2 and not self._one_device and _is_sum(op):
+            shared = self._shared(*made)
+            if shared is not None:
+                self._sum_of.update(dict.fromkeys(op.outputs, shared))
+                # Parts that come from one device are added there; the sum then goes where the value was made.
+                devices = {self.objects.device_of(self._come(value, (shared,), op, arrive=False)) for value in made}
+                if len(devices) == 1:
+                    return (), devices.pop()
+                return (shared,), self._device_of(shared)
+        if op.forward >= 0:
+            outputs = self.graph.ops[op.forward].outputs
+            return tuple((value, op.forward) for value in outputs), self.walk.op_device[op.forward]
+        devices = {self.objects.device_of(self.objects.current[value]) for value in made}
+        return (), devices.pop() if devices else self._last_device
+
+    def _shared(self, left: int, right: int) -> Version | None:
+        """The latest version that two gradients can both belong to; None for steps of one formula."""
+        ops, values = self.graph.ops, self.graph.values
+        if left not in self._sum_of and ops[values[left].op].forward == ops[values[right].op].forward:
+            return None
+        common = set(self._ways(left)) & set(self._ways(right))
+        return max(common, key=lambda version: (version[1], version[0]), default=None)
+
+    def _ways(self, gradient: int) -> dict[Version, Version | None]:
+        """Versions a gradient may be of, or go on to: version -> the one it was reached from, None for the first."""
+        values, ops = self.graph.values, self.graph.ops
+        if gradient in self._sum_of:
+            found: dict[Version, Version | None] = {self._sum_of[gradient]: None}
+        else:
+            forward = ops[values[gradient].op].forward
+            found = dict.fromkeys(self._read_by(ops[forward])) if forward >= 0 else {}
+        queue = list(found)
+        for version in queue:
+            maker = version[1]
+            if 0 <= maker < self.begin and not self._has_backward[maker] and len(found) < _SEARCHED:
+                for term in self._read_by(ops[maker]):
+                    if term not in found:
+                        found[term] = version
+                        queue.append(term)
+        return found
+
+    def _read_by(self, op: Op) -> list[Version]:
+        """The versions of differentiable values that a forward op read."""
+        read = []
+        for value in op.inputs:
+            row = self.graph.values[value]
+            if row.requires_grad:
+                writes = self._writes.get(value, ())
+                read.append((value, max((time for time in writes if time < op.index), default=row.op)))
+        return read
+
+    def _come(self, value: int, goals: tuple[Version, ...], op: Op, arrive: bool = True) -> int:
+        """The object of a gradient after it went the way of its forward values to a goal; not the last step of it
+        unless it is to `arrive`."""
+        objects = self.objects
+        obj = objects.current[value]
+        maker = self.graph.ops[self.graph.values[value].op]
+        if self._one_device or not goals or (maker.forward == op.forward >= 0 and value not in self._sum_of):
+            return obj
+        ways = self._ways(value)
+        step: Version | None = next((goal for goal in goals if goal in ways), None)
+        way = []
+        while step is not None:
+            way.append(step)
+            step = ways[step]
+        for passed in reversed(way if arrive else way[1:]):
+            obj = self._to_maker(obj, passed, op)
+        return obj
+
+    def _to_maker(self, obj: int, version: Version, op: Op) -> int:
+        """Bring the gradient of a version to the device where that was made, when the pass comes to its copy."""
+        objects = self.objects
+        here, there = objects.device_of(obj), self._device_of(version)
+        if here == there or objects.is_host_scalar(obj):
+            return obj
+        known = self._moved.get((obj, version))
+        if known is None:
+            time = op.index
+            if (version[0], here) in objects.elsewhere:
+                crossed = objects.buffer_born[objects.buffer[objects.elsewhere[version[0], here]]]
+                time = self._passed(crossed, self.graph.values[objects.value[obj]].op + 1, op.index)
+            known = self._moved[obj, version] = self._send(obj, there, time, op)
+        return known
+
+    def _send(self, obj: int, device: int, time: int, op: Op) -> int:
+        if self.graph.values[self.objects.value[obj]].op >= self.begin:
+            self.walk.left[obj] = max(self.walk.left.get(obj, 0), time + 1)
+        return self.objects.copy(obj, device, time, "backward", self.graph.calls[op.call].path)
+
+    def _device_of(self, version: Version) -> int:
+        value, maker = version
+        if maker >= 0:
+            return self.walk.op_device[maker]
+        return self.objects.device_of(self.objects.current[value])
 
     def _forward_objects(self, op: Op) -> dict[int, int]:
         if op.forward < 0:
             return {}
         return dict(zip(self.graph.ops[op.forward].inputs, self.walk.op_objects[op.forward], strict=True))
-
-    def _device_of(self, op: Op) -> int:
-        """Where its forward op ran. A sum of gradients from several devices is made where it is read."""
-        objects = self.objects
-        made = [objects.current[v] for v in op.inputs if self.graph.values[v].op >= self.begin]
-        devices = {objects.device_of(obj) for obj in made if not objects.is_host_scalar(obj)}
-        if len(devices) > 1:
-            return self._device_of_reader(op)
-        if op.forward >= 0:
-            return self.walk.op_device[op.forward]
-        return devices.pop() if devices else self._last_device
-
-    def _device_of_reader(self, op: Op) -> int:
-        for _ in range(_CHAIN):
-            for value in op.outputs:
-                storage = self.graph.values[value].storage
-                if storage in self._wanted:
-                    return self._wanted[storage]
-            reader = next(
-                (self._reader[v] for v in op.outputs if v in self._reader and self._reader[v] is not op), None
-            )
-            if reader is None:
-                break
-            read = [v for v in reader.inputs if self.graph.values[v].op >= self.begin]
-            if reader.forward >= 0 and len(read) < 2:
-                return self.walk.op_device[reader.forward]
-            op = reader
-        return self.walk.op_device[op.forward] if op.forward >= 0 else self._last_device
-
-    def _bring(self, obj: int, value: int, device: int, op: Op) -> int:
-        """Copy to the device of the op that needs it.
-
-        A gradient is copied when the pass comes back to where the forward copy was made, and the original goes then.
-        """
-        objects, graph = self.objects, self.graph
-        time = op.index
-        path = graph.calls[op.call].path
-        if graph.values[value].op < self.begin:
-            return objects.copy(obj, device, time, "backward", path)
-        if op.forward >= 0:
-            here = objects.device_of(obj)
-            crossed = [
-                objects.buffer_born[objects.buffer[objects.elsewhere[out, here]]]
-                for out in graph.ops[op.forward].outputs
-                if (out, here) in objects.elsewhere
-            ]
-            if crossed:
-                time = self._passed(min(crossed), graph.values[value].op + 1, op.index)
-        self.left[obj] = max(self.left.get(obj, 0), time + 1)
-        return objects.copy(obj, device, time, "backward", path)
 
     def _passed(self, forward_time: int, earliest: int, latest: int) -> int:
         """First backward op, from `earliest` to `latest`, that comes after the pass went below `forward_time`."""
@@ -129,5 +190,10 @@ class Gradients:
             obj = objects.current[value]
             if obj >= 0 and objects.device_of(obj) != home:
                 time = max(self.graph.values[value].op, objects.used[obj])
-                self.left[obj] = time + 1
+                walk.left[obj] = time + 1
                 objects.copy(obj, home, time, "backward", name.rpartition(".")[0])
+
+
+def _is_sum(op: Op) -> bool:
+    schema = getattr(op.target, "_schema", None)
+    return schema is not None and schema.name in ("aten::add", "aten::add_")

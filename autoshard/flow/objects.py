@@ -161,10 +161,10 @@ class Objects:
         return name.rpartition(".")[0] if name else ""
 
 
-def buffer_deaths(objects: Objects, gradient_left: dict[int, int]) -> list[int]:
+def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
     """Return when each buffer is freed: with its last object, or when autograd lets go of the last one it saved.
 
-    `gradient_left`: gradient object -> time by which it has gone to another device.
+    `left`: object -> time by which it has gone to another device for good.
     """
     graph = objects.graph
     end = len(graph.ops)
@@ -179,7 +179,7 @@ def buffer_deaths(objects: Objects, gradient_left: dict[int, int]) -> list[int]:
     for obj, index in enumerate(objects.value):  # a source comes before its copies
         source, value = objects.source[obj], graph.values[index]
         if source < 0:
-            last = gradient_left.get(obj, after if index in held_to_end else value.died)
+            last = left.get(obj, after if index in held_to_end else value.died)
         elif reasons[objects.buffer[obj]] == "output":
             last = after
         elif reasons[objects.buffer[obj]] == "backward":

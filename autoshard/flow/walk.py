@@ -36,6 +36,7 @@ class Walk:
     Attributes:
         op_device: per op, the index of its device, -1 for the host.
         op_objects: per op, the objects it read; kept only where a backward pass will ask.
+        left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
     """
 
@@ -50,6 +51,7 @@ class Walk:
         self.end = len(graph.ops)
         self.op_device = [HOST_DEVICE] * self.end
         self.op_objects: list[tuple[int, ...]] = []
+        self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
         self._stack: list[int] = []
@@ -88,7 +90,7 @@ class Walk:
             self._leave(self.end)
         if gradients is not None:
             gradients.bring_home()
-        return self._result(gradients.left if gradients is not None else {})
+        return self._result()
 
     # ---- the start
 
@@ -177,6 +179,7 @@ class Walk:
             obj = self.sees(value)
             if self.objects.device_of(obj) != self.root_device:
                 home[value] = self.objects.copy(obj, self.root_device, time, "output", "")
+                self.left[obj] = time + 1  # the caller gets the copy only
         self._see(0, home)
 
     def _see(self, depth: int, view: dict[int, int]) -> None:
@@ -325,9 +328,9 @@ class Walk:
 
     # ---- the end
 
-    def _result(self, gradient_left: dict[int, int]) -> Flow:
+    def _result(self) -> Flow:
         objects = self.objects
-        died = buffer_deaths(objects, gradient_left)
+        died = buffer_deaths(objects, self.left)
         keep = [row for row, device in enumerate(objects.buffer_device) if device >= 0]
         number = {row: i for i, row in enumerate(keep)}
 
