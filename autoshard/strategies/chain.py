@@ -126,18 +126,17 @@ def cost_of(chain: Chain, assignment: Sequence[int]) -> Cost:
         if len(mine):
             seconds[device] += float(chain.seconds[device, mine].sum())
             memory[device] += float(chain.resident_bytes[mine].sum()) + float(chain.transient_bytes[mine].max())
-    home = int(place[chain.home])
-    moved = set()
-    for tensor, unit in zip(chain.edge_tensor.tolist(), chain.edge_unit.tolist(), strict=True):
-        source = chain.tensor_unit[tensor]
-        origin = home if source < 0 else int(place[source])
-        target = home if unit >= chain.num_units else int(place[unit])
-        if origin != target and (tensor, target) not in moved:
-            moved.add((tensor, target))
-            nbytes = float(chain.tensor_bytes[tensor])
-            once = float(chain.link_seconds[origin, target]) + nbytes / float(chain.link_bytes_per_second[origin, target])
-            seconds[target] += float(chain.tensor_copies[tensor]) * once
-            memory[target] += nbytes
+    source = np.where(chain.tensor_unit < 0, chain.home, chain.tensor_unit)[chain.edge_tensor]
+    user = np.where(chain.edge_unit >= chain.num_units, chain.home, chain.edge_unit)
+    apart = place[source] != place[user]
+    pairs = np.unique(chain.edge_tensor[apart] * chain.num_devices + place[user[apart]])  # once per tensor and device
+    for tensor, target in zip(*divmod(pairs, chain.num_devices), strict=True):
+        made_by = int(chain.tensor_unit[tensor])
+        origin = place[chain.home if made_by < 0 else made_by]
+        nbytes = float(chain.tensor_bytes[tensor])
+        once = float(chain.link_seconds[origin, target]) + nbytes / float(chain.link_bytes_per_second[origin, target])
+        seconds[target] += float(chain.tensor_copies[tensor]) * once
+        memory[target] += nbytes
     feasible = all(place[unit] == device for unit, device in chain.pins.items())
     for tie in chain.ties:
         others = {int(place[unit]) for unit in tie.units} - {int(place[tie.units[0]])}

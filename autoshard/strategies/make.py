@@ -15,7 +15,8 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.strategies.auto import auto
 from autoshard.strategies.balanced import balanced, balanced_low_0
-from autoshard.strategies.chain import Chain, cost_of
+from autoshard.strategies.chain import Chain
+from autoshard.strategies.levels import coarsen, cut_depths
 from autoshard.strategies.paths import collapse, pins_of_units
 from autoshard.strategies.reasons import explain, refusal
 from autoshard.strategies.sequential import sequential
@@ -34,13 +35,17 @@ LATER = {
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
 """Most rounds of solving, checking exactly and giving a device that came out too full less to hold."""
+_WORTH_A_DEEPER_CUT = 3e-3
+"""Part of the objective that a cut inside smaller modules must save: each split module costs hooks, not priced here."""
+_MANY_CUTS = 400
+"""balanced_low_0 solves many times; it looks at deeper cuts only up to here once it has a plan."""
 _ROOM = (1.0, 1.1, 1.3, 1.7)
 """Factors on the capacity the chain is given. Its memory figure is the sum of what may be live; the exact one can be less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A solution with its placements and the exact consequences."""
+    """A solution (of the whole chain) with its placements and exact consequences; `chain` is the one that was solved."""
 
     solution: Solution
     chain: Chain
@@ -106,23 +111,74 @@ def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
 def place(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, objective: Objective
 ) -> Checked | None:
-    """Solve, check exactly, and take from a device what it turns out to lack, until the plan fits; None if none does."""
+    """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
+    depths = cut_depths(chain.paths)
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
     for room in _ROOM:
-        capacity = np.maximum(budget * room, 0.0)
-        for _ in range(_TRIES):
-            posed = replace(chain, capacity_bytes=capacity)
-            solution = STRATEGIES[strategy](posed, objective)
-            if solution is None:
+        posed = replace(chain, capacity_bytes=np.maximum(budget * room, 0.0))
+        finest = (sequential if strategy == "sequential" else balanced)(posed, objective)
+        if finest is None:
+            continue
+        best: Checked | None = None
+        for depth in sorted(set(depths[1:].tolist())) or [0]:
+            cuts = depths <= depth
+            if best is not None and strategy == "balanced_low_0" and cuts.sum() > _MANY_CUTS:
                 break
-            found = check(profile, cluster, units, posed, solution, objective)
-            over = np.array([-device.free_bytes for device in found.estimate.devices], float)
-            if (over <= 0).all():
-                return found
-            held = np.array(cost_of(posed, solution.assignment).memory_bytes)
-            capacity = np.where(over > 0, np.minimum(capacity, held) - over, capacity)
-            if (capacity < 0).any():
-                capacity = np.maximum(capacity, 0.0)
+            found = _fit(profile, cluster, units, posed, cuts, strategy, objective)
+            if found is None:
+                continue
+            found = replace(found, solution=replace(found.solution, bound=finest.bound))
+            if best is None or strategy == "sequential" or _is_better(found, best, strategy, objective):
+                best = found
+            if _good_enough(best, finest, strategy, objective):
+                break
+        if best is not None:
+            return best
+    return None
+
+
+def _is_better(found: Checked, best: Checked, strategy: str, objective: Objective) -> bool:
+    if strategy == "balanced_low_0":
+        model = sum(device.peak_bytes for device in best.estimate.devices)
+        return found.estimate.devices[0].peak_bytes < best.estimate.devices[0].peak_bytes - model / 100
+    return _value(found, objective) < _value(best, objective) * (1 - _WORTH_A_DEEPER_CUT)
+
+
+def _good_enough(found: Checked, finest: Solution, strategy: str, objective: Objective) -> bool:
+    """True if deeper cuts can't help: the devices that should be used are, or the lower bound is next to it."""
+    if strategy == "sequential":
+        return set(found.solution.assignment) == set(finest.assignment)
+    if strategy == "balanced_low_0":
+        return 0 not in found.solution.assignment
+    return _value(found, objective) <= finest.bound * (1 + _WORTH_A_DEEPER_CUT)
+
+
+def _value(found: Checked, objective: Objective) -> float:
+    figures = found.estimate
+    if objective == "memory":
+        return max(device.peak_bytes / device.memory_bytes for device in figures.devices)
+    return figures.bottleneck_seconds if objective == "throughput" else figures.latency_seconds
+
+
+def _fit(
+    profile: Profile, cluster: Cluster, units: Units, chain: Chain, cuts: np.ndarray, strategy: str,
+    objective: Objective,
+) -> Checked | None:  # fmt: skip
+    """Solve with some cuts allowed, check exactly, and take from a device what it turns out to lack until it fits."""
+    capacity = np.array(chain.capacity_bytes, float)
+    for _ in range(_TRIES):
+        posed = replace(chain, capacity_bytes=capacity)
+        joined, group = coarsen(posed, cuts)
+        solution = STRATEGIES[strategy](joined, objective)
+        if solution is None:
+            return None
+        assignment = tuple(np.array(solution.assignment)[group].tolist())
+        found = check(profile, cluster, units, joined, replace(solution, assignment=assignment), objective)
+        over = np.array([-device.free_bytes for device in found.estimate.devices], float)
+        if (over <= 0).all():
+            return found
+        held = np.array(solution.cost.memory_bytes)
+        capacity = np.where(over > 0, np.maximum(np.minimum(capacity, held) - over, 0.0), capacity)
     return None
 
 

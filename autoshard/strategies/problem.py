@@ -23,8 +23,9 @@ class Problem:
     """Free units in a row, what is pinned to each device, and the tensors between them.
 
     Attributes:
-        units: [m] the original units of every free position (more than one where tied units were merged).
-        pinned: [D] the original units pinned to every device.
+        position: [n] free position of every original unit (tied units that were merged have the same), -1 if pinned.
+        pinned_to: [n] the device a pinned unit is on, else -1.
+        pinned: [D] whether a device has pinned units.
         seconds, resident, transient: of the free positions ([D, m], [m], [m]).
         base_seconds, base_resident, base_transient: [D] of the pinned units of each device.
         source: [X] position that makes tensor x, -1 if it is pinned; source_device: [X] where it is pinned, else -1.
@@ -35,8 +36,9 @@ class Problem:
     """
 
     chain: Chain
-    units: tuple[tuple[int, ...], ...]
-    pinned: tuple[tuple[int, ...], ...]
+    position: Array
+    pinned_to: Array
+    pinned: tuple[bool, ...]
     seconds: Array
     resident: Array
     transient: Array
@@ -55,17 +57,14 @@ class Problem:
 
     @property
     def size(self) -> int:
-        return len(self.units)
+        return len(self.resident)
 
     def assignment(self, stages: list[tuple[int, int, int]]) -> tuple[int, ...]:
         """Turn stages (i, j, device) into a device index per original unit."""
-        place = np.full(self.chain.num_units, -1)
-        for start, stop, device in stages:
-            for position in range(start, stop):
-                place[list(self.units[position])] = device
-        for device, units in enumerate(self.pinned):
-            place[list(units)] = device
-        return tuple(place.tolist())
+        device = np.full(self.size + 1, -1)
+        for start, stop, at in stages:
+            device[start:stop] = at
+        return tuple(np.where(self.position >= 0, device[self.position], self.pinned_to).tolist())
 
 
 def make_problem(chain: Chain, merged: tuple[bool, ...] | None = None) -> Problem | None:
@@ -95,18 +94,13 @@ def make_problem(chain: Chain, merged: tuple[bool, ...] | None = None) -> Proble
         base_resident[pin[at]] += resident[at]
         base_transient[pin[at]] = max(base_transient[pin[at]], transient[at])
 
-    members: list[list[int]] = [[] for _ in range(count)]
-    for unit, at in enumerate(group.tolist()):
-        members[at].append(unit)
     tensors = _tensors(chain, group, merged)
     source, edge_x, edge_to = tensors["source"], tensors["edge_x"], tensors["edge_to"]
     to_free = position[edge_to] >= 0
     return Problem(
         chain=chain,
-        units=tuple(tuple(members[at]) for at in free.tolist()),
-        pinned=tuple(
-            tuple(u for at in np.flatnonzero(pin == d).tolist() for u in members[at]) for d in range(chain.num_devices)
-        ),
+        position=position[group], pinned_to=pin[group],
+        pinned=tuple((pin == device).any() for device in range(chain.num_devices)),
         seconds=seconds[:, free], resident=resident[free], transient=transient[free],
         base_seconds=base_seconds, base_resident=base_resident, base_transient=base_transient,
         source=position[source], source_device=pin[source],
@@ -140,7 +134,8 @@ def _tensors(chain: Chain, group: Array, merged: tuple[bool, ...]) -> dict[str, 
             nbytes, copies = np.append(nbytes, tie.nbytes), np.append(copies, 0)
     count = int(group.max()) + 1
     keep = source[edge_x] != consumer if len(edge_x) else np.zeros(0, bool)
-    pairs = np.unique(edge_x[keep].astype(np.int64) * count + consumer[keep])
+    pairs = np.sort(edge_x[keep].astype(np.int64) * count + consumer[keep])
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     return {
         "source": source.astype(np.int64), "nbytes": np.asarray(nbytes, float), "copies": np.asarray(copies, float),
         "edge_x": pairs // count, "edge_to": pairs % count,

@@ -7,10 +7,10 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.estimate import Estimate
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.sizes import format_bytes
 from autoshard.strategies.auto import alternatives, describe, is_worse
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import Objective, Solution, solve, value_of
+from autoshard.strategies.solve import Objective, Solution, solve
 
 _FIGURE = {
     "latency": "seconds per pass", "throughput": "seconds of the busiest device", "memory": "share of memory in use",
@@ -92,37 +92,45 @@ def _optimality(objective: Objective, solution: Solution) -> str:
 
 def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster, Chain], bool]) -> str:
     """Say which device lacks how much, what takes most there, and one change that was tried and works."""
-    roomy = replace(chain, capacity_bytes=np.maximum(np.asarray(chain.capacity_bytes, float), 1.0) * 1e9)
-    even = solve(roomy, "memory")
+    capacity = np.asarray(chain.capacity_bytes, float)
+    even = solve(replace(chain, capacity_bytes=np.maximum(capacity, 1.0) * 1e9), "memory")
     if even is None:
         return (
             "the pins contradict each other: modules that share a weight are pinned to different devices. "
             "Pin all of them to one device, or leave out all pins but one."
         )
-    over = np.array(even.cost.memory_bytes) - np.asarray(chain.capacity_bytes, float)
-    device = int(np.argmax(over))
-    need, has = even.cost.memory_bytes[device], float(chain.capacity_bytes[device])
-    mine = [unit for unit, at in enumerate(even.assignment) if at == device]
-    mine.sort(key=lambda unit: -float(chain.resident_bytes[unit] + chain.transient_bytes[unit]))
-    largest = ", ".join(
-        f"{chain.paths[unit][0] or 'the model'} {format_bytes(float(chain.resident_bytes[unit] + chain.transient_bytes[unit]))}"
-        for unit in mine[:3]
-    )
+    device = int(np.argmax(np.array(even.cost.memory_bytes) - capacity))
+    need, has = even.cost.memory_bytes[device], float(capacity[device])
+    sizes = np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)
+    mine = sorted((unit for unit, at in enumerate(even.assignment) if at == device), key=lambda unit: -sizes[unit])
+    largest = ", ".join(f"{chain.paths[unit][0] or 'the model'} {format_bytes(sizes[unit])}" for unit in mine[:3])
+    lack = f", {format_bytes(need - has)} too little" if need > has else ""
     return (
-        f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} and has "
-        f"{format_bytes(has)} for tensors, {format_bytes(max(need - has, 0.0))} too little (largest there: {largest}). "
+        f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
+        f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
         + _remedy(chain, cluster, device, works)
     )
 
 
 def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluster, Chain], bool]) -> str:
-    """Find one change that makes it fit, and try it."""
-    total = float(chain.resident_bytes.sum() + chain.transient_bytes.max())
-    step = max(total / 64, 1.0)
+    """Find how much more memory on one device makes it fit, and try it to the end."""
     short = cluster.devices[device]
-    for extra in [step * 2**k for k in range(12)]:
-        larger = cluster.with_memory({short.name: short.memory_bytes + int(extra)})
-        capacity = np.array([d.budget_bytes for d in larger.devices], float)
-        if works(larger, replace(chain, capacity_bytes=capacity)):
-            return f"It was checked that it fits if {short.name} has {format_bytes(int(extra))} more."
-    return "More memory on one device alone does not help: leave out the pins, or give more devices."
+    capacity = np.array([d.budget_bytes for d in cluster.devices], float)
+
+    def fits(extra: float) -> bool:
+        more = capacity.copy()
+        more[device] += extra
+        return solve(replace(chain, capacity_bytes=np.maximum(more, 0.0)), "latency") is not None
+
+    low, high = 0.0, 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes)) + short.overhead_bytes
+    if not fits(high):
+        return "More memory on one device alone does not help: give another device, or leave out the pins."
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    for factor in (1.0, 1.25, 2.0):
+        extra = int(high * factor)
+        larger = cluster.with_memory({short.name: short.memory_bytes + extra})
+        if works(larger, replace(chain, capacity_bytes=np.array([d.budget_bytes for d in larger.devices], float))):
+            return f"It was checked that it fits if {short.name} has {format_bytes(extra)} more."
+    return "More memory on one device alone does not help: give another device."

@@ -22,8 +22,8 @@ MAX_LONG_NODES = 64
 """The same for long chains."""
 MAX_DENSE = 2000
 """Longest chain that is solved with dense tables."""
-SEARCH_BUDGET = 200_000
-"""Labels that the search over unequal links may make before it settles for a proven gap."""
+SEARCH_BUDGET = 4_000_000
+"""Labels times units that the search over unequal links may make before it settles for a proven gap."""
 MAX_TIES = 6
 """Tied tensors for which every combination of together and apart is tried."""
 
@@ -114,7 +114,10 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
     found = _solution(problem, objective, *guess)
     if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
         return found
-    stages, bound = search(problem, lattice, tables, upper=found.value, budget=SEARCH_BUDGET)
+    budget = SEARCH_BUDGET // max(problem.size, 1)
+    if budget < 20 * problem.size:  # not worth the preparation
+        return found
+    stages, bound = search(problem, lattice, tables, upper=found.value, budget=budget)
     if stages is None:
         return replace(found, bound=max(bound, found.bound))
     return _solution(problem, objective, stages, bound)
