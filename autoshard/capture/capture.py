@@ -84,7 +84,7 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
         raise
     except Exception as error:
         stopped = error
-    notes = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
+    notes: tuple[str, ...] = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
     if _tensor_bytes(run.model) <= REAL_BYTES or not _without_values(run.model):
         return _forced(run, "real", notes)
     if isinstance(stopped, _VALUE_ERRORS):

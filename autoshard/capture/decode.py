@@ -32,7 +32,8 @@ def run_decode(
         if not callable(getattr(model, "generate", None)):
             raise CaptureError(f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0.")
         plain = {name: value for name, value in named.items() if name not in ("use_cache", "logits_to_keep")}
-        output = model.generate(  # an end token that no answer can be: the loop must run twice
+        generate: Any = model.generate
+        output = generate(  # an end token that no answer can be: the loop must run twice
             **plain, max_new_tokens=2, do_sample=False, use_cache=True, eos_token_id=-1, return_dict_in_generate=True
         )
         yield "decode", output, list(opaque_tensors(output))

@@ -219,7 +219,7 @@ def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str,
 def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Grouped matrix product: (m, k) or (g, m, k) by (k, n) or (g, k, n); the fake kernel takes bfloat16 only."""
     left, right = args[0], args[1]
-    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    offsets: Any = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or (args[4] if len(args) > 4 else None) or left.dtype
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() == 2 and right.dim() == 2:

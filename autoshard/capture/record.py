@@ -161,22 +161,22 @@ class Recorder(TorchDispatchMode):
             tuple(_to_nodes(value, lookup) for value in args),
             {name: _to_nodes(value, lookup) for name, value in kwargs.items()},
         )  # fmt: skip
-        mutates = ()
+        mutates: tuple[int, ...] = ()
         if traits.writes or func._schema.name == "aten::native_batch_norm":
             mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
         outputs = []
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(result, torch.Tensor):
                 continue
-            value = ledger.find(result)
-            if value is None:
+            known = ledger.find(result)
+            if known is None:
                 made = node
                 if result is not out:
                     made = ledger.fx_graph.create_node("call_function", operator.getitem, (node, position))
-                value = ledger.add(result, made, op=index, born=index)
+                known = ledger.add(result, made, op=index, born=index)
                 if not traits.view and result.layout is torch.strided and not result.is_nested:
                     made.meta["stride"] = result.stride()
-            outputs.append(value)
+            outputs.append(known)
         formula = self._formulas.get(func._overloadpacket)
         ledger.ops.append(
             Op(
@@ -209,8 +209,8 @@ class Recorder(TorchDispatchMode):
                     forward = self._sequence_ops[place]
             else:
                 variable = getattr(node, "variable", None)
-                value = self.ledger.find(variable) if variable is not None else None
-                forward = self._last_reader.get(value, forward) if value is not None else forward
+                known = self.ledger.find(variable) if variable is not None else None
+                forward = self._last_reader.get(known, forward) if known is not None else forward
         if forward < 0:
             return self._root, -1
         self._last_forward = forward
@@ -229,11 +229,11 @@ class Recorder(TorchDispatchMode):
     def saved(self, tensor: torch.Tensor) -> tuple[int, int, weakref.ref | None]:
         """(value, op that saves it, the tensor itself) of what autograd hands to a pack hook.
 
-        It hands over a detached copy; that `detach` is no op of the model's and is taken back.
+        It hands over the tensor or a detached alias of it; such a `detach` is no op of the model's and is taken back.
         """
         ledger = self.ledger
         value = self.value_of(tensor)
-        origin = None
+        origin: weakref.ref | None = weakref.ref(tensor)
         last = ledger.ops[-1] if ledger.ops else None
         if last is not None and last.target is _DETACH and last.outputs == (value,):
             ledger.drop_last_op(tensor)

@@ -116,7 +116,7 @@ def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], rec
             value = recorder.enter(tensor, kind, name)
         table.append(
             TensorInfo(
-                name=name, module=module, kind=kind, value=value, storage=ledger.storage_of_value(value),  # type: ignore[arg-type]
+                name=name, module=module, kind=kind, value=value, storage=ledger.storage_of_value(value),
                 shape=tuple(tensor.shape), dtype=tensor.dtype, nbytes=tensor.numel() * tensor.element_size(),
                 trainable=tensor.requires_grad, persistent=persistent,
             )  # fmt: skip
@@ -143,7 +143,7 @@ def _enter_inputs(run: Run, engine: Engine, recorder: Recorder) -> tuple[tuple, 
 
 def _refuse_generator(model: nn.Module, output: Any) -> None:
     if inspect.isgenerator(output) or inspect.isasyncgen(output):
-        code = getattr(output, "gi_code", None) or output.ag_code
+        code = output.gi_code if inspect.isgenerator(output) else output.ag_code
         raise CaptureError(
             f"{type(model).__name__}.forward returns a generator ({code.co_filename}:{code.co_firstlineno}): it has not run "
             "when forward returns, so it can't be captured. Return a list or a tuple instead."
@@ -217,7 +217,7 @@ def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         return self
 
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    nn.Module._apply = plain_apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = plain_apply  # type: ignore[method-assign]
     try:
         yield
     finally:

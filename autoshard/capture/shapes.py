@@ -53,7 +53,7 @@ class Shapes:
             return self.fresh(tensor.shape, tensor.stride(), tensor.dtype)
         if storage is None:
             storage = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-        return self.inside(storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        return self.inside(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one op on shapes. Real arguments count as shapes too. Written arguments are the caller's to hand back."""
@@ -82,7 +82,7 @@ class Shapes:
                 results.append(self.fresh(item.shape, item.stride, item.dtype))
             else:
                 base = tensors[item.source]
-                offset = base.storage_offset() + item.offset
+                offset = int(base.storage_offset()) + item.offset
                 results.append(self.inside(base.untyped_storage(), offset, item.shape, item.stride, item.dtype))
         return results[0] if kind is None else kind(results)
 
@@ -131,9 +131,9 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
             return None
         storage = result.untyped_storage()
         source = memory.get(storage._cdata, -1)
-        offset = result.storage_offset()
+        offset = int(result.storage_offset())
         if source >= 0:
-            offset -= tensors[source].storage_offset()
+            offset -= int(tensors[source].storage_offset())
         elif offset or storage._cdata in seen:
             return None
         elif storage.nbytes() != torch.empty_strided(

@@ -1,0 +1,148 @@
+"""The joint record of forward and backward: gradients, what autograd saves, checkpoints, custom functions."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.capture.capture import capture
+from autoshard.capture.replay import replay
+from autoshard.errors import CaptureError
+from autoshard.workload import Workload
+from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
+
+TRAINING = Workload(mode="training")
+aten = torch.ops.aten
+
+
+def check_training(model, inputs):
+    graph = capture(model, inputs, workload=TRAINING)
+    outputs, gradients = replay(graph, model, inputs)
+    expected, own = own_answer(model, inputs, training=True)
+    assert all(map(bitwise, outputs, expected)) and len(outputs) == len(expected)
+    assert gradients.keys() == own.keys()
+    assert all(bitwise(gradients[name], own[name]) for name in own)
+    assert predicted_peak(graph) == measured_peak(model, inputs, training=True)
+    return graph
+
+
+class Mlp(nn.Module):
+    def __init__(self, mode: str = "") -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.mode = mode
+
+    def middle(self, x):
+        return self.b(torch.nn.functional.gelu(x)) * x
+
+    def forward(self, x):
+        x = self.a(self.norm(x))
+        if self.mode:
+            x = checkpoint(self.middle, x, use_reentrant=self.mode == "reentrant")
+        else:
+            x = self.middle(x)
+        return self.c(x.relu_())
+
+
+def test_forward_and_backward():
+    graph = check_training(Mlp(), torch.randn(3, 4))
+    assert graph.training and graph.phases[1] == ("backward", graph.backward_begin, len(graph.ops))
+    assert all(op.backward == (op.index >= graph.backward_begin) for op in graph.ops)
+    names = dict(graph.gradients)
+    assert set(names) == {tensor.name for tensor in graph.tensors if tensor.trainable}
+    end = len(graph.ops)
+    for value in names.values():
+        storage = graph.storages[graph.values[value].storage]
+        assert storage.born >= graph.backward_begin and storage.died == end
+
+
+def test_backward_ops_belong_to_the_module_of_their_forward_op():
+    graph = capture(Mlp(), torch.randn(3, 4), workload=TRAINING)
+    for op in graph.ops[graph.backward_begin :]:
+        if op.target in (aten.mm.default, aten.gelu_backward.default, aten.native_batch_norm_backward.default):
+            assert 0 <= op.forward < graph.backward_begin and op.call == graph.ops[op.forward].call
+    weights = [op for op in graph.ops if op.backward and op.target is aten.mm.default]
+    assert [graph.calls[op.call].path for op in weights] == ["c", "c", "b", "b", "a", "a"]
+
+
+def test_saved_tensors_are_told_from_python_references():
+    """relu's input dies in Python at once; gelu's is kept by autograd until its backward has run."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    graph = capture(model, torch.randn(3, 4), workload=TRAINING)
+    gelu = next(op for op in graph.ops if op.target is aten.gelu.default)
+    kept = graph.values[gelu.inputs[0]]
+    assert kept.died == gelu.index + 1
+    save = next(save for save in graph.saves if save.value == kept.index)
+    backward = next(op for op in graph.ops if op.target is aten.gelu_backward.default)
+    assert save.op == gelu.index and save.released == backward.index + 1
+    assert graph.storages[kept.storage].died == save.released
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "plain"])
+def test_checkpoints_are_recomputed_in_backward(mode):
+    model, inputs = Mlp(mode), torch.randn(3, 4)
+    graph = check_training(model, inputs)
+    again = [call for call in graph.calls if call.backward]
+    assert [call.path for call in again] == ["b"]
+    assert all(op.backward for op in graph.ops[again[0].begin : again[0].end])
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * 2
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"loss": Square.apply(self.layer(x)).mean(), "other": x.sum()}
+
+
+def test_custom_function_and_own_loss():
+    graph = check_training(Custom(), torch.randn(3, 4))
+    assert len([op for op in graph.ops if op.target is aten.sum.default and not op.backward]) == 1  # its own loss is used
+
+
+class Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.layer(x)
+        y = x.exp()
+        y.add_(1)  # exp saved its output
+        return x * y, y
+
+
+def test_writing_what_autograd_saved_is_an_error_as_without_capture():
+    with pytest.raises(CaptureError, match="modified by an inplace operation"):
+        capture(Overwrites(), torch.randn(3, 4), workload=TRAINING)
+
+
+def test_dropout_in_training_mode():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)).train()
+    inputs = torch.randn(3, 4)
+    graph = capture(model, inputs, workload=TRAINING)
+    torch.manual_seed(3)
+    outputs, gradients = replay(graph, model, inputs)
+    torch.manual_seed(3)
+    expected, own = own_answer(model, inputs, training=True)
+    assert bitwise(outputs[0], expected[0]) and all(bitwise(gradients[name], own[name]) for name in own)
+
+
+def test_nothing_to_train():
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(CaptureError, match="can't be trained"):
+        capture(model, torch.randn(3, 4), workload=TRAINING)

@@ -1,0 +1,268 @@
+"""What a recorded forward says: ops, calls, lifetimes, ties, where devices came from."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.capture import capture
+from autoshard.capture.graph import HOST, UNKNOWN
+from autoshard.capture.replay import replay
+from autoshard.errors import CaptureError
+from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
+
+aten = torch.ops.aten
+
+
+def ops_of(graph, target):
+    return [op for op in graph.ops if op.target is target]
+
+
+def check_forward(model, inputs):
+    """Capture, then compare replay and peak with the model itself."""
+    graph = capture(model, inputs)
+    outputs, gradients = replay(graph, model, inputs)
+    expected, _ = own_answer(model, inputs, training=False)
+    assert len(outputs) == len(expected) and all(map(bitwise, outputs, expected))
+    assert not gradients
+    assert predicted_peak(graph) == measured_peak(model, inputs, training=False)
+    return graph
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 4)
+
+    def forward(self, x, scale=None, *, flag=False, names=()):
+        hidden = self.inner(x).relu()
+        del x
+        hidden = hidden * scale if scale is not None else hidden
+        return self.outer(hidden) if flag else {"out": self.outer(hidden), "names": names}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.randn(3, 4),
+        (torch.randn(3, 4), torch.tensor(2.0)),
+        {"x": torch.randn(3, 4), "flag": True},
+        {"x": torch.randn(3, 4), "scale": torch.randn(8), "names": ("a", None, 3)},
+        lambda: {"x": torch.randn(2, 4)},
+    ],
+    ids=["tensor", "tuple", "dict", "other-arguments", "callable"],
+)
+def test_forms_of_inputs(inputs):
+    if callable(inputs) and not isinstance(inputs, torch.Tensor):
+        inputs = inputs()
+        assert capture(Small(), lambda: inputs).inputs == capture(Small(), inputs).inputs
+    graph = check_forward(Small(), inputs)
+    assert graph.level == "fake" and graph.notes == ()
+    assert [call.path for call in graph.calls] == ["", "inner", "outer"]
+
+
+def test_calls_hold_their_ops_inputs_and_outputs():
+    graph = capture(Small(), torch.randn(3, 4))
+    root, inner, outer = graph.calls
+    assert (root.parent, inner.parent, outer.parent) == (-1, 0, 0)
+    assert root.begin == 0 and root.end == len(graph.ops) and root.inputs == graph.inputs and root.outputs == graph.outputs
+    assert all(op.call == 1 for op in graph.ops[inner.begin : inner.end])
+    assert {op.call for op in graph.ops[inner.end : outer.begin]} == {0}
+    assert inner.inputs == root.inputs and graph.values[inner.outputs[0]].shape == (3, 8)
+    assert graph.phases == (("forward", 0, len(graph.ops)),) and graph.backward_begin == len(graph.ops)
+
+
+def test_lifetimes_by_hand():
+    """8 hidden bytes a row: addmm makes them (0, 1), relu copies them (2), then both go."""
+    graph = capture(Small(), {"x": torch.randn(3, 4), "flag": True})
+    assert [op.target for op in graph.ops] == [aten.t.default, aten.addmm.default, aten.relu.default] + [
+        aten.t.default,
+        aten.addmm.default,
+    ]
+    made = {storage.born: storage for storage in graph.storages if storage.kind == "activation"}
+    assert {born: (storage.nbytes, storage.died) for born, storage in made.items()} == {
+        1: (3 * 8 * 4, 3),  # needed while relu (2) runs
+        2: (3 * 8 * 4, 5),  # a local of forward until it returns
+        4: (3 * 4 * 4, 5),  # the output: held by the caller to the end
+    }
+
+
+def test_flops_are_counted():
+    graph = capture(Small(), torch.randn(3, 4))
+    assert [op.flops for op in ops_of(graph, aten.addmm.default)] == [2 * 3 * 4 * 8, 2 * 3 * 8 * 4]
+
+
+class Twice(nn.Module):
+    """A module called twice, one called only if asked, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.alias = self.shared
+        self.sometimes = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x, often: int):
+        for _ in range(often):
+            x = self.shared(x)
+        return self.sometimes(x) if often > 2 else x
+
+
+def test_module_called_twice_conditionally_never():
+    graph = check_forward(Twice(), (torch.randn(2, 4), 2))
+    assert [call.path for call in graph.calls] == ["", "shared", "shared"]
+    graph = check_forward(Twice(), (torch.randn(2, 4), 3))
+    assert [call.path for call in graph.calls] == ["", "shared", "shared", "shared", "sometimes"]
+    assert next(module for module in graph.modules if module.path == "shared").aliases == ("alias",)
+    assert {"shared.weight", "alias.weight", "never.weight"} <= {tensor.name for tensor in graph.tensors}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.part = nn.Parameter(self.embed.weight.data[:5])
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)) + self.part.sum()
+
+
+def test_ties_are_found_by_storage():
+    graph = check_forward(Tied(), torch.tensor([[1, 2, 3]]))
+    assert graph.tied() == (("part", "embed.weight", "head.weight"),)
+    by_name = {tensor.name: tensor for tensor in graph.tensors}
+    assert by_name["embed.weight"].value == by_name["head.weight"].value != by_name["part"].value
+    assert len([storage for storage in graph.storages if storage.kind == "parameter"]) == 1
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    extra: list
+
+
+class Dataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        x = self.layer(batch["x"])
+        return Answer(logits=x, extra=[x.sum(), {"max": x.max(), "text": "t"}])
+
+
+def test_dataclass_output_and_dict_input():
+    graph = check_forward(Dataclass(), ({"x": torch.randn(2, 4)},))
+    assert [graph.values[value].shape for value in graph.outputs] == [(2, 4), (), ()]
+    assert graph.calls[0].contained == graph.calls[0].inputs  # inside a dict: no hook moves it
+    assert graph.calls[1].contained == ()
+
+
+class Counts(nn.Module):
+    """Branches on integers and on a counter in a buffer, which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x, lengths):
+        self.steps += 1
+        parts = [self.layer(row[:length]) for row, length in zip(x, lengths.tolist(), strict=True)]
+        if self.steps.item() == 1 and (lengths > 1).all():
+            parts.append(parts[0] * 2)
+        x = torch.cat(parts)
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean, x[lengths.repeat(len(x) // 2 + 1)[: len(x)] > 2]
+
+
+def test_branches_on_integers_and_buffers_written_in_place():
+    model, inputs = Counts(), (torch.randn(2, 5, 4), torch.tensor([2, 5]))
+    graph = capture(model, inputs)
+    assert graph.level == "fake" and model.steps == 0 and not model.mean.any()
+    outputs, _ = replay(graph, model, inputs)
+    assert model.steps == 0
+    expected, _ = own_answer(model, inputs, training=False)
+    assert all(map(bitwise, outputs, expected))
+    mean = next(tensor for tensor in graph.tensors if tensor.name == "mean")
+    assert not mean.trainable and next(t for t in graph.tensors if t.name == "steps").persistent is False
+    assert [op.target for op in graph.ops if mean.value in op.mutates] == [aten.mul_.Tensor, aten.add_.Tensor]
+
+
+class Devices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.table = [torch.ones(4)]
+
+    def forward(self, x):
+        host = torch.arange(4)
+        like_x = torch.arange(4, device=x.device)
+        like_weight = torch.full((4,), 2.0, device=next(self.layer.parameters()).device)
+        explicit = torch.ones(4, device="cpu")
+        constant = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x = self.layer(x).to(self.scale.device) + like_x + like_weight + explicit.to(x.device)
+        return x * host + constant.to(x) + self.table[0].to(device=x.device)
+
+
+def test_device_sources():
+    model, inputs = Devices(), torch.randn(2, 4)
+    graph = capture(model, inputs)
+    assert bitwise(replay(graph, model, inputs)[0][0], model(inputs))
+    names = {tensor.value: tensor.name for tensor in graph.tensors}
+    host, like_x = ops_of(graph, aten.arange.default)
+    assert host.device_source == HOST and like_x.device_source == graph.inputs[0]
+    assert names[ops_of(graph, aten.full.default)[0].device_source] == "layer.weight"
+    assert ops_of(graph, aten.ones.default)[0].device_source == UNKNOWN
+    moves = ops_of(graph, aten.alias.default)
+    assert names[moves[0].device_source] == "scale"
+    assert [move.device_source for move in moves[1:]] == [graph.inputs[0], moves[2].device_source, moves[2].device_source]
+    constants = [storage for storage in graph.storages if storage.kind == "constant"]
+    assert sorted(storage.nbytes for storage in constants) == [16, 16]
+
+
+class Generator(nn.Module):
+    def forward(self, x):
+        for row in x:
+            yield row * 2
+
+
+def test_generator_output_is_refused_with_its_line():
+    line = Generator.forward.__code__.co_firstlineno
+    with pytest.raises(CaptureError, match=rf"returns a generator \({__file__}:{line}\)"):
+        capture(Generator(), torch.randn(2, 4))
+
+
+def test_meta_model_needs_no_memory():
+    """A model of 256 GiB and its inputs on meta."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 15, 1 << 15, dtype=torch.bfloat16) for _ in range(128)))
+    graph = capture(model, torch.empty(8, 1 << 15, dtype=torch.bfloat16, device="meta"))
+    assert sum(tensor.nbytes for tensor in graph.tensors) > 1 << 38
+    assert graph.level == "fake" and predicted_peak(graph) > 1 << 38
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Experts(nn.Module):
+    """Masked selection with a mask that is known, and finite checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        x = self.layer(x)
+        if torch.isinf(x).any() or not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x[mask], x.masked_select(mask.unsqueeze(-1)), x[:, mask[0]]
+
+
+def test_known_masks_select_and_floats_are_taken_to_be_finite():
+    graph = check_forward(Experts(), (torch.randn(2, 3, 4), torch.tensor([[True, False, True], [True, True, True]])))
+    assert graph.level == "fake" and any("finite" in note and __file__ in note for note in graph.notes)
