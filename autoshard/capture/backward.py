@@ -26,7 +26,7 @@ class _Kept:
     def __init__(self, alias: torch.Tensor, origin: weakref.ref | None, ledger: Ledger, save: int) -> None:
         self.alias = alias
         self.origin = origin
-        self.version = _version(origin, alias)
+        self.version = _version(origin)
         self.ledger = ledger
         self.save = save
 
@@ -45,7 +45,8 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
         return _Kept(tensor.data, origin, ledger, ledger.save(value, op))
 
     def unpack(kept: _Kept) -> torch.Tensor:
-        if _version(kept.origin, kept.alias) != kept.version:
+        version = _version(kept.origin)
+        if version is not None and version != kept.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a {kept.alias.dtype} tensor of shape {tuple(kept.alias.shape)}"
@@ -80,7 +81,7 @@ def training_loss(output: Any, name: str) -> torch.Tensor:
     return total
 
 
-def _version(origin: weakref.ref | None, alias: torch.Tensor) -> int:
-    """How often the saved tensor was written: asked of the tensor itself while it lives, else of its alias."""
+def _version(origin: weakref.ref | None) -> int | None:
+    """How often the saved tensor was written; None once it is gone (whoever then runs the model is told by torch)."""
     tensor = origin() if origin is not None else None
-    return alias._version if tensor is None else tensor._version
+    return None if tensor is None else tensor._version
