@@ -48,15 +48,19 @@ def run(
 ) -> list[Result]:
     """Run the model on copies of the inputs, placed on `device` (None: where they are).
 
-    `measure`, if given, is called before the pass whose peak counts; that is a second step in training.
+    `measure`, if given, is called before the pass whose peak counts: the decode if there is one, in training a second
+    step.
     """
+    measure_pass = None if work.new_tokens else measure
     if work.training:
-        results = list(_train(model, work, device, measure))
+        results = list(_train(model, work, device, measure_pass))
     else:
         with torch.no_grad():
-            results = list(_forward(model, work, device, measure))
+            results = list(_forward(model, work, device, measure_pass))
     if work.new_tokens:
         args, kwargs = _copied((work.args, work.kwargs), device)
+        if measure is not None:
+            measure()
         tokens = model.generate(*args, **kwargs, max_new_tokens=work.new_tokens, do_sample=False)  # type: ignore[operator]
         results += results_of("decode", "", "tokens", tokens)
     return results

@@ -15,6 +15,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, remove
+from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.simulate import SimulatedDevices, active_devices, simulate
 
 COPY_BYTES = 4 << 30
@@ -91,6 +92,7 @@ def fresh_models(model: nn.Module, notes: list[str], training: bool) -> Iterator
 def _snapshot(model: nn.Module, training: bool) -> Callable[[], None]:
     """Return a function that undoes what running the model, or applying a plan to it, changes."""
     applied = is_applied(model)
+    devices = {name: tensor.device for name, tensor in named_tensors(model).items()}
     attributes = [(module, _attributes(module)) for module in model.modules()]
     saved = list(_tensors(model)) if training else list(model.buffers())
     values = [(tensor, tensor.detach().clone()) for tensor in saved]
@@ -98,6 +100,7 @@ def _snapshot(model: nn.Module, training: bool) -> Callable[[], None]:
     def restore() -> None:
         if is_applied(model) and not applied:
             remove(model)
+        move_tensors(named_tensors(model), devices)
         for module, own in attributes:
             vars(module).clear()
             vars(module).update(
