@@ -7,7 +7,8 @@ import autoshard.capture
 import autoshard.estimate
 import autoshard.plan
 import autoshard.profile
-import autoshard.simulate  # noqa: F401
+import autoshard.simulate
+import autoshard.verify  # noqa: F401
 from autoshard.api import apply, capture, estimate, plan, profile, remove, simulate, verify
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import ApplyError, AutoshardError, CaptureError, PlanError, SpecError, VerifyError

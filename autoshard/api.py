@@ -17,6 +17,7 @@ from autoshard.workload import Workload
 if TYPE_CHECKING:
     from autoshard.capture.graph import ModelGraph
     from autoshard.profile.profile import Profile
+    from autoshard.verify import Verification
 
 
 def capture(model: nn.Module, inputs: Any = None, *, workload: Workload | None = None) -> "ModelGraph":
@@ -141,14 +142,24 @@ def remove(model: nn.Module) -> nn.Module:
     return undo(model)
 
 
-def verify(model: nn.Module, plan: Any = None, **settings: Any) -> Any:
+def verify(
+    model: nn.Module,
+    plan: "Plan | Mapping[str, Any] | None" = None,
+    *,
+    inputs: Any = None,
+    training: bool | None = None,
+    new_tokens: int | None = None,
+    tolerance: float = 0.0,
+) -> "Verification":
     """Run the original and the applied model on the same inputs and compare; simulated where devices are missing.
 
-    Returns a report with `.ok`, `.max_error` and `.first_difference`.
+    `plan`: a `Plan` or a `device_map`; None if the model is applied already. `training` and `new_tokens` add backward
+    and optimizer steps, and cached decoding; by default what the plan's workload says. Returns a report with `.ok`,
+    `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare.
     """
     from autoshard.verify import verify as compare
 
-    return compare(model, plan, **settings)
+    return compare(model, plan, inputs, training=training, new_tokens=new_tokens, tolerance=tolerance)
 
 
 def simulate(devices: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoshard.cli.console import errors, output, print_json, reports_errors, step
+from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.workload import Workload
 
@@ -186,15 +186,34 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
-    from autoshard.cli.verifying import verify_target
+    from autoshard.api import plan_profile, verify
+    from autoshard.cli.plans import read_plan
+    from autoshard.cli.verifying import build
 
     limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
     workload = _workload(batch, seq, new_tokens, train, optimizer)
-    loaded = _load(target, workload, with_weights=True)
-    settings = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
-    equal = verify_target(loaded, plan_file, devices, settings, as_json)
-    if not equal:
-        raise typer.Exit(1)
+    plan = read_plan(plan_file) if plan_file is not None else None
+    if plan is not None and workload.assumed:
+        workload = plan.workload
+    cluster = None if plan is not None else _cluster(devices, limits)
+    loaded = build(lambda with_weights: _load(target, workload, with_weights=with_weights))
+    profile = _profile(loaded)
+    if plan is not None:
+        _same_model(plan, profile, plan_file or "")
+    elif cluster is not None:
+        plan = plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=limits, pins=pins)
+    with step("running the model whole and split"):
+        found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)
+    if as_json:
+        from autoshard.report.verification import verification_document
+
+        print_json(verification_document(found, title=loaded.title))
+    else:
+        from autoshard.report.verification import print_verification
+
+        print_verification(output(), found, title=loaded.title)
+    if not found.ok:
+        raise typer.Exit(IMPOSSIBLE)
 
 
 @app.command("devices")

@@ -247,3 +247,32 @@ def test_the_command_line_loads_only_what_it_needs(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_verify(file, tmp_path):
+    done = command("verify", file, "--devices", "2x800KiB")
+    assert done.stdout.strip().startswith("equal") and "bit for bit" in done.stdout and "simulated" in done.stdout
+    out = tmp_path / "plan.json"
+    command("plan", file, "--devices", "2x4MiB", "--train", "--optimizer", "sgd", "-o", out)
+    document = json.loads(command("verify", file, "--plan", out, "--json").stdout)
+    assert document["ok"] and document["max_error"] == 0 and "backward" in document["compared"]
+
+
+def test_verify_refuses_what_does_not_fit_here(tmp_path):
+    """Sixteen terabytes: said before anything is allocated."""
+    path = tmp_path / "huge.py"
+    text = "import torch\nmodel = torch.nn.Sequential(*[torch.nn.Linear(2**20, 2**20) for _ in range(4)])\n"
+    path.write_text(text + "example_inputs = torch.zeros(1, 2**20)\n")
+    done = command("verify", path, "--devices", "8xMI325X", expect=1)
+    assert "TiB of memory" in done.stderr and "free" in done.stderr
+
+
+def test_verify_finds_what_differs(tmp_path):
+    """A model that answers by where its weights are is not equal when split."""
+    path = tmp_path / "model.py"
+    text = MODEL.replace("return x + self.down", "return x + (self.up.weight.device.index or 0) + self.down")
+    path.write_text(text)
+    done = command("verify", path, "--devices", "2x800KiB", expect=1)
+    assert done.stdout.strip().startswith("not equal") and "First difference" in done.stdout
+    document = json.loads(command("verify", path, "--devices", "2x800KiB", "--json", expect=1).stdout)
+    assert not document["ok"] and document["first_difference"]["during"] == "forward"

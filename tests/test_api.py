@@ -1,0 +1,161 @@
+"""The public calls, as a user types them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import ApplyError, PlanError, SpecError
+
+KIB = 1024
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(*[Block(32) for _ in range(6)])  # 33 KiB each
+
+
+@torch.no_grad()
+def run(model):
+    return model(X)
+
+
+X = torch.linspace(-1, 1, 4 * 32).reshape(4, 32)
+
+
+def test_plan_apply_remove(model):
+    expected = run(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with autoshard.simulate("1x120KiB,2x100KiB") as devices:
+        plan = autoshard.plan(model, devices, inputs=X)
+        assert autoshard.apply(model, plan) is model
+        assert len({p.device for p in model.parameters()}) > 1
+        assert torch.equal(run(model).cpu(), expected)
+        assert autoshard.remove(model) is model
+    assert torch.equal(run(model), expected)
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_apply_plans_for_devices(model):
+    expected = run(model)
+    with autoshard.simulate("3x120KiB") as devices:
+        autoshard.apply(model, devices, inputs=X, strategy="balanced")
+        assert torch.equal(run(model).cpu(), expected)
+        autoshard.remove(model)
+
+
+def test_apply_takes_a_device_map(model):
+    expected = run(model)
+    device_map = {str(i): f"cpu:{i % 2}" for i in range(6)}
+    with autoshard.simulate("2x1MiB"):
+        autoshard.apply(model, device_map)
+        assert model[3].up.weight.device == torch.device("cpu", 1)
+        assert torch.equal(run(model).cpu(), expected)
+        autoshard.remove(model)
+
+
+def test_a_model_on_meta_is_planned(model):
+    with torch.device("meta"):
+        same = nn.Sequential(*[Block(32) for _ in range(6)])
+    plans = [autoshard.plan(m, "3x120KiB", inputs=X, strategy="sequential") for m in (model, same)]
+    assert plans[0] == plans[1]
+    assert all(p.is_meta for p in same.parameters())
+
+
+def test_profile_and_estimate(model):
+    workload = autoshard.Workload(batch_size=4, mode="training", optimizer="sgd")
+    profile = autoshard.profile(model, X, workload=workload)
+    assert profile.workload == workload
+    assert profile.parameter_bytes == profile.gradient_bytes == sum(p.nbytes for p in model.parameters())
+    plan = autoshard.plan(model, "2x1MiB", inputs=X, workload=workload, strategy="balanced")
+    estimate = autoshard.estimate(plan, profile)
+    assert estimate.fits and estimate.latency_seconds > 0
+    assert estimate == autoshard.estimate(plan, profile, "2x1MiB")
+    moved = autoshard.estimate({"": "cuda:1"}, profile, "2x4MiB")
+    assert moved.devices[0].peak_bytes == 0 < moved.devices[1].peak_bytes
+
+
+def test_capture_gives_the_graph(model):
+    graph = autoshard.capture(model, X)
+    assert graph.level == "fake" and {m.path for m in graph.modules} >= {"", "0", "5.down"}
+
+
+def test_verify(model):
+    plan = autoshard.plan(model, "3x120KiB", inputs=X)
+    found = autoshard.verify(model, plan, inputs=X)
+    assert found.ok and found.max_error == 0 and found.simulated and found.first_difference is None
+
+
+def test_max_memory_and_pins(model):
+    plan = autoshard.plan(
+        model, max_memory={0: "150KiB", "cuda:1": 400 * KIB}, inputs=X, pins={"5": 1}, strategy="sequential"
+    )
+    assert [d.name for d in plan.devices] == ["cuda:0", "cuda:1"]
+    assert plan.device_map["5"] == "cuda:1" and plan.pins == {"5": "cuda:1"}
+    tighter = autoshard.plan(model, "2x1MiB", max_memory={"cuda:0": "100KiB"}, inputs=X, strategy="sequential")
+    profile = autoshard.profile(model, X)
+    assert autoshard.estimate(tighter, profile, "2x1MiB").devices[0].peak_bytes <= 100 * KIB
+    with pytest.raises(SpecError, match=r"cuda:5.*not among"):
+        autoshard.plan(model, "2x1MiB", max_memory={5: "1MiB"}, inputs=X)
+    with pytest.raises(SpecError, match=r"pin of '0'.*not among"):
+        autoshard.plan(model, "2x1MiB", pins={"0": "cpu"}, inputs=X)
+
+
+def test_what_is_refused(model):
+    with pytest.raises(PlanError):
+        autoshard.plan(model, "2x20KiB", inputs=X)
+    with pytest.raises(ApplyError):
+        autoshard.remove(model)
+    with pytest.raises(SpecError):
+        autoshard.apply(model, None, inputs=X)
+    other = nn.Sequential(Block(16))
+    plan = autoshard.plan(model, "cpu=1GiB", inputs=X)
+    with pytest.raises(autoshard.AutoshardError):
+        autoshard.apply(other, plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ({"": 0}, True),
+        ({"model.layers.0": "cuda:0", "lm_head": "cpu"}, True),
+        ({"cuda:0": "20GiB", "cpu": "60GiB"}, False),
+        ({0: "20GiB", 1: "20GiB"}, False),
+        ({}, False),
+        ("8xH100", False),
+        (["cuda:0"], False),
+    ],
+)
+def test_device_maps_are_told_from_devices(value, answer):
+    assert autoshard.api.is_device_map(value) is answer
+
+
+def test_public_names_stay_calls_after_their_rooms_are_imported():
+    """`autoshard.plan` is a call and a room; whatever is imported in whatever order, the name stays the call."""
+    code = (
+        "import autoshard.plan, autoshard.simulate, autoshard.verify\n"
+        "import autoshard.profile.measure, autoshard.capture.capture\n"
+        "import autoshard, autoshard.estimate, torch\n"
+        "x = torch.ones(1, 4)\n"
+        "plan = autoshard.plan(torch.nn.Linear(4, 4), '1x1MiB', inputs=x)\n"
+        "autoshard.estimate(plan, autoshard.profile(torch.nn.Linear(4, 4), x), '1x1MiB')\n"
+        "assert autoshard.verify(torch.nn.Linear(4, 4), plan, inputs=x).ok\n"
+        "from autoshard.plan import Plan\n"
+        "names = [n for n in autoshard.__all__ if n[0].islower()]\n"
+        "print([n for n in names if type(getattr(autoshard, n)).__name__ != 'function'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
