@@ -20,7 +20,7 @@ from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhoo
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
-from autoshard.runtime.registrations import registrations
+from autoshard.runtime.registrations import Tree
 from autoshard.runtime.state import Record, Runtime
 
 
@@ -67,7 +67,7 @@ def adopt(model: nn.Module) -> nn.Module:
     applied, or if there is no room for what is new.
     """
     runtime = _runtime_of(model, "adopt")
-    runtime.registrations = registrations.count
+    runtime.tree = Tree(model.modules())
     record, tensors = runtime.record, named_tensors(model)
     _check_tensors(tensors)
     placements = {name: record.placements.get(name) or _host_device(name, record) for name in tensors}
@@ -112,7 +112,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
-    runtime = Runtime(record)
+    runtime = Runtime(record, Tree(model.modules()))
     boundaries = find_boundaries(model, record)
     move_tensors(tensors, record.devices)
     if before is not None:

@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import PackedSequence
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
 from autoshard.runtime.gather import gather, is_inference, scatter
-from autoshard.runtime.registrations import registrations
 from autoshard.runtime.state import Call, Runtime
 
 _PLAIN, _TENSOR, _TUPLE, _CONTAINER, _OPAQUE = range(5)
@@ -212,7 +211,7 @@ class RootHook(Hook):
         if runtime.local.calls:
             self.drop_interrupted()
         runtime.check_moved()
-        if runtime.registrations != registrations.count:
+        if runtime.tree is None or runtime.tree.changed:
             from autoshard.runtime.apply import adopt  # it needs this module
 
             adopt(module)

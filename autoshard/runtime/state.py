@@ -12,7 +12,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
-from autoshard.runtime.registrations import registrations
+from autoshard.runtime.registrations import Tree
 
 
 @dataclass(slots=True)
@@ -63,25 +63,25 @@ class Record:
 class Runtime:
     """The shared state of one applied model's hooks; owned by the hook of its root."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, tree: Tree) -> None:
         self.handles: list[Any] = []
         self.hooks: dict[str, Any] = {}
-        self._start(record)
-
-    def _start(self, record: Record) -> None:
         self.record = record
+        self.tree: Tree | None = tree
+        self._start()
+
+    def _start(self) -> None:
         self.copies = Copies()
         self.gathering = threading.RLock()
         self.local = _Local()
-        self.registrations = registrations.count
-        registrations.follow(self)
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
         return {"record": self.record, "handles": self.handles, "hooks": self.hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.handles, self.hooks = state["handles"], state["hooks"]
-        self._start(state["record"])
+        self.handles, self.hooks, self.record = state["handles"], state["hooks"], state["record"]
+        self.tree = None  # the copy's modules are others; it looks at them before its first forward
+        self._start()
 
     def hooked(self, model: nn.Module) -> int:
         """Count the hooks that are on the modules they were made for; modules may have been exchanged since."""
