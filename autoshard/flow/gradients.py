@@ -34,8 +34,12 @@ class Gradients:
         self._last_device = walk.root_device
         self._one_device = len(walk.objects.devices) == 1
         self._sum_of: dict[int, Version] = {}  # value made by a sum of gradients -> what they are gradients of
+        self._parts: dict[int, dict[int, int]] = {}  # value made by a sum -> device -> what was added up there
         self._moved: dict[tuple[int, Version], int] = {}  # (gradient object, version) -> object where that was made
         self._lowest: list[int] = []  # per backward op, the earliest forward op that the pass has come down to
+        self._home = {
+            value: walk.device_index[walk.tensor_device[name]] for name, value in walk.graph.gradients
+        }  # gradient of a parameter -> device of the parameter
         self._has_backward = [False] * walk.end
         self._writes: dict[int, list[int]] = {}  # value -> forward ops that write it in place
         lowest = walk.end
@@ -51,7 +55,12 @@ class Gradients:
     def inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Return the objects a backward op reads, on its device, and the device."""
         objects, values = self.objects, self.graph.values
-        goals, device = self._wanted_by(op)
+        made = [value for value in op.inputs if values[value].op >= self.begin]
+        if len(made) == 2 and not self._one_device and _is_sum(op):
+            shared = self._shared(*made)
+            if shared is not None:
+                return self._add(op, made[0], made[1], shared)
+        goals, device = self._wanted_by(op, made)
         if device >= 0:
             self._last_device = device
         forward = self._forward_objects(op)
@@ -72,23 +81,60 @@ class Gradients:
             read.append(obj)
         return tuple(read), device
 
-    def _wanted_by(self, op: Op) -> tuple[tuple[Version, ...], int]:
+    def _wanted_by(self, op: Op, made: list[int]) -> tuple[tuple[Version, ...], int]:
         """What an op reads gradients of, and the device it runs on."""
-        made = [value for value in op.inputs if self.graph.values[value].op >= self.begin]
-        if len(made) == 2 and not self._one_device and _is_sum(op):
-            shared = self._shared(*made)
-            if shared is not None:
-                self._sum_of.update(dict.fromkeys(op.outputs, shared))
-                # Parts that come from one device are added there; the sum then goes where the value was made.
-                devices = {self.objects.device_of(self._come(value, (shared,), op, arrive=False)) for value in made}
-                if len(devices) == 1:
-                    return (), devices.pop()
-                return (shared,), self._device_of(shared)
+        if len(op.outputs) == 1 and op.outputs[0] in self._home:  # what `.grad` will hold
+            return (), self._home[op.outputs[0]]
         if op.forward >= 0:
             outputs = self.graph.ops[op.forward].outputs
             return tuple((value, op.forward) for value in outputs), self.walk.op_device[op.forward]
         devices = {self.objects.device_of(self.objects.current[value]) for value in made}
         return (), devices.pop() if devices else self._last_device
+
+    def _add(self, op: Op, left: int, right: int, shared: Version) -> tuple[tuple[int, ...], int]:
+        """A sum of two gradients of one value: parts that come from one device are added there, before they leave it.
+
+        recorded          ((a + b) + c)            a on device 0, b and c on device 1
+        under the plan    a + copy of (b + c)
+        """
+        objects = self.objects
+        (out,) = op.outputs
+        ours, theirs = self._parts_of(left, shared, op), self._parts_of(right, shared, op)
+        both = [device for device in ours if device in theirs]
+        merged = {**ours, **theirs}
+        read: tuple[int, ...] = ()
+        device = both[0] if both else self._device_of(shared)
+        if both:
+            read = (ours[device], theirs[device])
+            merged[device] = ours[device] if out == left else objects.original(out, device, op.index)
+        self._sum_of[out] = shared
+        self._parts[out] = merged
+        objects.current[out] = merged.get(device, next(iter(merged.values())))
+        return read, device
+
+    def _parts_of(self, value: int, shared: Version, op: Op) -> dict[int, int]:
+        """Device -> the part of a gradient that came from there."""
+        if self._sum_of.get(value) == shared and value in self._parts:
+            return self._parts[value]
+        obj = self._come(value, (shared,), op, arrive=False)
+        return {self.objects.device_of(obj): obj}
+
+    def _gather(self, value: int, op: Op) -> int:
+        """Bring the parts of a sum together where the forward value was made."""
+        parts, shared = self._parts[value], self._sum_of[value]
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        objects, home = self.objects, self._device_of(shared)
+        arrived = [self._to_maker(obj, shared, op) for obj in parts.values()]
+        time = max([self.graph.values[value].op, *(objects.buffer_born[objects.buffer[obj]] for obj in arrived)])
+        row = self.graph.values[value]
+        obj = objects.new_object(value, objects.new_buffer(row.storage, home, row.nbytes, time, copied=True))
+        self.walk.left[obj] = time + 1
+        for part in arrived:
+            objects.used[part] = max(objects.used[part], time)
+        self._parts[value] = {home: obj}
+        objects.current[value] = obj
+        return obj
 
     def _shared(self, left: int, right: int) -> Version | None:
         """The latest version that two gradients can both belong to; None for steps of one formula."""
@@ -129,8 +175,7 @@ class Gradients:
     def _come(self, value: int, goals: tuple[Version, ...], op: Op, arrive: bool = True) -> int:
         """The object of a gradient after it went the way of its forward values to a goal; not the last step of it
         unless it is to `arrive`."""
-        objects = self.objects
-        obj = objects.current[value]
+        obj = self._gather(value, op) if value in self._parts else self.objects.current[value]
         maker = self.graph.ops[self.graph.values[value].op]
         if self._one_device or not goals or (maker.forward == op.forward >= 0 and value not in self._sum_of):
             return obj
@@ -188,6 +233,8 @@ class Gradients:
         for name, value in self.graph.gradients:
             home = walk.device_index[walk.tensor_device[name]]
             obj = objects.current[value]
+            if value in self._parts:
+                obj = self._gather(value, self.graph.ops[-1])
             if obj >= 0 and objects.device_of(obj) != home:
                 time = max(self.graph.values[value].op, objects.used[obj])
                 walk.left[obj] = time + 1

@@ -19,6 +19,7 @@ class Objects:
 
     Attributes:
         value, buffer: of each object. source: the object it is a copy of, else -1.
+        base: the object that a view keeps alive, else -1.
         saved: time at which autograd lets go of this very object, 0 if it never had it.
         used: last op that read it, -1 if none.
         until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.
@@ -33,6 +34,7 @@ class Objects:
         self.value: list[int] = []
         self.buffer: list[int] = []
         self.source: list[int] = []
+        self.base: list[int] = []
         self.saved: list[int] = []
         self.used: list[int] = []
         self.until: list[int] = []
@@ -66,10 +68,11 @@ class Objects:
         self.buffer_copied.append(copied)
         return len(self.buffer_storage) - 1
 
-    def new_object(self, value: int, buffer: int, source: int = -1) -> int:
+    def new_object(self, value: int, buffer: int, source: int = -1, view_of: int = -1) -> int:
         self.value.append(value)
         self.buffer.append(buffer)
         self.source.append(source)
+        self.base.append(view_of if view_of < 0 or self.base[view_of] < 0 else self.base[view_of])
         self.saved.append(0)
         self.used.append(-1)
         self.until.append(-1)
@@ -97,7 +100,8 @@ class Objects:
         differentiable = self.grad and value.requires_grad
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
-        nbytes = value.nbytes if value.copy_bytes < 0 else value.copy_bytes
+        # Our copies keep expanded dimensions; those that autograd makes of a gradient do not.
+        nbytes = value.nbytes if value.copy_bytes < 0 or reason == "backward" else value.copy_bytes
         buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
         copy = self.new_object(value.index, buffer, source=obj)
         self.elsewhere[value.index, device] = copy
@@ -175,10 +179,15 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
     kept = {copy.buffer for copy in objects.copies if copy.kept}
     reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}
 
+    emptied = {
+        objects.buffer[obj] for obj in left if graph.values[objects.value[obj]].op >= graph.backward_begin
+    }  # nobody but autograd held these gradients, so they are gone once they were read and sent
     died = [0] * len(objects.value)
     for obj, index in enumerate(objects.value):  # a source comes before its copies
         source, value = objects.source[obj], graph.values[index]
-        if source < 0:
+        if source < 0 and objects.buffer[obj] in emptied:
+            last = left.get(obj, 0)
+        elif source < 0:
             last = left.get(obj, after if index in held_to_end else value.died)
         elif reasons[objects.buffer[obj]] == "output":
             last = after
@@ -193,6 +202,9 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
     buffer_died = [born + 1 for born in objects.buffer_born]
     for obj, buffer in enumerate(objects.buffer):
         buffer_died[buffer] = max(buffer_died[buffer], died[obj], objects.saved[obj])
+    last_read = [-1] * len(buffer_died)  # under a plan a gradient may wait longer for the others of its sum
+    for obj, buffer in enumerate(objects.buffer):
+        last_read[buffer] = max(last_read[buffer], objects.used[obj])
     held_storages = {graph.values[value].storage for value in held_to_end}
     for buffer, index in enumerate(objects.buffer_storage):
         storage = graph.storages[index]
@@ -202,5 +214,5 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
         elif storage.kind in ("parameter", "buffer", "input"):
             buffer_died[buffer] = after
         elif index not in copied:  # nothing left its device: the recorded death is exact
-            buffer_died[buffer] = after if index in held_storages else storage.died
+            buffer_died[buffer] = after if index in held_storages else max(storage.died, last_read[buffer] + 1)
     return [min(time, after) for time in buffer_died]

@@ -180,6 +180,9 @@ class Walk:
             if self.objects.device_of(obj) != self.root_device:
                 home[value] = self.objects.copy(obj, self.root_device, time, "output", "")
                 self.left[obj] = time + 1  # the caller gets the copy only
+                base = self.objects.base[obj]
+                if base >= 0 and self.graph.values[self.objects.value[base]].died >= self.end:
+                    self.left[base] = time + 1
         self._see(0, home)
 
     def _see(self, depth: int, view: dict[int, int]) -> None:
@@ -292,7 +295,7 @@ class Walk:
                 (obj for obj, given in zip(read, op.inputs, strict=True) if values[given].storage == storage), -1
             )
             if shared >= 0:
-                objects.current[value] = objects.new_object(value, objects.buffer[shared])
+                objects.current[value] = objects.new_object(value, objects.buffer[shared], view_of=shared)
             else:
                 objects.original(value, device, op.index)
 
@@ -324,7 +327,9 @@ class Walk:
         obj = next((obj for obj, given in zip(read, op.inputs, strict=True) if given == value), -1)
         if obj < 0:
             obj = self.sees(value)
-        self.objects.saved[obj] = max(self.objects.saved[obj], released)
+        for held in (obj, self.objects.base[obj]):
+            if held >= 0:
+                self.objects.saved[held] = max(self.objects.saved[held], released)
 
     # ---- the end
 
