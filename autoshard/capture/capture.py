@@ -95,7 +95,7 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
 
 def place(error: BaseException) -> str:
     """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
-    where = "an unknown line"
+    where = "no line of yours: in backward or in torch itself"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith((_OWN, _TORCH, "<")):

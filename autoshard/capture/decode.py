@@ -24,10 +24,9 @@ _Encoded = namedtuple("_Encoded", "last_hidden_state hidden_states attentions", 
 
 
 def run_decode(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], new_tokens: int, how: Decoding
-) -> Iterator[tuple[str, Any, list[torch.Tensor]]]:
-    """Run a prompt and the step after it, yielding (phase, output, tensors of its state) as each is done."""
-    named = prompt_arguments(model, args, kwargs, new_tokens)
+    model: nn.Module, named: dict[str, Any], how: Decoding
+) -> tuple[Any, list[torch.Tensor]]:
+    """Run a prompt (see `prompt_arguments`) and the step after it; return the step's output and the tensors of its state."""
     if how == "generate":
         if not callable(getattr(model, "generate", None)):
             raise CaptureError(f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0.")
@@ -36,16 +35,14 @@ def run_decode(
         output = generate(  # an end token that no answer can be: the loop must run twice
             **plain, max_new_tokens=2, do_sample=False, use_cache=True, eos_token_id=-1, return_dict_in_generate=True
         )
-        yield "decode", output, list(opaque_tensors(output))
-        return
+        return output, list(opaque_tensors(output))
     output = model(**named)
-    yield "forward", output, list(opaque_tensors(output))
     step = step_arguments(model, named, output)
     del output, named
     output = model(**step)  # the prompt's output is gone, but for the state in it
     fields = [value for name, value in _fields(output) if name in step]
     plain_state = [tensor for value in fields for _, tensor in nested.tensors_in(value)]
-    yield "decode", output, [*opaque_tensors(output), *plain_state]
+    return output, [*opaque_tensors(output), *plain_state]
 
 
 def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:

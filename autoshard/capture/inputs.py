@@ -121,7 +121,7 @@ def _look_up(config: Any, *names: str, kind: type | tuple[type, ...] = int) -> A
 def sequence_length(config: Any, workload: Workload) -> int:
     """Tokens per sequence: the workload's, else `DEFAULT_SEQUENCE`, within the model's own limit."""
     if workload.sequence_length is not None:
-        return workload.sequence_length + max(0, workload.new_tokens - 1)
+        return workload.sequence_length
     limits = [getattr(config, name, None) for name in _MAX_LENGTH]
     return min([DEFAULT_SEQUENCE, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
 

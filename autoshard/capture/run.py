@@ -16,9 +16,10 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
-from autoshard.capture.decode import Decoding, opaque_tensors, run_decode
+from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import module_table, tensor_rows
 from autoshard.capture.record import Engine, Recorder
@@ -59,7 +60,10 @@ def record_run(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training))
         tensors = _enter_tensors(model, rows, recorder)
-        args, kwargs, inputs = _enter_inputs(run, engine, recorder)
+        given: Call = (run.args, run.kwargs)
+        if decode is not None:
+            given = (), prompt_arguments(model, *given, run.workload.new_tokens)
+        args, kwargs, inputs = _enter_inputs(given, engine, recorder)
         stack.enter_context(_module_calls(model, recorder))
         sources = stack.enter_context(DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
@@ -74,8 +78,7 @@ def record_run(
             phases = [("forward", 0, ledger.now)]
             held = list(opaque_tensors(output))
         else:
-            for _, output, held in run_decode(model, args, kwargs, run.workload.new_tokens, decode):
-                pass
+            output, held = run_decode(model, kwargs, decode)
             phases = recorder.prompt_and_step()
         outputs = recorder.root_outputs()
         if training:
@@ -124,7 +127,7 @@ def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], rec
     return tuple(table)
 
 
-def _enter_inputs(run: Run, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
+def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
     memo: dict[int, torch.Tensor] = {}
     prepare = prepared_input(engine if isinstance(engine, FakeFloats) else None)
 
@@ -133,7 +136,7 @@ def _enter_inputs(run: Run, engine: Engine, recorder: Recorder) -> tuple[tuple, 
             memo[id(tensor)] = prepare(tensor)
         return memo[id(tensor)]
 
-    args, kwargs = nested.map_tensors((run.args, run.kwargs), stand_in)
+    args, kwargs = nested.map_tensors(given, stand_in)
     inputs = []
     for path, tensor in nested.tensors_in((args, kwargs)):
         value = recorder.ledger.find(tensor)

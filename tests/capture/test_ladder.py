@@ -1,0 +1,106 @@
+"""Levels: what stops one, what the next does, and what errors say."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.capture import capture
+from autoshard.capture.replay import replay
+from autoshard.errors import CaptureError, SpecError
+from tests.capture.helpers import bitwise, measured_peak, predicted_peak
+
+
+class Branches(nn.Module):
+    """Takes a branch on the value of a float."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.layer(x)
+        if x.sum() > 0:
+            x = x * 2
+        return x
+
+
+BRANCH = Branches.forward.__code__.co_firstlineno + 2
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_real_when_a_float_decides(sign):
+    model = Branches()
+    nn.init.eye_(model.layer.weight)
+    inputs = sign * torch.ones(2, 4) * 3
+    graph = capture(model, inputs)
+    assert graph.level == "real"
+    assert f"{__file__}:{BRANCH}" in graph.notes[0] and "level fake stopped" in graph.notes[0]
+    multiplied = [op for op in graph.ops if op.target is torch.ops.aten.mul.Tensor]
+    assert len(multiplied) == (sign > 0)
+    assert bitwise(replay(graph, model, inputs)[0][0], model(inputs))
+    assert predicted_peak(graph) == measured_peak(model, inputs, training=False)
+
+
+def test_random_weights_where_there_are_none():
+    with torch.device("meta"):
+        model = Branches()
+    graph = capture(model, torch.ones(2, 4))
+    assert graph.level == "real" and any("random weights" in note for note in graph.notes)
+    assert model.layer.weight.is_meta
+
+
+def test_invented_when_too_large_to_run():
+    with torch.device("meta"):
+        model = Branches(1 << 15)  # 4 GiB
+    graph = capture(model, torch.ones(2, 1 << 15))
+    assert graph.level == "invented"
+    assert any("not known was taken to be" in note and str(BRANCH) in note for note in graph.notes)
+    with pytest.raises(CaptureError, match="invented"):
+        replay(graph, model, torch.ones(2, 1 << 15))
+
+
+def test_a_level_can_be_forced():
+    model, inputs = nn.Linear(4, 4), torch.ones(2, 4)
+    graphs = [capture(model, inputs, level=level) for level in ("fake", "real", "invented")]
+    assert [graph.level for graph in graphs] == ["fake", "real", "invented"]
+    assert len({tuple(op.target for op in graph.ops) for graph in graphs}) == 1
+    assert len({predicted_peak(graph) for graph in graphs}) == 1
+    with pytest.raises(CaptureError, match=re.escape(f"{__file__}:{BRANCH}")):
+        capture(Branches(), inputs, level="fake")
+    with pytest.raises(SpecError, match="unknown capture level"):
+        capture(model, inputs, level="guess")
+
+
+def test_what_can_be_known_stays_known_when_answers_are_invented():
+    with torch.device("meta"):
+        model = nn.Sequential(Branches(4), nn.Flatten(), nn.Linear(8, 2))
+    assert capture(model, torch.ones(3, 2, 4), level="invented").values[-1].shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "inputs, said",
+    [
+        (torch.ones(2, 5), "shapes cannot be multiplied"),
+        ((), "missing 1 required positional argument"),
+        ({"y": torch.ones(2, 4)}, "unexpected keyword argument 'y'"),
+        (3, "must be a tensor, a tuple"),
+    ],
+    ids=["shape", "none", "name", "type"],
+)
+def test_inputs_that_do_not_fit(inputs, said):
+    with pytest.raises(CaptureError) as error:
+        capture(Branches(), inputs)
+    message = str(error.value)
+    assert said in message and "Branches" in message and "\n" not in message and len(message) < 800
+
+
+def test_an_error_names_the_line_of_the_model():
+    with pytest.raises(CaptureError, match=re.escape(f"{__file__}:{BRANCH - 1}")):
+        capture(Branches(), torch.ones(2, 5))
+
+
+def test_not_a_module():
+    with pytest.raises(CaptureError, match="needs a torch.nn.Module, got function"):
+        capture(lambda x: x, torch.ones(2))

@@ -1,0 +1,115 @@
+"""A capture leaves no trace, whatever the forward does and whether or not it fails."""
+
+import gc
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.capture import capture
+from autoshard.errors import CaptureError
+from autoshard.fingerprint import fingerprint
+from autoshard.workload import Workload
+
+
+class Messy(nn.Module):
+    """Caches tensors, counts, appends, replaces its parameter, converts itself, draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(1))
+        self.cached = None
+        self.history = [torch.ones(4)]
+        self.table = {"a": 1}
+        self.plain = torch.ones(4)
+
+    def forward(self, x, fail: bool = False):
+        x += torch.randn(4) + random.random() + numpy.random.rand()
+        self.cached = self.layer(x)
+        self.history.append(self.cached)
+        self.table["b"] = self.cached
+        self.count += 1
+        self.plain += 1
+        self.register_buffer("late", torch.zeros(2), persistent=False)
+        self.extra = nn.Linear(4, 4)
+        self.layer = self.layer.double().float()
+        if fail:
+            raise ValueError("as asked")
+        return nn.functional.dropout(self.norm(self.cached + x), 0.5)
+
+
+def state_of(model):
+    tensors = {name: (id(t), t._version, t.clone(), t.grad) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    attributes = {path: {k: id(v) for k, v in vars(module).items()} for path, module in model.named_modules()}
+    return tensors, attributes, [list(map(id, model.history)), dict(model.table), model.plain.clone(), model.training]
+
+
+def same_state(before, after):
+    assert before[0].keys() == after[0].keys()
+    for name, (identity, version, content, grad) in before[0].items():
+        assert after[0][name][:2] == (identity, version) and torch.equal(after[0][name][2], content)
+        assert after[0][name][3] is grad
+    assert before[1] == after[1]
+    assert before[2][0] == after[2][0] and before[2][1] == after[2][1] and before[2][3] == after[2][3]
+    assert torch.equal(before[2][2], after[2][2])
+
+
+@pytest.mark.parametrize("level", ["fake", "real"])
+@pytest.mark.parametrize("fail", [False, True], ids=["works", "fails"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_the_model_and_the_world_are_as_they_were(level, fail, mode):
+    model = Messy().train()
+    hooked = []
+    model.layer.register_forward_hook(lambda *_: hooked.append(1))
+    x = torch.randn(3, 4)
+    content, version = x.clone(), x._version
+    before, call, apply = state_of(model), nn.Module.__call__, nn.Module._apply
+    device = torch._subclasses.fake_tensor.FakeTensor.device
+    seeds = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    collecting, grad = gc.isenabled(), torch.is_grad_enabled()
+    if fail:
+        with pytest.raises(CaptureError, match="as asked"):
+            capture(model, (x, True), workload=Workload(mode=mode), level=level)
+    else:
+        capture(model, (x, False), workload=Workload(mode=mode), level=level)
+    same_state(before, state_of(model))
+    assert torch.equal(x, content) and x._version == version
+    assert torch.equal(torch.get_rng_state(), seeds[0]) and random.getstate() == seeds[1]
+    assert (numpy.random.get_state()[1] == seeds[2]).all()
+    assert (nn.Module.__call__, nn.Module._apply) == (call, apply)
+    assert torch._subclasses.fake_tensor.FakeTensor.device is device
+    assert gc.isenabled() == collecting and torch.is_grad_enabled() == grad
+    assert len(hooked) == 1  # the user's hook ran as part of the model, once
+
+
+def test_nothing_is_kept_alive():
+    """No tensor of the run, nor the model, is held by the graph."""
+    import weakref
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    watched = weakref.ref(model[0].weight)
+    graph = capture(model, torch.randn(2, 4), workload=Workload(mode="training"))
+    del model
+    assert watched() is None and len(graph.ops)
+
+
+def test_fingerprint_is_of_names_shapes_dtypes_and_ties():
+    def build(tied=True, width=4, dtype=torch.float32, device="cpu"):
+        with torch.device(device):
+            model = nn.ModuleDict({"a": nn.Linear(4, width, bias=False), "b": nn.Linear(4, width, bias=False)}).to(dtype)
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    mark = fingerprint(build())
+    assert mark == fingerprint(build()) == fingerprint(build(device="meta"))
+    assert len({mark, fingerprint(build(tied=False)), fingerprint(build(width=5)), fingerprint(build(dtype=torch.half))}) == 4
+    model = build()
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    assert fingerprint(model) == mark
+    model.register_buffer("saved", torch.zeros(3))
+    assert fingerprint(model) != mark
