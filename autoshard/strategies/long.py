@@ -57,6 +57,7 @@ class LongTables:
         self._copies: dict[int, tuple[Sums, Sums, Sums]] = {}
         self._seconds: dict[int, Sums] = {}
         self._memory: dict[int, Sums] = {}
+        self._reach: dict[int, tuple[float, Array]] = {}
         self._peaks = _sparse_max(problem.transient)
         found = rectangles(problem, -2)
         inner = (found.i_low > 0) | (found.i_high > 0)
@@ -105,17 +106,7 @@ class LongTables:
         capacity = float(problem.chain.capacity_bytes[device]) * load_limit
         floor = float(problem.base_transient[device])
         starts = np.arange(size + 1)
-        with np.errstate(invalid="ignore"):
-            ends = np.maximum.accumulate(memory.stop)
-            low = np.searchsorted(ends, capacity - memory.start - max(problem.transient.max(initial=0.0), floor), "right") - 1
-            high = np.searchsorted(ends, capacity - memory.start - floor, "right") - 1
-        low, high = np.maximum(low, starts), np.maximum(high, starts)
-        while (low < high).any():  # the largest end whose own peak still fits
-            middle = (low + high + 1) // 2
-            peak = np.maximum(_range_max(self._peaks, starts, middle), floor)
-            fits = (ends[middle] + memory.start + peak <= capacity) | (middle <= starts)
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-        reach = low
+        reach = self._memory_reach(device, capacity)
         if np.isfinite(seconds_limit):
             ends = np.maximum.accumulate(seconds.stop)
             reach = np.minimum(reach, np.searchsorted(ends, seconds_limit - seconds.start, "right") - 1)
@@ -132,6 +123,26 @@ class LongTables:
         idle_bytes = memory.idle + floor if problem.pinned[device] else 0.0
         idle = seconds.idle if idle_bytes <= capacity and seconds.idle <= seconds_limit else np.inf
         return LongStages(seconds, np.maximum(reach, starts), fits_first, fits_band, idle)
+
+
+    def _memory_reach(self, device: int, capacity: float) -> Array:
+        """[m+1] per start, the largest end of a stage that fits (the start itself if none does)."""
+        key = self.problem.kinds[device]
+        if self._reach.get(key, (None,))[0] != capacity:
+            memory, starts = self.memory(device), np.arange(self.size + 1)
+            floor = float(self.problem.base_transient[device])
+            ends = np.maximum.accumulate(memory.stop)
+            room = capacity - memory.start
+            largest = max(float(self.problem.transient.max(initial=0.0)), floor)
+            low = np.maximum(np.searchsorted(ends, room - largest, "right") - 1, starts)
+            high = np.maximum(np.searchsorted(ends, room - floor, "right") - 1, starts)
+            while (low < high).any():  # the largest end whose own peak still fits
+                middle = (low + high + 1) // 2
+                peak = np.maximum(_range_max(self._peaks, starts, middle), floor)
+                fits = (ends[middle] + peak <= room) | (middle <= starts)
+                low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+            self._reach[key] = capacity, low
+        return self._reach[key][1]
 
 
 def _of_units(weight: Array, width: int, base: float) -> Sums:
@@ -164,21 +175,20 @@ def _ramp(low: Array, high: Array, weight: Array, size: int) -> Array:
     return ends.cumsum()[: size + 1]
 
 
-def _sparse_max(values: Array) -> list[Array]:
+def _sparse_max(values: Array) -> Array:
+    """Row k, column i: the largest of 2^k values from i."""
     levels = [np.append(values, 0.0)]
     while (1 << len(levels)) <= len(values):
         half = 1 << (len(levels) - 1)
         last = levels[-1]
         levels.append(np.maximum(last, np.append(last[half:], np.zeros(half))))
-    return levels
+    return np.stack(levels)
 
 
-def _range_max(levels: list[Array], start: Array, stop: Array) -> Array:
-    """Maximum of values[start:stop]; 0 where empty."""
-    length = np.maximum(stop - start, 1)
-    level = np.frexp(length)[1] - 1
-    table = np.stack(levels) if len(levels) > 1 else levels[0][None]
-    found = np.maximum(table[level, start], table[level, np.maximum(stop - (1 << level), 0)])
+def _range_max(levels: Array, start: Array, stop: Array) -> Array:
+    """Largest of values[start:stop]; 0 where empty."""
+    level = np.frexp(np.maximum(stop - start, 1))[1] - 1
+    found = np.maximum(levels[level, start], levels[level, np.maximum(stop - (1 << level), 0)])
     return np.where(stop > start, found, 0.0)
 
 
@@ -300,29 +310,29 @@ def _column(stages: LongStages, stop: int) -> Array:
 def fits(lattice: Lattice, tables: LongTables, seconds_limit: float, load_limit: float) -> bool:
     """Say whether there is any way within the limits."""
     made: dict[int, LongStages] = {}
+
+    def stages_on(device: int) -> LongStages:
+        kind = tables.problem.kinds[device]
+        if kind not in made:
+            made[kind] = tables.stages(device, seconds_limit, load_limit)
+        return made[kind]
+
     able = [np.zeros((nodes, tables.size + 1), bool) for nodes in lattice.sizes]
     able[0][:, 0] = True
     for level, edges in enumerate(lattice.edges):
         for edge in edges:
-            device = edge.devices[0]
-            kind = tables.problem.kinds[device]
-            if kind not in made:
-                made[kind] = tables.stages(device, seconds_limit, load_limit)
-            before = able[level][edge.source]
-            found = before & np.isfinite(made[kind].idle) if edge.empty else flood(before, made[kind])
+            stages, before = stages_on(edge.devices[0]), able[level][edge.source]
+            found = before & np.isfinite(stages.idle) if edge.empty else flood(before, stages)
             able[level + 1][edge.target] |= found
-        if not lattice.line:
-            continue
-    ends = [len(lattice.sizes) - 1] if lattice.line else range(len(lattice.sizes))
-    for level in ends:
+    for level in [len(lattice.sizes) - 1] if lattice.line else range(len(lattice.sizes)):
         for node in np.flatnonzero(able[level][:, -1]).tolist():
             unused = lattice.unused[level][node] if lattice.unused else ()
-            if all(np.isfinite(tables.stages(d, seconds_limit, load_limit).idle) for d in unused if tables.problem.pinned[d]):
+            if all(np.isfinite(stages_on(device).idle) for device in unused):
                 return True
     return False
 
 
-def least_limit(lattice: Lattice, tables: LongTables, *, load: bool, tolerance: float = 1e-9) -> tuple[float, float] | None:
+def least_limit(lattice: Lattice, tables: LongTables, *, load: bool, tolerance: float = 1e-7) -> tuple[float, float] | None:
     """Bisect the least limit on seconds of one device (or on its relative memory); returns (not enough, enough)."""
 
     def enough(limit: float) -> bool:

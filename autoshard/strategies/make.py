@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -18,9 +19,10 @@ from autoshard.strategies.balanced import balanced, balanced_low_0
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.levels import coarsen, cut_depths
 from autoshard.strategies.paths import collapse, pins_of_units
-from autoshard.strategies.reasons import explain, refusal
+from autoshard.strategies.reasons import explain
+from autoshard.strategies.refusal import refusal
 from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Objective, Solution
+from autoshard.strategies.solve import Objective, Solution, can_fit
 from autoshard.strategies.units import chain_from_profile
 
 Strategy = Callable[[Chain, Objective], Solution | None]
@@ -34,7 +36,7 @@ LATER = {
 }
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
-"""Most rounds of solving, checking exactly and giving a device that came out too full less to hold."""
+"""Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 if over _ROOM 1)."""
 _WORTH_A_DEEPER_CUT = 3e-3
 """Part of the objective that a cut inside smaller modules must save: each split module costs hooks, not priced here."""
 _MANY_CUTS = 400
@@ -73,12 +75,16 @@ def make_plan(
     limited = cluster.with_memory(limits)
     units = find_units(profile)
     fixed = pins_of_units(pins or {}, units.paths, profile.graph, cluster.names)
+    goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
-    found = place(profile, limited, units, chain, strategy, objective)  # type: ignore[arg-type]
+    found = place(profile, limited, units, chain, strategy, goal)
     if found is None:
-        raise PlanError(
-            refusal(chain, limited, lambda larger, on: place(profile, larger, units, on, strategy, objective) is not None)  # type: ignore[arg-type]
-        )
+
+        def works(larger: Cluster) -> bool:
+            posed = chain_from_profile(profile, larger, pins=fixed, units=units)
+            return place(profile, larger, units, posed, strategy, goal) is not None
+
+        raise PlanError(refusal(chain, limited, works))
     return Plan(
         strategy=strategy,
         objective=objective,
@@ -89,7 +95,7 @@ def make_plan(
         placements=dict(found.placements),
         aligned=found.flow.aligned,
         written_back=found.flow.written_back,
-        reasons=explain(strategy, objective, chain, found.chain, found.solution, found.estimate),  # type: ignore[arg-type]
+        reasons=explain(strategy, goal, chain, found.chain, found.solution, found.estimate),
         fingerprint=profile.graph.fingerprint,
         pins=dict(pins or {}),
     )
@@ -116,6 +122,8 @@ def place(
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
     for room in _ROOM:
         posed = replace(chain, capacity_bytes=np.maximum(budget * room, 0.0))
+        if not can_fit(posed):
+            continue
         finest = (sequential if strategy == "sequential" else balanced)(posed, objective)
         if finest is None:
             continue
@@ -124,7 +132,7 @@ def place(
             cuts = depths <= depth
             if best is not None and strategy == "balanced_low_0" and cuts.sum() > _MANY_CUTS:
                 break
-            found = _fit(profile, cluster, units, posed, cuts, strategy, objective)
+            found = _fit(profile, cluster, units, posed, cuts, strategy, objective, _TRIES if room == 1 else 2)
             if found is None:
                 continue
             found = replace(found, solution=replace(found.solution, bound=finest.bound))
@@ -162,11 +170,11 @@ def _value(found: Checked, objective: Objective) -> float:
 
 def _fit(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, cuts: np.ndarray, strategy: str,
-    objective: Objective,
+    objective: Objective, tries: int,
 ) -> Checked | None:  # fmt: skip
     """Solve with some cuts allowed, check exactly, and take from a device what it turns out to lack until it fits."""
     capacity = np.array(chain.capacity_bytes, float)
-    for _ in range(_TRIES):
+    for _ in range(tries):
         posed = replace(chain, capacity_bytes=capacity)
         joined, group = coarsen(posed, cuts)
         solution = STRATEGIES[strategy](joined, objective)

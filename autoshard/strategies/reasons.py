@@ -1,16 +1,12 @@
-"""Reasons: why a plan is as it is, and why there is none, in sentences for people."""
-
-from collections.abc import Callable
-from dataclasses import replace
+"""Reasons: why a plan is as it is, in sentences for people."""
 
 import numpy as np
 
-from autoshard.cluster.cluster import Cluster
 from autoshard.estimate import Estimate
 from autoshard.sizes import format_bytes
 from autoshard.strategies.auto import alternatives, describe, is_worse
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import Objective, Solution, solve
+from autoshard.strategies.solve import Objective, Solution
 
 _FIGURE = {
     "latency": "seconds per pass", "throughput": "seconds of the busiest device", "memory": "share of memory in use",
@@ -28,7 +24,7 @@ def explain(
         reasons.append("sequential fills the devices in the order given, so it is not compared with the optimum")
     else:
         reasons.append(_optimality(objective, solution))
-    if (solved.capacity_bytes != chain.capacity_bytes).any():
+    if (np.asarray(solved.capacity_bytes) != chain.capacity_bytes).any():
         reasons.append("device memory was checked against the exact peak of the recorded run, op by op")
     if strategy == "auto":
         other = [a for a in alternatives(solved, objective) if is_worse(a, solution, objective)]
@@ -88,49 +84,3 @@ def _optimality(objective: Objective, solution: Solution) -> str:
     return f"no contiguous plan of these modules on these devices has fewer {_FIGURE[objective]}".replace(
         "fewer share", "a lower share"
     )
-
-
-def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster, Chain], bool]) -> str:
-    """Say which device lacks how much, what takes most there, and one change that was tried and works."""
-    capacity = np.asarray(chain.capacity_bytes, float)
-    even = solve(replace(chain, capacity_bytes=np.maximum(capacity, 1.0) * 1e9), "memory")
-    if even is None:
-        return (
-            "the pins contradict each other: modules that share a weight are pinned to different devices. "
-            "Pin all of them to one device, or leave out all pins but one."
-        )
-    device = int(np.argmax(np.array(even.cost.memory_bytes) - capacity))
-    need, has = even.cost.memory_bytes[device], float(capacity[device])
-    sizes = np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)
-    mine = sorted((unit for unit, at in enumerate(even.assignment) if at == device), key=lambda unit: -sizes[unit])
-    largest = ", ".join(f"{chain.paths[unit][0] or 'the model'} {format_bytes(sizes[unit])}" for unit in mine[:3])
-    lack = f", {format_bytes(need - has)} too little" if need > has else ""
-    return (
-        f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
-        f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + _remedy(chain, cluster, device, works)
-    )
-
-
-def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluster, Chain], bool]) -> str:
-    """Find how much more memory on one device makes it fit, and try it to the end."""
-    short = cluster.devices[device]
-    capacity = np.array([d.budget_bytes for d in cluster.devices], float)
-
-    def fits(extra: float) -> bool:
-        more = capacity.copy()
-        more[device] += extra
-        return solve(replace(chain, capacity_bytes=np.maximum(more, 0.0)), "latency") is not None
-
-    low, high = 0.0, 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes)) + short.overhead_bytes
-    if not fits(high):
-        return "More memory on one device alone does not help: give another device, or leave out the pins."
-    for _ in range(6):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    for factor in (1.0, 1.25, 2.0):
-        extra = int(high * factor)
-        larger = cluster.with_memory({short.name: short.memory_bytes + extra})
-        if works(larger, replace(chain, capacity_bytes=np.array([d.budget_bytes for d in larger.devices], float))):
-            return f"It was checked that it fits if {short.name} has {format_bytes(extra)} more."
-    return "More memory on one device alone does not help: give another device."

@@ -66,6 +66,13 @@ def solve(chain: Chain, objective: Objective = "latency", order: Order = "any") 
     return Solution(assignment=best.assignment, cost=best.cost, value=best.value, bound=min(bound, best.value))
 
 
+def can_fit(chain: Chain) -> bool:
+    """Say whether any contiguous assignment fits; links play no part in that."""
+    size = chain.num_devices
+    free = replace(chain, link_seconds=np.zeros((size, size)), link_bytes_per_second=np.ones((size, size)))
+    return solve(free, "memory") is not None
+
+
 def tie_choices(chain: Chain) -> Iterator[tuple[bool, ...]]:
     """Yield which ties to keep together: all combinations of a few, all or none of many, all if none may be copied."""
     if not chain.duplicate_ties:

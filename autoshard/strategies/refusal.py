@@ -1,0 +1,116 @@
+"""Refusal: why no plan fits, and one change that was tried and works."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster, Link
+from autoshard.sizes import format_bytes
+from autoshard.strategies.chain import Chain
+from autoshard.strategies.solve import can_fit, solve
+
+_MOST_MORE_DEVICES = 64
+
+
+def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool]) -> str:
+    """Say which device lacks how much, what takes most there, and one change for which `works` came out true."""
+    capacity = np.asarray(chain.capacity_bytes, float)
+    size = chain.num_devices
+    roomy = replace(
+        chain, capacity_bytes=np.maximum(capacity, 1.0) * 1e9,
+        link_seconds=np.zeros((size, size)), link_bytes_per_second=np.ones((size, size)),
+    )  # fmt: skip
+    even = solve(roomy, "memory")
+    if even is None:
+        return (
+            "the pins contradict each other: modules that share a weight are pinned to different devices. "
+            "Pin all of them to one device, or leave out all pins but one."
+        )
+    device = int(np.argmax(np.array(even.cost.memory_bytes) - capacity))
+    need, has = even.cost.memory_bytes[device], float(capacity[device])
+    sizes = np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)
+    mine = sorted((unit for unit, at in enumerate(even.assignment) if at == device), key=lambda unit: -sizes[unit])
+    largest = ", ".join(f"{chain.paths[unit][0] or 'the model'} {format_bytes(sizes[unit])}" for unit in mine[:3])
+    lack = f", {format_bytes(need - has)} too little" if need > has else ""
+    return (
+        f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
+        f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
+        + _remedy(chain, cluster, device, works)
+    )
+
+
+def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluster], bool]) -> str:
+    """Find one change that makes it fit: a little more memory, else more devices, else much more memory."""
+    short = cluster.devices[device]
+    extra = _extra_memory(chain, cluster, device)
+
+    def with_memory() -> str:
+        for factor in (1.0, 1.25, 2.0):
+            more = round_up(extra * factor)
+            if works(cluster.with_memory({short.name: short.memory_bytes + more})):
+                return f"It was checked that it fits if {short.name} has {format_bytes(more)} more."
+        return ""
+
+    said = with_memory() if 0 < extra <= short.memory_bytes / 2 else ""
+    if said:
+        return said
+    lack = float(np.sum(chain.resident_bytes)) - float(np.maximum(chain.capacity_bytes, 0).sum())
+    first = max(1, math.ceil(lack / max(short.budget_bytes, 1)))
+    for count in range(first, min(first + 8, _MOST_MORE_DEVICES)):
+        if works(_with_copies(cluster, device, count)):
+            more = "one more device" if count == 1 else f"{count} more devices"
+            return f"It was checked that it fits with {more} like {short.name}."
+    said = with_memory() if extra else ""
+    return said or "No change of one device that was tried makes it fit: leave out the pins, or take larger devices."
+
+
+def _extra_memory(chain: Chain, cluster: Cluster, device: int) -> float:
+    """Bytes that one device needs more for everything to fit, by the chain; 0 if no amount helps."""
+    capacity = np.array([d.budget_bytes for d in cluster.devices], float)
+
+    def fits(extra: float) -> bool:
+        more = capacity.copy()
+        more[device] += extra
+        return can_fit(replace(chain, capacity_bytes=np.maximum(more, 0.0)))
+
+    most = 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes))
+    low, high = 0.0, most + cluster.devices[device].overhead_bytes
+    if not fits(high):
+        return 0.0
+    for _ in range(7):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def round_up(nbytes: float) -> int:
+    """Return the least size not below `nbytes` that `format_bytes` prints exactly."""
+    unit = 1
+    while nbytes / unit >= 1000 and unit < 1 << 40:
+        unit <<= 10
+    value = nbytes / unit
+    parts = 1 if unit == 1 or value >= 100 else 10 if value >= 10 else 100
+    return math.ceil(math.ceil(value * parts) / parts * unit)
+
+
+def _with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
+    """The cluster with more devices like one of its own, on the same links."""
+    model = cluster.devices[device]
+    near = [link for link in cluster.links if model.name in (link.source, link.destination)]
+    best = max(near, key=lambda link: link.bytes_per_second, default=None)
+    peer = Link(
+        source="", destination="",
+        bytes_per_second=best.bytes_per_second if best else 1e11, latency_seconds=best.latency_seconds if best else 1e-5,
+    )  # fmt: skip
+    names = [f"{model.name} (copy {k + 1})" for k in range(count)]
+    links = list(cluster.links)
+    for name in names:
+        for link in near:
+            links.append(replace(link, **{"source" if link.source == model.name else "destination": name}))
+        for other in (model.name, *names[: names.index(name)]):
+            links.append(replace(peer, source=name, destination=other))
+            links.append(replace(peer, source=other, destination=name))
+    copies = tuple(replace(model, name=name) for name in names)
+    return replace(cluster, devices=(*cluster.devices, *copies), links=tuple(links))
