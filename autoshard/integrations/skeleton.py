@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LARGE_BYTES = 2**28
+_FILLS = {"fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")}
+"""Names of calls that only fill their first argument, in `torch.nn.init`, in wrappers of it and on tensors."""
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 
 
@@ -59,14 +61,27 @@ class _LargeOnMeta(TorchFunctionMode):
         super().__init__()
         self.count = count
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None
+    ) -> Any:
         kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        if isinstance(target, torch.Tensor) and target.is_meta and _initialises(func):
+            return target
         if func in _FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.is_floating_point() and made.nbytes >= LARGE_BYTES:
                 self.count.parameters += 1
                 return made
         return func(*args, **kwargs)
+
+
+def _initialises(func: Any) -> bool:
+    """Tell whether a call only fills its first argument: a meta tensor stays as it is.
+
+    Left to itself torch imports its whole compiler, a second's work, to draw random numbers into nothing.
+    """
+    return getattr(func, "__name__", "") in _FILLS
 
 
 def has_weights(module: nn.Module) -> bool:

@@ -110,7 +110,7 @@ def print_profile(
         *(Column(title=name, right=True) for name in ("Weights", "Saved" if training else "Peak", "GFLOP")),
         *([Column(title="Cache", right=True)] if profile.cache_bytes else []),
     ]
-    table = []
+    table: list[list[str | Text]] = []
     for row in rows[:MOST_ROWS]:
         module = row.module
         label = Text(INDENT * row.depth + row.label)
