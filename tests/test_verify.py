@@ -2,12 +2,13 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard import Workload
+from autoshard import Workload, torch_private
 from autoshard import plan as make_plan
 from autoshard.errors import PlanError, VerifyError
 from autoshard.plan import Plan, PlanDevice
@@ -187,7 +188,9 @@ def test_a_removed_hook_is_found(inputs):
     with simulate("2x1GiB"):
         apply_plan(chain, a_plan({path: device.replace("cuda", "cpu") for path, device in CHAIN.items()}))
         assert verify(chain, inputs=inputs["x"]).ok
+        hook = torch_private.forward_pre_hooks(chain[2])[0]
         chain[2]._forward_pre_hooks.clear()
+        del hook.runtime.hooks["2"]  # or the runtime notices and puts it back
         report = verify(chain, inputs=inputs["x"])
         assert not report.ok
         assert report.first_difference.module == "2" and "same device" in report.first_difference.message
@@ -244,6 +247,33 @@ def test_decode_is_compared(monkeypatch):
     assert report.ok and report.compared == ("forward", "decode")
     with pytest.raises(VerifyError, match="generate"):
         verify(nn.Linear(2, 2), {"": "cuda:0"}, torch.ones(1, 2), new_tokens=3)
+
+
+class Decoder(nn.Module):
+    """Decodes with a state that is kept in an object, where nothing moves it."""
+
+    def __init__(self, device_of: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.device_of = device_of
+
+    def forward(self, x, state=None):
+        x = self.second(self.first(x))
+        return x if state is None else x + state.kept
+
+    def generate(self, x, max_new_tokens, do_sample):
+        state = types.SimpleNamespace(kept=torch.ones(4, device=self.get_parameter(self.device_of).device))
+        for _ in range(max_new_tokens):
+            x = self(x, state=state)
+        return x.argmax(-1)
+
+
+def test_a_failure_while_decoding_is_located():
+    placements = {"first": "cuda:0", "second": "cuda:1"}
+    assert verify(Decoder("second.weight"), a_plan(placements), torch.ones(2, 4), new_tokens=2).ok
+    report = verify(Decoder("first.weight"), a_plan(placements), torch.ones(2, 4), new_tokens=2)
+    assert not report.ok and report.first_difference.during == "decode"
+    assert "same device" in report.first_difference.message
 
 
 @pytest.mark.parametrize("case", WORKING_CASES[::4], ids=lambda case: case.name)

@@ -44,19 +44,25 @@ class Work:
 
 
 def run(
-    model: nn.Module, work: Work, device: torch.device | None = None, measure: Callable[[], None] | None = None
+    model: nn.Module,
+    work: Work,
+    device: torch.device | None = None,
+    measure: Callable[[], None] | None = None,
+    results: list[Result] | None = None,
 ) -> list[Result]:
     """Run the model on copies of the inputs, placed on `device` (None: where they are).
 
+    `results`, if given, is what results are added to, so that they are there if the run stops in between.
     `measure`, if given, is called before the pass whose peak counts: the decode if there is one, in training a second
     step.
     """
     measure_pass = None if work.new_tokens else measure
+    results = [] if results is None else results
     if work.training:
-        results = list(_train(model, work, device, measure_pass))
+        results += list(_train(model, work, device, measure_pass))
     else:
         with torch.no_grad():
-            results = list(_forward(model, work, device, measure_pass))
+            results += list(_forward(model, work, device, measure_pass))
     if work.new_tokens:
         args, kwargs = _copied((work.args, work.kwargs), device)
         if measure is not None:

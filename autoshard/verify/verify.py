@@ -155,7 +155,9 @@ def _compare(
         measure = simulated.reset_peak if simulated is not None else None
         found, failure, full = _run_applied(applied, work, home, measure)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
-        errors = compare(expected, found, tolerance) if failure is None else Errors(math.inf, math.inf, failure)
+        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance)
+        if failure is not None:
+            errors = Errors(math.inf, math.inf, errors.first or failure)
         if errors.first is not None and not full:
             starts = (_after(restart, original), _after(restart, applied))
             first = locate(*starts, work, (home if accelerators else None, home), tolerance, errors.first)
@@ -221,12 +223,14 @@ def _run_applied(
 ) -> tuple[list[Result], Difference | None, bool]:
     """Run the applied model; an error of its own is a finding, not a reason to stop. The flag: a device was full."""
     model = applied()
+    results: list[Result] = []
     try:
-        return run(model, work, home, measure), None, False
+        return run(model, work, home, measure, results), None, False
     except Exception as error:  # anything that a tensor on the wrong device may make the user's forward raise
         full = isinstance(error, torch.OutOfMemoryError)
         message = str(error) if full else f"{type(error).__name__}: {error}"
-        return [], Difference(during="forward", module="", output="", max_error=math.inf, message=message), full
+        during = "decode" if results else "forward"
+        return results, Difference(during=during, module="", output="", max_error=math.inf, message=message), full
 
 
 def _home(stage: Stage, model: nn.Module) -> torch.device:
