@@ -115,16 +115,15 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     """Exchange what two tensor objects are (type, attributes, values, history) and keep the objects.
 
     As `torch.utils.swap_tensors`, which refuses a tensor that someone refers to weakly (recurrent layers do so with
-    their own weights). Raises RuntimeError if a backward graph still needs one of them.
+    their own weights) or that a backward graph holds. Such a graph can't be run any more: its gradient would end in the
+    wrong object, so backward raises RuntimeError. Raises RuntimeError for a tensor with history that a graph holds.
     """
     for tensor in (left, right):
-        count = _use_count(tensor)
-        if count > 2 or (count == 2 and not tensor.is_leaf):
-            raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
-        if count == 2:  # held by the node that fills .grad: that node would fill the wrong object from now on
-            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
-            if _use_count(tensor) > 2:
+        if _use_count(tensor) > 1:
+            if not tensor.is_leaf:
                 raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
+            if tensor.requires_grad:
+                torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     torch._C._swap_tensor_impl(left, right)

@@ -74,7 +74,7 @@ def adopt(model: nn.Module) -> nn.Module:
     devices = _devices(tensors, placements)
     paths = {id(module): path for path, module in model.named_modules()}
     strays = [name for name, tensor in tensors.items() if tensor.device != devices[name]]
-    if not strays and placements == record.placements and runtime.hooked(model) == len(runtime.hooks):
+    if not strays and placements == record.placements and runtime.is_hooked(model):
         return model
     added = [name for name in tensors if name not in record.placements]
     hosts = frozenset(path for name in added for path in _ancestors(name) if path in paths.values())

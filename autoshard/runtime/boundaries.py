@@ -31,7 +31,7 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: Boundaries) 
         hook = kind(runtime, path, home, guard)
         if any(_is_below(path, outer) for outer in shy):
             torch_private.uncount_hooks(modules[path])
-        runtime.hooks[path] = hook
+        runtime.hooked.add(path)
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         if guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
@@ -42,7 +42,7 @@ def unhook(model: nn.Module, runtime: Runtime) -> None:
     for handle in runtime.handles:
         handle.remove()
     runtime.handles.clear()
-    runtime.hooks.clear()
+    runtime.hooked.clear()
     for module in model.modules():
         torch_private.count_hooks_again(module)
 

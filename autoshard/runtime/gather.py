@@ -28,7 +28,7 @@ def is_inference(module: nn.Module) -> bool:
     return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def gather(module: nn.Module, path: str, home: torch.device, runtime: Runtime) -> Gathered:
+def gather(module: nn.Module, home: torch.device, runtime: Runtime) -> Gathered:
     """Give the module copies of its tensors at `home` and let the hooks inside it do nothing, until `scatter`."""
     runtime.gathering.acquire()  # the module itself is changed: one thread at a time
     done = Gathered()
@@ -41,8 +41,9 @@ def gather(module: nn.Module, path: str, home: torch.device, runtime: Runtime) -
                     done.tensors.append((store, name, tensor, copy, copy._version))
     for store, name, _, copy, _ in done.tensors:
         store[name] = copy
-    for inner, hook in runtime.hooks.items():
-        if inner.startswith(path + ".") or (not path and inner):
+    for part in module.modules():
+        hook = runtime.hook_on(part)
+        if hook is not None and part is not module:
             done.hooks.append((hook, hook.home, hook.guard))
             hook.home, hook.guard = home, None
     return done

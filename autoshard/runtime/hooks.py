@@ -162,7 +162,7 @@ class Hook:
         """Set up the guard for a module call made from `frame`."""
         guard = self.guard
         assert guard is not None
-        call = Call(self, id(frame))
+        call = Call(self, frame)
         current = guard.current
         if current is not None:
             call.previous_device = current_index(current)
@@ -170,7 +170,7 @@ class Hook:
                 set_current(current, current.index)
         if guard.gathered and self.home is not None and is_inference(module):
             self.runtime.pause_watching(call)
-            call.gathered = gather(module, self.path, self.home, self.runtime)
+            call.gathered = gather(module, self.home, self.runtime)
         elif guard.watched:
             self.runtime.watch(call, guard.target)
         elif guard.unwatched:
@@ -230,7 +230,7 @@ class RootHook(Hook):
             running.add(id(frame))
             frame = frame.f_back
         calls = self.runtime.local.calls
-        while calls and calls[-1].frame not in running:
+        while calls and id(calls[-1].frame) not in running:
             self.take_down(calls.pop())
 
     def leave(self) -> Call | None:

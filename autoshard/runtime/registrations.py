@@ -1,7 +1,7 @@
 """Notice that modules or parameters were added to an applied model, so that it looks for them before it runs next.
 
 torch calls a hook at every registration in the process. Models register modules as they run (a slice of a module list
-is a new list), so only registrations in modules of an applied tree count. The hooks are in place only while there is one.
+is a new list), so only registrations in modules of an applied tree count. The hooks are in place while there is one.
 """
 
 import weakref

@@ -17,10 +17,13 @@ from autoshard.runtime.registrations import Tree
 
 @dataclass(slots=True)
 class Call:
-    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments."""
+    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments.
+
+    The frame is held, not its id: a frame that an interrupt ended would soon have its id taken by another.
+    """
 
     hook: Any
-    frame: int
+    frame: Any
     watching: Align | None = None
     paused: Align | None = None
     gathered: Any = None
@@ -65,7 +68,7 @@ class Runtime:
 
     def __init__(self, record: Record, tree: Tree) -> None:
         self.handles: list[Any] = []
-        self.hooks: dict[str, Any] = {}
+        self.hooked: set[str] = set()  # paths; the hooks themselves refer to this object and must not be referred to
         self.record = record
         self.tree: Tree | None = tree
         self._start()
@@ -76,20 +79,23 @@ class Runtime:
         self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
-        return {"record": self.record, "handles": self.handles, "hooks": self.hooks}
+        return {"record": self.record, "handles": self.handles, "hooked": self.hooked}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.handles, self.hooks, self.record = state["handles"], state["hooks"], state["record"]
+        self.handles, self.hooked, self.record = state["handles"], state["hooked"], state["record"]
         self.tree = None  # the copy's modules are others; it looks at them before its first forward
         self._start()
 
-    def hooked(self, model: nn.Module) -> int:
-        """Count the hooks that are on the modules they were made for; modules may have been exchanged since."""
+    def hook_on(self, module: nn.Module) -> Any:
+        """Return this model's hook on a module, None if it has none."""
+        hooks = torch_private.forward_pre_hooks(module)
+        return next((hook for hook in hooks if getattr(hook, "runtime", None) is self), None)
+
+    def is_hooked(self, model: nn.Module) -> bool:
+        """Whether all hooks are on the modules they were made for; modules may have been exchanged since."""
         modules = dict(model.named_modules())
-        return sum(
-            path in modules and any(hook is own for own in torch_private.forward_pre_hooks(modules[path]))
-            for path, hook in self.hooks.items()
-        )
+        hooks = {path: self.hook_on(modules[path]) for path in self.hooked if path in modules}
+        return len(hooks) == len(self.hooked) and all(hook and hook.path == path for path, hook in hooks.items())
 
     def check_moved(self) -> None:
         """Raise `ApplyError` if the model was moved behind autoshard's back."""
