@@ -113,28 +113,46 @@ class Gradients:
         return read, device
 
     def _parts_of(self, value: int, shared: Version, op: Op) -> dict[int, int]:
-        """Device -> the part of a gradient that came from there."""
-        if self._sum_of.get(value) == shared and value in self._parts:
-            return self._parts[value]
-        obj = self._come(value, (shared,), op, arrive=False)
-        return {self.objects.device_of(obj): obj}
+        """Device -> the part of a gradient that is there when op runs."""
+        if self._sum_of.get(value) != shared or value not in self._parts:
+            obj = self._come(value, (shared,), op, arrive=False)
+            self._parts[value], self._sum_of[value] = {self.objects.device_of(obj): obj}, shared
+        lowest = self._lowest[op.index - self.begin]
+        here = [dev for dev in self._parts[value] if lowest < self._crossing(shared[0], dev)]
+        return self._bring_together(value, here, op)
+
+    def _bring_together(self, value: int, devices: list[int], op: Op) -> dict[int, int]:
+        """Send the parts on these devices to where the forward value was made, and add them up there."""
+        objects, parts, shared = self.objects, dict(self._parts[value]), self._sum_of[value]
+        home = self._device_of(shared)
+        for device in devices:
+            if device == home:
+                continue
+            obj = self._to_maker(parts.pop(device), shared, op)
+            if home in parts:
+                row = self.graph.values[value]
+                time = max(row.op, objects.buffer_born[objects.buffer[obj]])
+                objects.used[obj] = max(objects.used[obj], time)
+                objects.used[parts[home]] = max(objects.used[parts[home]], time)
+                obj = objects.new_object(value, objects.new_buffer(row.storage, home, row.nbytes, time, copied=True))
+                self.walk.left[obj] = time + 1
+            parts[home] = obj
+        self._parts[value] = parts
+        return parts
 
     def _gather(self, value: int, op: Op) -> int:
-        """Bring the parts of a sum together where the forward value was made."""
-        parts, shared = self._parts[value], self._sum_of[value]
-        if len(parts) == 1:
-            return next(iter(parts.values()))
-        objects, home = self.objects, self._device_of(shared)
-        arrived = [self._to_maker(obj, shared, op) for obj in parts.values()]
-        time = max([self.graph.values[value].op, *(objects.buffer_born[objects.buffer[obj]] for obj in arrived)])
-        row = self.graph.values[value]
-        obj = objects.new_object(value, objects.new_buffer(row.storage, home, row.nbytes, time, copied=True))
-        self.walk.left[obj] = time + 1
-        for part in arrived:
-            objects.used[part] = max(objects.used[part], time)
-        self._parts[value] = {home: obj}
-        objects.current[value] = obj
+        """The whole of a sum, where the forward value was made if it has parts in several places."""
+        parts = self._parts[value]
+        if len(parts) > 1:
+            parts = self._bring_together(value, list(parts), op)
+        obj = self.objects.current[value] = next(iter(parts.values()))
         return obj
+
+    def _crossing(self, value: int, device: int) -> int:
+        """When the forward copy of a value on a device was made; 0 if there was none."""
+        objects = self.objects
+        copy = objects.elsewhere.get((value, device))
+        return 0 if copy is None else objects.buffer_born[objects.buffer[copy]]
 
     def _shared(self, left: int, right: int) -> Version | None:
         """The latest version that two gradients can both belong to; None for steps of one formula."""
@@ -198,8 +216,8 @@ class Gradients:
         known = self._moved.get((obj, version))
         if known is None:
             time = op.index
-            if (version[0], here) in objects.elsewhere:
-                crossed = objects.buffer_born[objects.buffer[objects.elsewhere[version[0], here]]]
+            crossed = self._crossing(version[0], here)
+            if crossed:
                 time = self._passed(crossed, self.graph.values[objects.value[obj]].op + 1, op.index)
             known = self._moved[obj, version] = self._send(obj, there, time, op)
         return known
