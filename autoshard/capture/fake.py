@@ -170,9 +170,36 @@ def _finite(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
 def _argmax(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """While generating: the most likely token is taken to be number 1, so that the loop goes on with known tokens."""
     if not engine.answer_argmax:
-        return NotImplemented
+        return _ranked(engine, func, args, kwargs) if engine.invent else NotImplemented
     engine.assume("generated tokens were taken to be number 1")
     return engine.real_filled(engine.shapes.run(func, args, kwargs), 1)
+
+
+def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Invented level: top k, sort and their like. Places are dealt out in turn, so that experts get equal shares.
+
+    topk over 4 experts, k = 2, of 3 tokens   ──▶   [0 1] [2 3] [0 1]
+    """
+    if not engine.invent:
+        return NotImplemented
+    out = engine.shapes.run(func, args, kwargs)
+    places = out if isinstance(out, torch.Tensor) else out[1]
+    if places.numel() > REAL_ELEMENTS or not args[0].dim():
+        return out
+    engine.assume("an order that depends on unknown values was taken to be even")
+    position = 2 if func is aten.topk.default else 1
+    dimension = args[position] if len(args) > position and args[position] is not None else -1
+    dealt = torch.arange(places.numel()).remainder(max(1, args[0].shape[dimension])).reshape(places.shape)
+    real = torch.empty_strided(places.shape, places.stride(), dtype=places.dtype).copy_(dealt)
+    return real if isinstance(out, torch.Tensor) else (out[0], real)
+
+
+def _nonzero(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Invented level: half of the elements of an unknown tensor are taken to be other than zero."""
+    if not engine.invent:
+        return NotImplemented
+    engine.assume("half of the elements of an unknown mask were taken to be true")
+    return engine.shapes.fresh((max(1, args[0].numel() // 2), args[0].dim()), (1, max(1, args[0].numel() // 2)), torch.int64)
 
 
 def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -235,8 +262,8 @@ def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
 
 
 def _half(engine: FakeFloats, indices: Any) -> list[Any]:
-    """Invented level: an unknown mask is taken to select half of its elements."""
-    engine.assume("an unknown mask was taken to select half of its elements")
+    """Invented level: masks that are not known become the indices of half of their elements."""
+    engine.assume("half of the elements of an unknown mask were taken to be true")
     made: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -295,6 +322,10 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_FINITE_CHECKS, _finite),
     **dict.fromkeys((aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar), _compared),
     aten.argmax.default: _argmax,
+    aten.topk.default: _ranked,
+    aten.sort.default: _ranked,
+    aten.argsort.default: _ranked,
+    aten.nonzero.default: _nonzero,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,

@@ -28,7 +28,7 @@ def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch
     known = _known_values(graph, model, inputs)
     results: dict[torch.fx.Node, Any] = {}
     uses = Counter({node: len(node.users) for node in graph.fx_graph.nodes})
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():  # in this order: leaving inference mode enables gradients
         for node in graph.fx_graph.nodes:
             if node.op == "output":
                 outputs, gradients = torch.fx.node.map_arg(node.args[0], results.__getitem__)
