@@ -19,6 +19,7 @@ from autoshard.strategies.balanced import balanced, balanced_low_0
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.levels import coarsen, cut_depths
 from autoshard.strategies.paths import collapse, pins_of_units
+from autoshard.strategies.problem import device_kinds
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
 from autoshard.strategies.sequential import sequential
@@ -173,11 +174,15 @@ def _fit(
     objective: Objective, tries: int,
 ) -> Checked | None:  # fmt: skip
     """Solve with some cuts allowed, check exactly, and take from a device what it turns out to lack until it fits."""
-    capacity = np.array(chain.capacity_bytes, float)
+    capacity, kinds = np.array(chain.capacity_bytes, float), np.array(device_kinds(chain))
     for _ in range(tries):
-        posed = replace(chain, capacity_bytes=capacity)
-        joined, group = coarsen(posed, cuts)
-        solution = STRATEGIES[strategy](joined, objective)
+        # as long as equal devices stay equal the solver need not tell them apart
+        even = np.array([capacity[kinds == kind].min() for kind in kinds])
+        for allowed in (even, capacity):
+            joined, group = coarsen(replace(chain, capacity_bytes=allowed), cuts)
+            solution = STRATEGIES[strategy](joined, objective)
+            if solution is not None:
+                break
         if solution is None:
             return None
         assignment = tuple(np.array(solution.assignment)[group].tolist())

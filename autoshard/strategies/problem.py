@@ -107,7 +107,7 @@ def make_problem(chain: Chain, merged: tuple[bool, ...] | None = None) -> Proble
         nbytes=tensors["nbytes"], copies=tensors["copies"],
         edge_x=edge_x[to_free], edge_at=position[edge_to[to_free]],
         pinned_x=edge_x[~to_free], pinned_at=pin[edge_to[~to_free]],
-        kinds=_kinds(chain),
+        kinds=device_kinds(chain),
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _tensors(chain: Chain, group: Array, merged: tuple[bool, ...]) -> dict[str, 
     }  # fmt: skip
 
 
-def _kinds(chain: Chain) -> tuple[int, ...]:
+def device_kinds(chain: Chain) -> tuple[int, ...]:
     """Number devices so that swapping two of the same number changes nothing: not their cost, links, memory or pins."""
     kinds: list[int] = []
     representatives: list[int] = []

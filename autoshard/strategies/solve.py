@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from autoshard.cost import relaxed_bound
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
 from autoshard.strategies.lattice import SLACK, Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
 from autoshard.strategies.long import LongTables, least_limit, sweep_long
@@ -20,6 +21,8 @@ MAX_NODES = 1 << 16
 """Largest grid of used-up devices that is searched whole (16 devices that all differ)."""
 MAX_LONG_NODES = 64
 """The same for long chains."""
+MAX_WORK = 4e9
+"""Most sums (edges of the lattice times cells of a table) that are made for all orders of the devices."""
 MAX_DENSE = 2000
 """Longest chain that is solved with dense tables."""
 SEARCH_BUDGET = 4_000_000
@@ -110,11 +113,12 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
     if problem.size > MAX_DENSE:
         return _solve_long(problem, objective, order, links)
     if links is not None:
-        plain = StageTables(problem, links)
-        lattice = make_lattice(problem, order)
-        guess = best_stages(lattice, lambda edge: plain.stages(edge.devices[0]), problem.size, objective)
-        return _solution(problem, objective, *guess) if guess else None
-    lattice, tables = make_lattice(problem, order, paired=True), PairTables(problem, busy=objective == "throughput")
+        return _solve_uniform(problem, objective, order, links)
+    lattice = make_lattice(problem, order, paired=True)
+    if lattice is None:  # too many different devices: the cheapest links give a bound and a good plan
+        found = _solve_uniform(problem, objective, order, cheapest_links(problem))
+        return found
+    tables = PairTables(problem, busy=objective == "throughput")
     guess = best_stages(lattice, tables, problem.size, objective)
     if guess is None:
         return None
@@ -130,12 +134,57 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
     return _solution(problem, objective, stages, bound)
 
 
+def _solve_uniform(
+    problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array]
+) -> Solution | None:
+    """Solve with links that depend on the destination alone; exact in the orders of devices that are looked at."""
+    plain = StageTables(problem, links)
+
+    def tables(edge: Edges) -> Stages:
+        return plain.stages(edge.devices[0])
+
+    whole = make_lattice(problem, order)
+    lattices = [whole] if whole is not None else [make_line(order) for order in likely_orders(problem.chain)]
+    best: Solution | None = None
+    for lattice in lattices:
+        guess = best_stages(lattice, tables, problem.size, objective)
+        found = _solution(problem, objective, *guess) if guess else None
+        if found is not None and (best is None or found.value < best.value * (1 - 1e-12)):
+            best = found
+    if best is None or whole is not None:
+        return best
+    return replace(best, bound=min(best.value, _any_order_bound(problem.chain, objective)))
+
+
+def likely_orders(chain: Chain) -> list[tuple[int, ...]]:
+    """Orders to try where there are too many to try all: as given, the fastest first, the largest first."""
+    devices = range(chain.num_devices)
+    total = chain.seconds.sum(axis=1)
+    orders = [
+        tuple(devices),
+        tuple(sorted(devices, key=lambda d: float(total[d]))),
+        tuple(sorted(devices, key=lambda d: -float(chain.capacity_bytes[d]))),
+    ]
+    return list(dict.fromkeys(orders))
+
+
+def _any_order_bound(chain: Chain, objective: Objective) -> float:
+    """A bound for every order of devices and every cut: units may be split, copies are free."""
+    held = np.asarray(chain.resident_bytes, float)
+    capacity = np.maximum(np.asarray(chain.capacity_bytes, float), 0.0)
+    if objective == "memory":
+        return float(held.sum() / max(capacity.sum(), 1e-9))
+    return relaxed_bound(chain.seconds, held, capacity, objective)
+
+
 def _solve_long(
     problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array] | None
 ) -> Solution | None:
     """Solve a chain too long for dense tables; exact but for gaps and links that it prices too high or too low."""
     tables = LongTables(problem, links or cheapest_links(problem))
-    lattice = make_lattice(problem, order, limit=MAX_LONG_NODES)
+    kinds, devices = problem.kinds, tuple(range(problem.chain.num_devices))
+    whole = order == "given" or count_nodes(kinds) <= MAX_LONG_NODES
+    lattice = make_line(devices) if order == "given" or not whole else make_grid(kinds)
     seconds_limit, load_limit, bound = np.inf, 1.0, 0.0
     if objective != "latency":
         limits = least_limit(lattice, tables, load=objective == "memory")
@@ -147,7 +196,9 @@ def _solve_long(
     if found is None:
         return None
     bound = found[0] if objective == "latency" else bound
-    return _solution(problem, objective, found[1], bound if tables.exact else 0.0)
+    if not tables.exact or not whole:
+        bound = _any_order_bound(problem.chain, objective)
+    return _solution(problem, objective, found[1], bound)
 
 
 def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, int, int]], bound: float) -> Solution:
@@ -157,11 +208,17 @@ def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, in
     return Solution(assignment=assignment, cost=cost, value=value, bound=min(bound, value))
 
 
-def make_lattice(problem: Problem, order: Order, *, paired: bool = False, limit: int = MAX_NODES) -> Lattice:
-    """Build the lattice for devices in the given order, or in any where that is not more than `limit` nodes."""
-    if order == "given" or count_nodes(problem.kinds, paired=paired) > limit:
-        return make_line(tuple(range(problem.chain.num_devices)), paired=paired)
-    return make_grid(problem.kinds, paired=paired)
+def make_lattice(problem: Problem, order: Order, *, paired: bool = False) -> Lattice | None:
+    """Build the lattice for devices in the given order, or in any; None where searching it would take too long."""
+    devices, kinds = problem.chain.num_devices, problem.kinds
+    table = (problem.size + 1) ** 2
+    if order == "given":
+        edges = devices**3 / 6 if paired else devices
+        return make_line(tuple(range(devices)), paired=paired) if edges * table < MAX_WORK else None
+    nodes = count_nodes(kinds, paired=paired)
+    if nodes > MAX_NODES or nodes * len(set(kinds)) / 2 * table > MAX_WORK:
+        return None
+    return make_grid(kinds, paired=paired)
 
 
 def best_stages(
