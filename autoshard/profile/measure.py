@@ -63,9 +63,8 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     resident = root.parameter_bytes + root.buffer_bytes + root.optimizer_bytes
     peak = resident + int(live.max())
     if workload.training:
-        inputs = sum(s.nbytes for s in graph.storages if s.kind == "input")
         step = optimizer_step_bytes([nbytes for _, nbytes in trained_sizes(graph)], workload.optimizer)
-        peak = max(peak, resident + root.gradient_bytes + inputs + step)
+        peak = max(peak, resident + root.gradient_bytes + int(live[-1]) + step)
     return Profile(
         graph=graph,
         workload=workload,
@@ -201,7 +200,7 @@ def _tensor_bytes(graph: ModelGraph, rows: _Rows) -> dict[str, np.ndarray]:
 def _born_in(graph: ModelGraph, op_rows: list[int], storages: Sequence[int]) -> tuple[list[int], list[int]]:
     """Row of the op that allocated each storage, and its bytes; storages that no op made are left out."""
     made = [graph.storages[s] for s in storages]
-    made = [s for s in made if s.kind == "activation" and 0 <= s.born < len(op_rows)]
+    made = [s for s in made if s.kind in ("activation", "constant") and 0 <= s.born < len(op_rows)]
     return [op_rows[s.born] for s in made], [s.nbytes for s in made]
 
 

@@ -24,6 +24,7 @@ class Builder:
         self.phases: list[tuple[str, int, int]] = []
         self.stack: list[int] = []
         self.backward_begin = -1
+        self.gradients: list[tuple[str, int]] = []
 
     def module(self, path: str, **parameters: int) -> dict[str, int]:
         """Register a module with parameters of these sizes; returns name -> value."""
@@ -106,6 +107,10 @@ class Builder:
     def backward(self) -> None:
         self.backward_begin = len(self.ops)
 
+    def gradient(self, name: str, value: int) -> None:
+        """Say that `value` is what backward leaves in the parameter's `.grad`."""
+        self.gradients.append((name, value))
+
     def graph(self, *outputs: int, state: tuple[int, ...] = ()) -> ModelGraph:
         end = len(self.ops)
         values = [replace(v, died=end if v.died < 0 else v.died) for v in self.values]
@@ -122,7 +127,7 @@ class Builder:
             saves=tuple(saves), outputs=outputs, state=state,
             inputs=tuple(v.index for v in values if self.storages[v.storage].kind == "input"), level="fake", notes=(),
             phases=(("forward", 0, end),), fingerprint="", training=self.backward_begin >= 0,
-            backward_begin=end if self.backward_begin < 0 else self.backward_begin,
+            backward_begin=end if self.backward_begin < 0 else self.backward_begin, gradients=tuple(self.gradients),
         )  # fmt: skip
 
     def _value(self, shape: tuple[int, ...], kind: str, name: str | None = None, storage: int = -1) -> int:

@@ -1,0 +1,68 @@
+"""Where modules live under a placement: homes, hooks, entries, ties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.errors import PlanError
+from autoshard.placement import covering_entry, resolve_homes, tensor_devices
+
+MODULES = ["", "embed", "layers", "layers.0", "layers.0.mlp", "layers.0.act", "layers.1", "layers.1.mlp", "head"]
+TENSORS = ["embed.weight", "layers.0.scale", "layers.0.mlp.weight", "layers.1.mlp.weight", "head.weight"]
+
+
+def test_a_uniform_model_is_hooked_at_the_root_only():
+    homes = resolve_homes({"": "a"}, MODULES, TENSORS)
+    assert homes.hooked == ("",)
+    assert homes.mixed == frozenset()
+    assert homes.homes["layers.0.mlp"] == "a"
+    assert "layers.0.act" not in homes.homes
+    assert homes.home_of("layers.0.act") == "a"
+
+
+def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
+    homes = resolve_homes(
+        {"embed": "a", "layers.0.scale": "b", "layers.0.mlp": "c", "layers.1": "c", "head": "a"}, MODULES, TENSORS
+    )
+    assert homes.mixed == {"", "layers", "layers.0"}
+    assert homes.homes == {
+        "": "a", "embed": "a", "layers": "b", "layers.0": "b", "layers.0.mlp": "c", "layers.1": "c",
+        "layers.1.mlp": "c", "head": "a",
+    }  # fmt: skip
+    assert homes.hooked == ("", "embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "head")
+
+
+def test_the_longest_entry_counts():
+    assert covering_entry({"": 1, "a.b": 2}, "a.b.weight") == "a.b"
+    assert covering_entry({"": 1, "a.b": 2}, "a.bc.weight") == ""
+    assert covering_entry({"a.b": 2}, "a.bc.weight") is None
+
+
+def test_a_tensor_without_an_entry_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"layers\.0\.scale"):
+        resolve_homes({"embed": "a", "head": "a"}, MODULES, TENSORS)
+
+
+def test_tied_tensors_live_with_their_first_name_but_homes_follow_entries():
+    homes = resolve_homes({"embed": "a", "layers": "a", "head": "b"}, MODULES, TENSORS)
+    assert homes.homes["head"] == "b"
+    assert tensor_devices(homes, [("embed.weight", "head.weight")])["head.weight"] == "a"
+
+
+def test_a_shared_module_is_hooked_at_its_first_place_only():
+    modules = ["", "a", "a.shared", "b"]
+    tensors = ["a.shared.weight", "b.shared.weight", "b.bias"]
+    homes = resolve_homes({"a": "x", "b.shared": "y", "b.bias": "x"}, modules, tensors)
+    assert homes.homes["b"] == "x"
+    assert "b" in homes.mixed
+    assert "b.shared" not in homes.hooked
+
+
+@given(st.dictionaries(st.sampled_from([t.rpartition(".")[0] for t in TENSORS]), st.sampled_from("xyz"), min_size=1))
+def test_homes_are_devices_of_tensors_below(placements):
+    placements = {"": "w", **placements}
+    homes = resolve_homes(placements, MODULES, TENSORS)
+    for path, home in homes.homes.items():
+        below = {d for name, d in homes.entries.items() if not path or name.startswith(path + ".")}
+        assert home in below
+        assert (path in homes.mixed) == (len(below) > 1)
