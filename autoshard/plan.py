@@ -243,7 +243,8 @@ def _read_plan(text: str) -> Plan:
 
 
 def _read_workload(data: Any) -> Workload:
-    _expect(isinstance(data, dict), "workload", "an object", data)
+    wanted = {item.name for item in fields(Workload)}
+    _expect(isinstance(data, dict) and set(data) == wanted, "workload", f"an object with {sorted(wanted)}", data)
     for name in ("batch_size", "sequence_length"):
         _expect(data.get(name) is None or _is_int(data[name]), f"workload.{name}", "an integer or null", data.get(name))
     _expect(_is_int(data.get("new_tokens", 0)), "workload.new_tokens", "an integer", data.get("new_tokens"))

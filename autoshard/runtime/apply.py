@@ -48,6 +48,7 @@ def remove(model: nn.Module) -> nn.Module:
     Raises `ApplyError` if nothing is applied, or if there is no room where the model was.
     """
     runtime = _runtime_of(model, "remove")
+    runtime.hook_on(model).drop_interrupted()
     tensors = named_tensors(model)
     runtime.copies.clear()
     move_tensors(tensors, _originals(tensors, runtime.record))
