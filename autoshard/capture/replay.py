@@ -28,7 +28,8 @@ def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch
     known = _known_values(graph, model, inputs)
     results: dict[torch.fx.Node, Any] = {}
     uses = Counter({node: len(node.users) for node in graph.fx_graph.nodes})
-    with torch.inference_mode(False), torch.no_grad():  # in this order: leaving inference mode enables gradients
+    # Some kernels ask whether gradients are enabled. In this order, because leaving inference mode enables them.
+    with torch.inference_mode(False), torch.set_grad_enabled(graph.training):
         for node in graph.fx_graph.nodes:
             if node.op == "output":
                 outputs, gradients = torch.fx.node.map_arg(node.args[0], results.__getitem__)

@@ -1,5 +1,6 @@
 """One recorded run of a model under one engine: forward, loss, backward, and the graph made of what was seen."""
 
+import copy
 import gc
 import inspect
 import logging
@@ -128,19 +129,29 @@ def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], rec
 
 
 def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
-    memo: dict[int, torch.Tensor] = {}
-    prepare = prepared_input(engine if isinstance(engine, FakeFloats) else None)
+    """Make arguments that the run may write into and enter their tensors; return them and the values `tensors_in` finds.
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    Containers and objects of unknown classes (a cache) are copied whole, so the caller's stay as they are.
+    """
+    prepare = prepared_input(engine if isinstance(engine, FakeFloats) else None)
+    memo: dict[int, Any] = {}
+    for tensor in [*(tensor for _, tensor in nested.tensors_in(given)), *opaque_tensors(given)]:
         if id(tensor) not in memo:
             memo[id(tensor)] = prepare(tensor)
-        return memo[id(tensor)]
-
-    args, kwargs = nested.map_tensors(given, stand_in)
+    stand_in = dict(memo)
+    try:
+        args, kwargs = copy.deepcopy(given, memo)
+    except Exception:  # something in there can't be copied (a lock, a module with state): it is passed as it is
+        args, kwargs = nested.map_tensors(given, lambda tensor: stand_in[id(tensor)])
     inputs = []
     for path, tensor in nested.tensors_in((args, kwargs)):
         value = recorder.ledger.find(tensor)
         inputs.append(recorder.enter(tensor, "input", path) if value is None else value)
+    for tensor in opaque_tensors((args, kwargs)):
+        if recorder.ledger.find(tensor) is None:
+            value = recorder.enter(tensor, "input", "inside_an_object")
+            if type(tensor) is torch.Tensor:
+                recorder.ledger.contents[value] = tensor.detach().clone()
     return args, kwargs, tuple(inputs)
 
 

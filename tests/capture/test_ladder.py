@@ -104,3 +104,31 @@ def test_an_error_names_the_line_of_the_model():
 def test_not_a_module():
     with pytest.raises(CaptureError, match="needs a torch.nn.Module, got function"):
         capture(lambda x: x, torch.ones(2))
+
+
+class Routed(nn.Module):
+    """Each token goes to two of four experts, which run only if somebody comes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        chosen = self.router(x).topk(2).indices
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).any(-1).nonzero().squeeze(1)
+            if len(rows):
+                out[rows] += expert(x[rows])
+        return out
+
+
+def test_invented_routing_is_even():
+    with torch.device("meta"):
+        model = Routed(1 << 15)  # 16 GiB
+    graph = capture(model, torch.ones(8, 1 << 15))
+    assert graph.level == "invented" and any("even" in note for note in graph.notes)
+    loads = [graph.values[call.inputs[0]].shape[0] for call in graph.calls if call.path.startswith("experts")]
+    assert loads == [4, 4, 4, 4]
+    assert capture(Routed(4), torch.randn(8, 4)).level == "real"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
+from autoshard.capture.replay import replay
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
 from autoshard.workload import Workload
@@ -113,3 +114,32 @@ def test_fingerprint_is_of_names_shapes_dtypes_and_ties():
     assert fingerprint(model) == mark
     model.register_buffer("saved", torch.zeros(3))
     assert fingerprint(model) != mark
+
+
+class Cache:
+    """An object of a class that nobody knows, with tensors inside."""
+
+    def __init__(self) -> None:
+        self.kept = [torch.ones(2, 4)]
+
+
+class UsesCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, cache, log, options=None):
+        cache.kept.append(self.layer(x))
+        log.append(x)
+        options["seen"] = True
+        return sum(cache.kept)
+
+
+def test_arguments_are_as_they_were():
+    model, x, cache, log, options = UsesCache(), torch.randn(2, 4), Cache(), [], {"seen": False}
+    kept = list(cache.kept)
+    graph = capture(model, (x, cache, log, options))
+    assert cache.kept == kept and log == [] and options == {"seen": False}
+    assert len(graph.inputs) == 1
+    outputs, _ = replay(graph, model, (x, cache, log, options))
+    assert torch.equal(outputs[0], model(x, cache, log, options))
