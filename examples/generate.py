@@ -21,7 +21,7 @@ def main() -> None:
     settings = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **settings)
 
-    with autoshard.simulate("1x2MiB,1x1536KiB,1x1MiB") as devices:
+    with autoshard.simulate("1x2MiB,1x2MiB,1x1536KiB") as devices:
         # Nobody said which classes must not be split; inputs are derived from the configuration and the workload.
         workload = autoshard.Workload(batch_size=2, sequence_length=10, new_tokens=24)
         plan = autoshard.plan(model, devices, workload=workload, strategy="sequential")

@@ -1,7 +1,7 @@
 """The embedded example: a decoder written in plain PyTorch, of 3.2 billion parameters, planned without allocating them.
 
 autoshard plan examples/model.py --devices 2x4GiB,1x2GiB      # the whole model
-autoshard verify examples/model.py:small --devices 3x4MiB     # one small enough to be run and compared here
+autoshard verify examples/model.py:small --devices 1x24MiB,2x16MiB     # one small enough to be run and compared here
 """
 
 import torch
@@ -64,8 +64,8 @@ def model() -> nn.Module:
 
 
 def small() -> nn.Module:
-    """The same architecture with a million parameters."""
-    return Decoder(vocabulary=1000, width=128, heads=4, depth=4).eval()
+    """The same architecture with 5.4 million parameters."""
+    return Decoder(vocabulary=1000, width=256, heads=8, depth=6).eval()
 
 
 def example_inputs() -> dict[str, torch.Tensor]:

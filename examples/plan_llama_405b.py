@@ -32,7 +32,7 @@ def main() -> None:
     for devices in ("16xH100-80GB", "8xH200", "8xH100-80GB"):
         print(f"\n{devices}")
         try:
-            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced")
+            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced", objective="throughput")
         except autoshard.PlanError as error:
             print(f"  {error}")
             continue

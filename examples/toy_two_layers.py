@@ -43,10 +43,11 @@ def main() -> None:
     toy, x = Toy(), torch.randn(8, 64)
     expected = toy(x)
 
-    with autoshard.simulate("2x128KiB") as devices:
+    with autoshard.simulate("2x90KiB") as devices:
         by_hand = ByHand(*devices)
         by_hand.load_state_dict(toy.state_dict())
         print("by hand:       equal to one device:", torch.equal(by_hand(x).cpu(), expected))
+        del by_hand  # each device has room for half the model, once
 
         plan = autoshard.plan(toy, devices, inputs=x, strategy="balanced")
         split = autoshard.apply(toy, plan)

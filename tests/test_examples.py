@@ -39,5 +39,5 @@ def test_embedded_example_is_planned_without_its_weights():
 
 
 def test_embedded_example_is_verified():
-    done = run("-m", "autoshard", "verify", "examples/model.py:small", "--devices", "1x6MiB,2x4MiB")
+    done = run("-m", "autoshard", "verify", "examples/model.py:small", "--devices", "1x24MiB,2x16MiB")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -18,6 +19,13 @@ from autoshard.placement import resolve_homes
 SEED = 7
 
 
+def seed(number: int = SEED) -> None:
+    """Set every random number generator that a model may draw from."""
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
 def plain(value: Any) -> Any:
     """A copy of a nested output on the ordinary CPU that later calls cannot change; generators are run to their end."""
     if isinstance(value, types.GeneratorType):
@@ -27,7 +35,7 @@ def plain(value: Any) -> Any:
 
 def forward(model: nn.Module, inputs: dict[str, Any]) -> Any:
     """One forward without gradients, from fixed random numbers, on fresh copies of the inputs (some write them)."""
-    torch.manual_seed(SEED)
+    seed()
     with torch.no_grad():
         return plain(model(**copy.deepcopy(inputs)))
 
@@ -58,7 +66,7 @@ def train(model: nn.Module, inputs: dict[str, Any], steps: int = 3) -> tuple[dic
     gradients: dict[str, Any] = {}
     trace: list[Any] = []
     for step in range(steps):
-        torch.manual_seed(SEED + step)
+        seed(SEED + step)
         loss = loss_of(model(**copy.deepcopy(inputs)))
         assert loss is not None, "nothing in the output is differentiable"
         optimizer.zero_grad(set_to_none=True)
@@ -99,9 +107,9 @@ def atoms(model: nn.Module) -> list[str]:
     return found
 
 
-def random_map(model: nn.Module, devices: list[str], seed: int) -> dict[str, str]:
+def random_map(model: nn.Module, devices: list[str], luck: int) -> dict[str, str]:
     """Every atom on a device of its own luck."""
-    chance = random.Random(seed)
+    chance = random.Random(luck)
     return {path: chance.choice(devices) for path in atoms(model)}
 
 
@@ -165,9 +173,9 @@ def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, workloa
     training = workload is not None and workload.training
     graph = autoshard.capture(make(), inputs, workload=workload)
     model, twin = make(), make()
-    torch.manual_seed(SEED)
+    seed()
     outputs, gradients = replay(graph, twin, copy.deepcopy(inputs))
-    torch.manual_seed(SEED)
+    seed()
     with torch.set_grad_enabled(training):
         result = model(**copy.deepcopy(inputs))
     expected = [tensor for _, tensor in tensors_in(result)]

@@ -107,6 +107,11 @@ class Builder:
     def backward(self) -> None:
         self.backward_begin = len(self.ops)
 
+    def differentiable(self, *values: int) -> None:
+        """Say that these require grad."""
+        for value in values:
+            self.values[value] = replace(self.values[value], requires_grad=True)
+
     def gradient(self, name: str, value: int) -> None:
         """Say that `value` is what backward leaves in the parameter's `.grad`."""
         self.gradients.append((name, value))

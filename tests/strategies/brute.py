@@ -23,7 +23,9 @@ def all_assignments(chain: Chain, order: str) -> np.ndarray:
             continue
         free = [unit for unit in range(units) if leader[unit] == unit and unit not in pin]
         cuts = np.array(list(combinations_with_replacement(range(len(free) + 1), devices - 1)), int)
-        stage = (np.arange(len(free))[None, :, None] >= cuts[:, None, :]).sum(-1) if len(free) else np.zeros((1, 0), int)
+        stage = (
+            (np.arange(len(free))[None, :, None] >= cuts[:, None, :]).sum(-1) if len(free) else np.zeros((1, 0), int)
+        )
         for devices_in_order in orders:
             place = np.zeros((len(stage), units), int)
             for unit, device in pin.items():
@@ -35,7 +37,7 @@ def all_assignments(chain: Chain, order: str) -> np.ndarray:
 
 def price_all(chain: Chain, place: np.ndarray) -> dict[str, np.ndarray]:
     """Price [A, n] assignments at once by the cost model of `autoshard.strategies.chain`, inf where not feasible."""
-    count, units, devices = len(place), chain.num_units, chain.num_devices
+    count, devices = len(place), chain.num_devices
     rows = np.arange(count)
     seconds, memory = np.zeros((count, devices)), np.zeros((count, devices))
     for device in range(devices):
@@ -50,7 +52,10 @@ def price_all(chain: Chain, place: np.ndarray) -> dict[str, np.ndarray]:
         for unit in chain.edge_unit[chain.edge_tensor == tensor]:
             target = outer[:, unit]
             new = (target != origin) & ~arrived[rows, target]
-            once = chain.link_seconds[origin, target] + chain.tensor_bytes[tensor] / chain.link_bytes_per_second[origin, target]
+            once = (
+                chain.link_seconds[origin, target]
+                + chain.tensor_bytes[tensor] / chain.link_bytes_per_second[origin, target]
+            )
             seconds[rows[new], target[new]] += chain.tensor_copies[tensor] * once[new]
             memory[rows[new], target[new]] += chain.tensor_bytes[tensor]
             arrived[rows, target] |= new

@@ -1,5 +1,9 @@
 """Random small chains: skips, loops, ties, pins, unequal devices and links, tight memory."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from autoshard.strategies.chain import Chain, Tie
@@ -30,7 +34,9 @@ def random_chain(seed: int, *, per_pair: bool | None = None, max_units: int = 7,
         tensors.append((unit, int(rng.integers(0, 12)), int(rng.integers(1, 3))))
     uneven = flags[4] < 0.4 if per_pair is None else per_pair
     latency = rng.integers(0, 4, (devices, devices)) if uneven else np.full((devices, devices), int(rng.integers(0, 4)))
-    bandwidth = rng.integers(1, 6, (devices, devices)) if uneven else np.full((devices, devices), int(rng.integers(1, 6)))
+    bandwidth = (
+        rng.integers(1, 6, (devices, devices)) if uneven else np.full((devices, devices), int(rng.integers(1, 6)))
+    )
     total = resident.sum() + 12
     capacity = rng.integers(1, int(total) + 2, devices) if flags[5] < 0.7 else np.full(devices, total * 3)
     if flags[6] < 0.3:
@@ -54,3 +60,18 @@ def random_chain(seed: int, *, per_pair: bool | None = None, max_units: int = 7,
         link_seconds=latency.astype(float), link_bytes_per_second=bandwidth.astype(float),
         pins=pins, home=int(rng.integers(0, units)) if flags[0] > 0.8 else 0,
     )  # fmt: skip
+
+
+def with_devices(chain: Chain, *, keep: Iterable[int] | None = None, **changes: Any) -> Chain:
+    """The chain on some of its devices, or with other figures."""
+    if keep is not None:
+        rows = list(keep)
+        square = np.ix_(rows, rows)
+        changes |= {
+            "devices": tuple(chain.devices[d] for d in rows),
+            "seconds": chain.seconds[rows],
+            "capacity_bytes": chain.capacity_bytes[rows],
+            "link_seconds": chain.link_seconds[square],
+            "link_bytes_per_second": chain.link_bytes_per_second[square],
+        }
+    return replace(chain, **changes)
