@@ -1,7 +1,7 @@
 """Time of the planning step alone: `python benchmarks/planning.py`. Medians of several runs, one process, no model.
 
-The chains look like a decoder: a hidden state from unit to unit, residuals, a mask and two rotary tables that every unit
-after them reads, a big first and last unit, memory for about 1.3 times the model over all devices.
+The chains look like a decoder: a hidden state from unit to unit, residuals, a mask and two rotary tables that every
+unit after them reads, a big first and last unit, memory for about 1.3 times the model over all devices.
 """
 
 import statistics

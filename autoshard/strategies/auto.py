@@ -1,4 +1,4 @@
-"""auto: the best of all strategies for the objective, on the fewest devices that reach it, with the others to compare."""
+"""auto: the best of all strategies for the objective, on the fewest devices that reach it, the others to compare."""
 
 from dataclasses import dataclass
 

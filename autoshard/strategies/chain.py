@@ -6,14 +6,16 @@
 
 The cost model, exactly (`cost_of` computes it in plain steps; every solver here is tested against it):
 
-* Where things are. A tensor is on the device of its producer. Unit -1 (the root's inputs) and unit n (where the root's
-  outputs go) are on the device of unit `home`.
-* Copies. A tensor is copied directly from its device to every other device with a unit that consumes it, once per device
-  however many units there use it. A copy from p to d takes `tensor_copies * (alpha[p, d] + tensor_bytes / beta[p, d])`
-  seconds and keeps `tensor_bytes` on d.
-* Ties. Units of a tie read one shared tensor, which is counted in `resident_bytes` of the first of them. Every other device
-  with a unit of the tie holds its own copy: tie bytes more, no time. If `duplicate_ties` is false all units of a tie must
-  be on one device.
+* Where things are. A tensor is on the device of its producer. Unit -1 (the root's inputs) and unit n (where the
+  root's outputs go) are on the device of unit `home`.
+* Copies. A tensor is copied directly from its device to every other device with a unit that consumes it, once per
+  device however many units there use it. A copy from p to d takes
+  `tensor_copies * (alpha[p, d] + tensor_bytes / beta[p, d])` seconds and keeps `tensor_bytes` on d.
+* Ties. Units of a tie read one shared tensor, which is counted in `resident_bytes` of the first of them. Every other
+  device with a unit of the tie holds its own copy: tie bytes more, no time. If `duplicate_ties` is false all units of
+  a tie must be on one device.
+* Which assignments are planned: every device has one interval of the units (or none), leaving out units that are pinned
+  and units that are kept together with the first unit of their tie. The order of the devices is part of the plan.
 * Seconds of a device: its units' seconds on it, plus the seconds of the copies that come to it.
 * Memory of a device: sum of its units' resident bytes, plus the largest of their transient bytes, plus the bytes of the
   copies that come to it, plus its copies of tied tensors. It must not exceed `capacity_bytes`.
@@ -43,17 +45,17 @@ class Chain:
     """A placement problem with n units, D devices and T tensors that pass between units. See the module docstring.
 
     Attributes:
-        paths: [n] per unit, the placement paths it stands for: module paths or tensor names; every parameter and buffer of
-            the model is at or below exactly one path of one unit (tied names each in their own unit).
+        paths: [n] per unit, the placement paths it stands for: module paths or tensor names; every parameter and buffer
+            of the model is at or below exactly one path of one unit (tied names each in their own unit).
         devices: [D] names, in the order of the user.
         seconds: [D, n] compute time of a unit on a device, all its calls of one pass.
         resident_bytes: [n] held for the whole pass: weights, buffers, cache, saved, gradients, optimizer state.
         transient_bytes: [n] most live activation bytes while the unit runs; of an interval the largest counts.
         tensor_unit: [T] the unit that makes each tensor, -1 for the root's inputs.
         tensor_bytes: [T] bytes of a copy of it.
-        tensor_copies: [T] how often it is copied per pass and device: 1, or 2 if its gradient goes back, or once per call.
-        edge_tensor, edge_unit: [E] tensor `edge_tensor[e]` is consumed by unit `edge_unit[e]`; n for the root's outputs.
-            A consumer may come before its producer (a module called in a loop).
+        tensor_copies: [T] how often it is copied per pass and device: 1, 2 if its gradient goes back, 0 if it is kept.
+        edge_tensor, edge_unit: [E] tensor `edge_tensor[e]` is consumed by unit `edge_unit[e]`; n for the root's
+            outputs. A consumer may come before its producer (a module called in a loop).
         ties: groups of units that share a tensor.
         duplicate_ties: a second device may hold its own copy of a tied tensor (inference only).
         capacity_bytes: [D] what tensors may take.

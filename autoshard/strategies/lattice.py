@@ -9,8 +9,9 @@ order make a grid of counts (all different: subsets). Along an edge a device tak
 
 Where links differ from pair to pair, a node also says which device has the first stage and which the last so far.
 
-At every node and for every j the best value of units 0..j-1 is kept: the sum of seconds ("sum"), the largest load ("max"),
-or both, compared in this order ("both"). `sweep` fills these in; `trace` walks back. O(m^2) per edge of the lattice, exact.
+At every node and for every j the best value of units 0..j-1 is kept: the sum of seconds ("sum"), the largest load
+("max"), or both, compared in this order ("both"). `sweep` fills these in; `trace` walks back. O(m^2) per edge of the
+lattice, exact.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ Mode = Literal["sum", "max", "both"]
 class Edges:
     """Edges of one level whose stages cost the same: from nodes `source` to nodes `target` (both unique).
 
-    `devices[k]` is the device edge k uses; all of one kind. `first` and `previous` are the devices (of the first edge) with
-    the first and the previous stage, NONE where unknown or none. An `empty` edge leaves its device without a stage.
+    `devices[k]` is the device edge k uses; all of one kind. `first` and `previous` are the devices (of the first edge)
+    with the first and the previous stage, NONE where unknown or none. An `empty` edge leaves its device unused.
     """
 
     source: Array
@@ -52,8 +53,8 @@ class Edges:
 class Lattice:
     """Nodes by level (level l has used, or passed, l devices) and the edges that leave each level.
 
-    On a line every way ends at the last level; otherwise a way may end at any node, and `unused[l][node]` are the devices
-    it then leaves without a stage.
+    On a line every way ends at the last level; otherwise a way may end at any node, and `unused[l][node]` are the
+    devices it then leaves without a stage.
     """
 
     sizes: tuple[int, ...]
@@ -94,26 +95,27 @@ def count_nodes(kinds: tuple[int, ...], *, paired: bool = False) -> int:
 def make_grid(kinds: tuple[int, ...], *, paired: bool = False) -> Lattice:
     """Build the lattice of devices in any order; those of one kind are used in the given order."""
     members = [[d for d, k in enumerate(kinds) if k == kind] for kind in sorted(set(kinds))]
-    level: dict[tuple, int] = {((0,) * len(members), NONE, NONE): 0}
+    level: dict[tuple[tuple[int, ...], int, int], int] = {((0,) * len(members), NONE, NONE): 0}
     sizes, levels, unused = [], [], []
     for _ in range(len(kinds) + 1):
-        unused.append(tuple(tuple(d for of, c in zip(members, counts, strict=True) for d in of[c:]) for counts, *_ in level))
+        unused.append(tuple(tuple(d for of, c in zip(members, node[0], strict=True) for d in of[c:]) for node in level))
         sizes.append(len(level))
-        following: dict[tuple, int] = {}
+        following: dict[tuple[tuple[int, ...], int, int], int] = {}
         groups: dict[tuple[int, int, int], list[tuple[int, int, int, int, int]]] = {}
         for (counts, first, last), index in level.items():
             for kind, of in enumerate(members):
                 if counts[kind] == len(of):
                     continue
                 taken = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :])
-                node = (taken, kind if first == NONE else first, kind) if paired else (taken, NONE, NONE)
-                target = following.setdefault(node, len(following))
-                ends = (NONE if first == NONE else members[first][0], NONE if last == NONE else members[last][counts[last] - 1])
-                groups.setdefault((first, last, kind), []).append((index, target, of[counts[kind]], *ends))
+                reached = (taken, kind if first == NONE else first, kind) if paired else (taken, NONE, NONE)
+                target = following.setdefault(reached, len(following))
+                begin = NONE if first == NONE else members[first][0]
+                before = NONE if last == NONE else members[last][counts[last] - 1]
+                groups.setdefault((first, last, kind), []).append((index, target, of[counts[kind]], begin, before))
         edges = []
         for rows in groups.values():
-            source, target, devices, firsts, lasts = zip(*rows, strict=True)
-            edges.append(Edges(np.array(source), np.array(target), devices, firsts[0], lasts[0]))
+            sources, targets, devices, firsts, lasts = zip(*rows, strict=True)
+            edges.append(Edges(np.array(sources), np.array(targets), devices, firsts[0], lasts[0]))
         levels.append(tuple(edges))
         level = following
     return Lattice(tuple(sizes), tuple(levels[:-1]), False, paired, tuple(unused))
@@ -227,7 +229,9 @@ def trace(lattice: Lattice, tables: Tables, found: Sweep) -> list[tuple[int, int
     return stages[::-1]
 
 
-def _step_back(lattice: Lattice, tables: Tables, found: Sweep, level: int, node: int, stop: int) -> tuple[int, int, int]:
+def _step_back(
+    lattice: Lattice, tables: Tables, found: Sweep, level: int, node: int, stop: int
+) -> tuple[int, int, int]:
     """Find the edge and the start i that gave the value of a node at `stop`; a device left empty comes first."""
     limit, load = found.total[level][node, stop] * (1 + 4 * SLACK), found.worst[level][node, stop]
     for edge in lattice.edges[level - 1]:

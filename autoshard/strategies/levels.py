@@ -1,7 +1,8 @@
-"""Levels: the same chain with cuts only between whole modules of the tree, from the largest modules down to the smallest.
+"""Levels: the same chain with cuts only between whole modules of the tree, from the largest modules to the smallest.
 
 A cut between two units splits every module that holds both. Inside a split module the arithmetic of its own forward (a
-residual sum, say) may meet tensors of two devices, which the chain does not price; between large modules it rarely does.
+residual sum, say) may meet tensors of two devices, which the chain does not price; between large modules it rarely
+does.
 
     layers.0.attn.q | layers.0.attn.k     splits "", layers, layers.0, layers.0.attn    depth 4
     layers.0.mlp.w  | layers.1.attn.q     splits "", layers                             depth 2

@@ -1,7 +1,7 @@
 """Long chains (thousands of units): the same search without dense tables, O(m log m) per edge of the lattice.
 
-A stage [i, j) costs P[j] - P[i] for its units, plus A[i] for tensors that come from before it, plus B[j] for tensors that
-come from after it, minus what a short stage inside a gap does not need (p < i, j <= v: made before, used after, not here):
+A stage [i, j) costs P[j] - P[i] for its units, plus A[i] for tensors that come from before it, plus B[j] for tensors
+that come from after it, minus what a short stage inside a gap does not need (p < i, j <= v: made before, used after):
 
     p . . [ i . . j ) . . v
 
@@ -12,6 +12,7 @@ For a start i the stages that fit end at i+1..reach[i], so a start is painted on
 upside down, 2 log m vector operations.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,13 @@ class Sums:
     idle: float
 
     def plus(self, other: "Sums", weight: float) -> "Sums":
-        return Sums(*(getattr(self, n) + weight * getattr(other, n) for n in ("first", "start", "stop", "band", "idle")))
+        return Sums(
+            self.first + weight * other.first,
+            self.start + weight * other.start,
+            self.stop + weight * other.stop,
+            self.band + weight * other.band,
+            self.idle + weight * other.idle,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +131,6 @@ class LongTables:
         idle = seconds.idle if idle_bytes <= capacity and seconds.idle <= seconds_limit else np.inf
         return LongStages(seconds, np.maximum(reach, starts), fits_first, fits_band, idle)
 
-
     def _memory_reach(self, device: int, capacity: float) -> Array:
         """[m+1] per start, the largest end of a stage that fits (the start itself if none does)."""
         key = self.problem.kinds[device]
@@ -161,7 +167,7 @@ def _of_rectangles(found: Rectangles, weight: Array, size: int, width: int, idle
     stop = _ramp(found.j_low[back], found.j_high[back], w[back], size)
     band = np.zeros((width, size + 1))
     for k in range(1, width):
-        # forward: starts in [i_low, j_low - 1 - k] end before the consumer; backward: starts in [i_high + 1, j_high - k]
+        # forward: starts in [i_low, j_low - 1 - k] end before the consumer; backward: in [i_high + 1, j_high - k]
         low = np.where(forward, found.i_low, found.i_high + 1)
         high = np.where(forward, np.minimum(found.i_high, found.j_low - 1 - k), found.j_high - k)
         inside = (low <= high) & (forward | back) & (np.where(forward, found.j_low - 1, found.j_high) - low <= MAX_BAND)
@@ -277,8 +283,10 @@ def sweep_long(
     return best, found_stages[::-1]
 
 
-def _step_back(lattice: Lattice, total: list[Array], stages_on, level: int, node: int, stop: int) -> tuple[int, int, int]:
-    """Find the edge and start whose sum is the value of a node at `stop` (the nearest, sums may differ in the last bit)."""
+def _step_back(
+    lattice: Lattice, total: list[Array], stages_on: Callable[[int], LongStages], level: int, node: int, stop: int
+) -> tuple[int, int, int]:
+    """Find the edge and start that gave the value of a node at `stop` (the least: sums differ in the last bit)."""
     best = (np.inf, -1, -1, -1)
     for edge in lattice.edges[level - 1]:
         for k in np.flatnonzero(edge.target == node).tolist():
@@ -332,7 +340,9 @@ def fits(lattice: Lattice, tables: LongTables, seconds_limit: float, load_limit:
     return False
 
 
-def least_limit(lattice: Lattice, tables: LongTables, *, load: bool, tolerance: float = 1e-7) -> tuple[float, float] | None:
+def least_limit(
+    lattice: Lattice, tables: LongTables, *, load: bool, tolerance: float = 1e-7
+) -> tuple[float, float] | None:
     """Bisect the least limit on seconds of one device (or on its relative memory); returns (not enough, enough)."""
 
     def enough(limit: float) -> bool:

@@ -37,18 +37,18 @@ LATER = {
 }
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
-"""Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 if over _ROOM 1)."""
+"""Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 above room 1)."""
 _WORTH_A_DEEPER_CUT = 3e-3
 """Part of the objective that a cut inside smaller modules must save: each split module costs hooks, not priced here."""
 _MANY_CUTS = 400
 """balanced_low_0 solves many times; it looks at deeper cuts only up to here once it has a plan."""
 _ROOM = (1.0, 1.1, 1.3, 1.7)
-"""Factors on the capacity the chain is given. Its memory figure is the sum of what may be live; the exact one can be less."""
+"""Factors on the capacity of the chain: its memory is the sum of what may be live, the exact figure can be less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A solution (of the whole chain) with its placements and exact consequences; `chain` is the one that was solved."""
+    """A solution of the whole chain with its placements and exact consequences; `chain` is the one that was solved."""
 
     solution: Solution
     chain: Chain
@@ -110,9 +110,7 @@ def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
     if objective not in OBJECTIVES:
         raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
     if "disk" in cluster.names:
-        raise SpecError(
-            'modules cannot be kept on "disk" yet. Leave it out of the devices; "cpu" can take what accelerators can\'t.'
-        )
+        raise SpecError('modules cannot be kept on "disk" yet. Leave it out; "cpu" can take what accelerators cannot.')
 
 
 def place(
@@ -203,8 +201,6 @@ def check(
     device_of = {name: chain.devices[solution.assignment[unit]] for name, unit in of_tensor.items()}
     placements = collapse(device_of, profile.graph) or {"": chain.devices[solution.assignment[0]]}
     moves = flow(profile.graph, placements)
-    draft = Plan(
-        strategy="draft", objective=objective, workload=profile.workload, devices=(), placements=placements
-    )
+    draft = Plan(strategy="draft", objective=objective, workload=profile.workload, devices=(), placements=placements)
     figures = estimate(draft, profile, cluster, flow_of_plan=moves, lower_bound_seconds=0.0)
     return Checked(solution=solution, chain=chain, placements=placements, flow=moves, estimate=figures)

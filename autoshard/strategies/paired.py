@@ -1,11 +1,12 @@
 """Links that differ from pair to pair: stage tables that never cost too much, and the exact search on top of them.
 
-What a copy costs then depends on where its tensor is, which the interval alone does not say. `PairTables` charges every
-copy the cheapest link into its device, and corrects what a lattice node knows: a tensor made by the unit just before the
-stage comes from the previous device, one made by unit 0 from the first, and what the last unit makes for unit 0 goes back
-to the first. For a plain chain that is everything, so the sweep over the lattice is exact in O(m^2 D^2). With skips it is
-a lower bound, and `search` (A*) finishes the job: a label knows where every stage is, pays the excess of each copy over the
-cheapest link as soon as its source is known, and the bound says which label is worth extending.
+What a copy costs then depends on where its tensor is, which the interval alone does not say. `PairTables` charges
+every copy the cheapest link into its device, and corrects what a lattice node knows: a tensor made by the unit just
+before the stage comes from the previous device, one made by unit 0 from the first, and what the last unit makes for
+unit 0 goes back to the first. For a plain chain that is everything, so the sweep over the lattice is exact in
+O(m^2 D^2). With skips it is a lower bound, and `search` (A*) finishes the job: a label knows where every stage is, pays
+the excess of each copy over the cheapest link as soon as its source is known, and the bound says which label is worth
+extending.
 """
 
 import heapq
@@ -205,8 +206,8 @@ def search(
 
 
 def _stages(label: _Label) -> list[tuple[int, int, int]]:
-    stops = (*label.starts[1:], label.at)
-    return list(zip(label.starts, stops, label.devices, strict=True))
+    starts = (*label.starts, label.at)
+    return [(starts[k], starts[k + 1], device) for k, device in enumerate(label.devices)]
 
 
 def _ended(label: _Label, lattice: Lattice, tables: PairTables, combine: Callable) -> float:
@@ -287,7 +288,7 @@ def _bound(busy: bool, columns: Array, rest: Array) -> Array:
 
 
 def _excess_at(problem: Problem, plain: StageTables, flows: _Flows, label: _Label, device: int) -> dict[int, Array]:
-    """Excess that becomes known with a stage from `label.at` on `device`: per paying device, by where it starts to count.
+    """Excess that becomes known with a stage from `label.at` on `device`: per paying device, where it starts to count.
 
     Entry k of an array counts for stages of at least k units.
     """

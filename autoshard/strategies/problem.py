@@ -1,8 +1,8 @@
-"""Problem: a chain made ready for the solvers. Tied units merged (or not), pinned units set aside, copies as rectangles.
+"""Problem: a chain made ready for the solvers. Tied units merged (or not), pinned units set aside, copies rectangles.
 
-What stays is m free units in a row; a stage is an interval [i, j) of them on one device. Everything a stage costs depends
-on i, j and the device alone as long as a copy costs the same from every source. A tensor made at p and next used at v
-must be copied to every stage that starts in (p, v] and ends after v:
+What stays is m free units in a row; a stage is an interval [i, j) of them on one device. Everything a stage costs
+depends on i, j and the device alone as long as a copy costs the same from every source. A tensor made at p and next
+used at v must be copied to every stage that starts in (p, v] and ends after v:
 
     units     p . . . . v . . .            gap (p, v) = the rectangle  p < i <= v < j  in the plane of (i, j)
     stage         [ i . . . j )
@@ -122,7 +122,7 @@ def _merge(chain: Chain, merged: tuple[bool, ...]) -> Array:
 
 
 def _tensors(chain: Chain, group: Array, merged: tuple[bool, ...]) -> dict[str, Array]:
-    """Tensors and their consumers between merged units; -1 and n stand for `home`; ties that are not merged come last."""
+    """Tensors and their consumers between merged units; -1 and n stand for `home`; ties not merged come last."""
     source = group[np.where(chain.tensor_unit < 0, chain.home, chain.tensor_unit)]
     consumer = group[np.where(chain.edge_unit >= chain.num_units, chain.home, chain.edge_unit)]
     edge_x, nbytes, copies = chain.edge_tensor, chain.tensor_bytes, chain.tensor_copies

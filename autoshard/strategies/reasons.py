@@ -60,7 +60,9 @@ def _fullest(figures: Estimate) -> list[str]:
         return []
     full = max(used, key=lambda device: device.peak_bytes / device.memory_bytes)
     share = full.peak_bytes / full.memory_bytes
-    return [f"{full.name} is the fullest device: {format_bytes(full.peak_bytes)} at its peak, {share:.0%} of its memory"]
+    return [
+        f"{full.name} is the fullest device: {format_bytes(full.peak_bytes)} at its peak, {share:.0%} of its memory"
+    ]
 
 
 def _ties(chain: Chain, solution: Solution) -> list[str]:

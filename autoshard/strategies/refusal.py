@@ -100,15 +100,13 @@ def _with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
     model = cluster.devices[device]
     near = [link for link in cluster.links if model.name in (link.source, link.destination)]
     best = max(near, key=lambda link: link.bytes_per_second, default=None)
-    peer = Link(
-        source="", destination="",
-        bytes_per_second=best.bytes_per_second if best else 1e11, latency_seconds=best.latency_seconds if best else 1e-5,
-    )  # fmt: skip
+    peer = best or Link(source="", destination="", bytes_per_second=1e11, latency_seconds=1e-5)
     names = [f"{model.name} (copy {k + 1})" for k in range(count)]
     links = list(cluster.links)
     for name in names:
         for link in near:
-            links.append(replace(link, **{"source" if link.source == model.name else "destination": name}))
+            copied = replace(link, source=name) if link.source == model.name else replace(link, destination=name)
+            links.append(copied)
         for other in (model.name, *names[: names.index(name)]):
             links.append(replace(peer, source=name, destination=other))
             links.append(replace(peer, source=other, destination=name))

@@ -35,7 +35,7 @@ def _fill(problem: Problem) -> list[tuple[int, int, int]] | None:
     tables = StageTables(problem, links_into(problem.chain) or (np.zeros(devices), np.ones(devices)))
     able = np.zeros((devices + 1, size + 1), bool)  # able[d, i]: units i.. fit on devices d..
     able[devices, size] = True
-    fits = []
+    fits: list[np.ndarray] = []
     for device in range(devices - 1, -1, -1):
         stages = tables.stages(device)
         fits.insert(0, np.isfinite(stages.load))

@@ -134,9 +134,7 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
     return _solution(problem, objective, stages, bound)
 
 
-def _solve_uniform(
-    problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array]
-) -> Solution | None:
+def _solve_uniform(problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array]) -> Solution | None:
     """Solve with links that depend on the destination alone; exact in the orders of devices that are looked at."""
     plain = StageTables(problem, links)
 
@@ -229,9 +227,9 @@ def best_stages(
     if objective != "latency":
         as_load = _changed(tables, lambda stages: _as_load(stages, objective))
         if not lattice.line:  # one order gives a limit, which leaves fewer stages to look at in all orders
-            line = sweep(make_line(tuple(range(lattice.num_devices)), paired=lattice.paired), as_load, size, "max")
-            if line is not None:
-                limit = line.value[1]
+            one = sweep(make_line(tuple(range(lattice.num_devices)), paired=lattice.paired), as_load, size, "max")
+            if one is not None:
+                limit = one.value[1]
                 as_load = _changed(as_load, lambda stages: stages.limited(np.inf, limit))
         worst = sweep(lattice, as_load, size, "max")
         if worst is None:

@@ -11,7 +11,7 @@ from autoshard.strategies.problem import Problem, base_copies, rectangles
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """Tables of one device: `seconds[i, j]` and `load[i, j]` (memory / capacity) of stage [i, j); inf where it can't be.
+    """Tables of one device: `seconds[i, j]` and `load[i, j]` (memory / capacity) of stage [i, j); inf where impossible.
 
     `idle_seconds` and `idle_load` are those of the device without a stage: 0, or what its pinned units need.
     """
@@ -107,7 +107,6 @@ class StageTables:
         if key not in self._copies:
             problem, found = self.problem, rectangles(self.problem, device)
             weights = problem.copies, problem.copies * problem.nbytes, problem.nbytes
-            self._copies[key] = Copies(
-                *(found.table(weight, problem.size) for weight in weights), idle=base_copies(problem, device)
-            )
+            count, moved, kept = (found.table(weight, problem.size) for weight in weights)
+            self._copies[key] = Copies(count, moved, kept, base_copies(problem, device))
         return self._copies[key]
