@@ -9,8 +9,8 @@ from torch import nn
 def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and ties of all parameters and saved buffers, sorted by name, with SHA-256.
 
-    Buffers that are not saved in the state dict are left out: models make and drop those as they run. The same for a model
-    on meta, on CPU or spread over devices.
+    Buffers that are not saved in the state dict are left out: models make and drop those as they run. The same for a
+    model on meta, on CPU or spread over devices.
     """
     unsaved = {
         f"{path}.{name}" if path else name

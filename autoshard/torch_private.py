@@ -21,21 +21,21 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_node",
+    "conj_and_neg_keys",
+    "count_hooks_again",
     "fake_device_read",
     "fake_from_meta",
-    "conj_and_neg_keys",
-    "is_composite",
     "flop_formulas",
-    "count_hooks_again",
     "forward_pre_hooks",
     "innermost_function_mode",
-    "node_sequence",
+    "is_composite",
     "no_overrides",
+    "node_sequence",
     "run_composite",
     "sequence_number",
     "swap_contents",
-    "untracked_views",
     "uncount_hooks",
+    "untracked_views",
 ]
 
 
@@ -157,7 +157,7 @@ def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Ite
 
     `FakeTensor.device` is a Python property, so no torch function mode sees it, and it must be wrapped by hand.
     """
-    usual = FakeTensor.device
+    usual: Any = FakeTensor.device
     get = usual.fget
 
     def device(self: FakeTensor) -> torch.device:

@@ -1,7 +1,7 @@
 """capture: run a model once, without its weights, and hand back what it did as a `ModelGraph`.
 
-A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and is small enough to
-run, "invented" where it is not. The level used and what stopped the ones above are in the graph.
+A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and is small enough
+to run, "invented" where it is not. The level used and what stopped the ones above are in the graph.
 """
 
 import inspect
@@ -40,11 +40,11 @@ def capture(
     workload: Workload | None = None,
     level: Level | None = None,
 ) -> ModelGraph:
-    """Record one run of `model` (forward, or forward and backward if `workload.training`) without allocating its weights.
+    """Record one run of `model` (forward, and backward if `workload.training`) without allocating its weights.
 
     `inputs` is a tensor, a tuple of positional arguments, a dict of keyword arguments, or a callable returning one of
-    these; left out, it is derived from the model's `config` and the workload. The model may be on meta, fake or real; it
-    and the random number generators are left as they were. `level` forces one level of the ladder.
+    these; left out, it is derived from the model's `config` and the workload. The model may be on meta, fake or real;
+    it and the random number generators are left as they were. `level` forces one level of the ladder.
 
     Raises:
         CaptureError: the model could not be run with these inputs; the message holds its own error and the line.
@@ -71,7 +71,9 @@ def _first_that_runs(model: nn.Module, calls: list[Call], workload: Workload, le
             refused = refused or error
         else:
             return graph.with_notes((f"inputs derived from the config: {shapes}",))
-    raise CaptureError(f"no inputs that the config suggests fit {type(model).__name__}; pass inputs=. {refused}") from refused
+    raise CaptureError(
+        f"no inputs that the config suggests fit {type(model).__name__}; pass inputs=. {refused}"
+    ) from refused
 
 
 def _climb(run: Run, level: Level | None) -> ModelGraph:
@@ -144,7 +146,8 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
     return CaptureError(
-        f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} (at {place(error)}). {advice}"
+        f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} "
+        f"(at {place(error)}). {advice}"
     )
 
 

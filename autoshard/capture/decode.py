@@ -18,18 +18,18 @@ from autoshard import nested
 from autoshard.errors import CaptureError
 
 Decoding = Literal["step", "generate"]
-"""How to get at the cached step: by calling forward twice, or by the model's own `generate`, which knows its own state."""
+"""How to get at the cached step: call forward twice, or the model's own `generate`, which knows its own state."""
 _TOKENS = ("decoder_input_ids", "input_ids")
 _Encoded = namedtuple("_Encoded", "last_hidden_state hidden_states attentions", defaults=(None, None))
 
 
-def run_decode(
-    model: nn.Module, named: dict[str, Any], how: Decoding
-) -> tuple[Any, list[torch.Tensor]]:
-    """Run a prompt (see `prompt_arguments`) and the step after it; return the step's output and the tensors of its state."""
+def run_decode(model: nn.Module, named: dict[str, Any], how: Decoding) -> tuple[Any, list[torch.Tensor]]:
+    """Run a prompt (see `prompt_arguments`) and the step after it; return its output and the tensors of its state."""
     if how == "generate":
         if not callable(getattr(model, "generate", None)):
-            raise CaptureError(f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0.")
+            raise CaptureError(
+                f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0."
+            )
         plain = {name: value for name, value in named.items() if name not in ("use_cache", "logits_to_keep")}
         generate: Any = model.generate
         output = generate(  # an end token that no answer can be: the loop must run twice
@@ -110,8 +110,8 @@ def step_arguments(model: nn.Module, named: dict[str, Any], output: Any) -> dict
     state = {name: value for name, value in _fields(output) if name in parameters and _is_state(name, value, named)}
     if not state:
         raise CaptureError(
-            f"the output of {type(model).__name__} holds no state that its forward takes back, so a cached step can't be "
-            "recorded; set new_tokens=0."
+            f"the output of {type(model).__name__} holds no state that its forward takes back, so a cached step "
+            "can't be recorded; set new_tokens=0."
         )
     tokens = token_argument(named)
     step: dict[str, Any] = {tokens: named[tokens][:, -1:].clone(), "use_cache": True, **state}
@@ -142,4 +142,8 @@ def _is_state(name: str, value: Any, named: dict[str, Any]) -> bool:
     """Whether an output field is what the next call takes back: not a plain result such as hidden states or logits."""
     if value is None or name in named or isinstance(value, torch.Tensor):
         return False
-    return not isinstance(value, (bool, int, float, str)) and name not in ("hidden_states", "attentions", "encoder_outputs")
+    return not isinstance(value, (bool, int, float, str)) and name not in (
+        "hidden_states",
+        "attentions",
+        "encoder_outputs",
+    )

@@ -1,10 +1,10 @@
-"""Run ops without weights: integers, booleans and small known floats keep their values, all other floats are only shapes.
+"""Run ops without weights: integers, booleans and small known floats keep their values, other floats are only shapes.
 
     input_ids (real) ──embedding(weight fake)──▶ fake ──…──▶ fake          no memory, no arithmetic
     arange(n) (real) ──ge──▶ mask (real) ──.all()──▶ True                  branches on integers just work
 
-A real tensor that is written with something unknown stays a real object, but its memory is tainted: from then on it counts
-as unknown too, in all its views.
+A real tensor that is written with something unknown stays a real object, but its memory is tainted: from then on it
+counts as unknown too, in all its views.
 """
 
 import math
@@ -199,7 +199,9 @@ def _nonzero(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any])
     if not engine.invent:
         return NotImplemented
     engine.assume("half of the elements of an unknown mask were taken to be true")
-    return engine.shapes.fresh((max(1, args[0].numel() // 2), args[0].dim()), (1, max(1, args[0].numel() // 2)), torch.int64)
+    return engine.shapes.fresh(
+        (max(1, args[0].numel() // 2), args[0].dim()), (1, max(1, args[0].numel() // 2)), torch.int64
+    )
 
 
 def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -228,7 +230,11 @@ def _index(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             indices.append(index)
         elif engine.unknown(index):
-            return NotImplemented if not engine.invent else engine.shapes.run(func, (args[0], _half(engine, args[1])), kwargs)
+            return (
+                NotImplemented
+                if not engine.invent
+                else engine.shapes.run(func, (args[0], _half(engine, args[1])), kwargs)
+            )
         else:
             indices.extend(torch.nonzero(index, as_tuple=True))
     return engine.shapes.run(func, (args[0], indices), kwargs)
@@ -337,4 +343,4 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm,
 }
-"""Shape rules of our own, where the fake kernels need values that are known here, or are stricter than the real ones."""
+"""Shape rules of our own, where fake kernels need values that are known here, or are stricter than the real ones."""

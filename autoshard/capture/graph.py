@@ -1,7 +1,7 @@
 """ModelGraph: what one run of a model did, op by op, without its weights.
 
-The unit of time is the op index. Op `i` runs at time `i`; something that died with `died == i + 1` was last alive while op
-`i` ran. A call with `begin == 7, end == 10` ran ops 7, 8 and 9 (its own and those of the calls inside it).
+The unit of time is the op index. Op `i` runs at time `i`; something that died with `died == i + 1` was last alive
+while op `i` ran. A call with `begin == 7, end == 10` ran ops 7, 8 and 9 (its own and those of the calls inside it).
 
     storage 4   |        born 3 ████████████ died 9          bytes on a device
     value 11    |        born 3 ███░░░░░░░░░ died 6          the tensor object made by op 3
@@ -18,9 +18,9 @@ import torch.fx
 
 StorageKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 HOST = -1
-"""`Op.device_source` of a factory called without a device: its result is an ordinary CPU tensor wherever the module is."""
+"""`Op.device_source` of a factory called without a device: its result is a plain CPU tensor wherever the module is."""
 UNKNOWN = -2
-"""`Op.device_source` of a factory whose device argument did not come from a tensor, and of every op that has tensor inputs."""
+"""`Op.device_source` of a factory whose device did not come from a tensor, and of ops that have tensor inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates` is the inputs it writes.
+    """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates`: the inputs it writes.
 
-    `forward` of a backward op is the forward op whose gradient it computes (any op of that autograd node), -1 if unknown.
+    `forward` of a backward op is the forward op whose gradient it computes (any op of that node), -1 if unknown.
     """
 
     index: int
@@ -131,7 +131,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
-    """A module of the tree in registration order (the root has path ""). A module shared by several parents has `aliases`."""
+    """A module of the tree in registration order; the root has path "". One shared by several parents has `aliases`."""
 
     path: str
     class_name: str
@@ -144,8 +144,8 @@ class ModelGraph:
     """One captured run: forward, or forward and backward. See the module docstring for the unit of time.
 
     Attributes:
-        level: how it was captured; "fake" (floats had no values), "real" (ran with values) or "invented" (branches taken on
-            made-up values: good for planning, never executed).
+        level: how it was captured; "fake" (floats had no values), "real" (ran with values) or "invented" (branches
+            taken on made-up values: good for planning, never executed).
         notes: what stopped the levels above, with file:line, and every assumption made.
         outputs: values in the root's return; `state` those reachable only through opaque objects in it (a cache).
         backward_begin: index of the first backward op; len(ops) if forward only.

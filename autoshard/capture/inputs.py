@@ -32,13 +32,13 @@ def as_call(inputs: Any, model: nn.Module) -> Call:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     raise CaptureError(
-        f"inputs for {type(model).__name__} must be a tensor, a tuple of positional arguments, a dict of keyword arguments "
-        f"or a callable returning one of these, got {type(inputs).__name__}."
+        f"inputs for {type(model).__name__} must be a tensor, a tuple of positional arguments, a dict of keyword "
+        f"arguments or a callable returning one of these, got {type(inputs).__name__}."
     )
 
 
 def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
-    """Keyword inputs for a model with a `config`, most likely first; every figure comes from the config and the workload.
+    """Keyword inputs for a model with a `config`, most likely first; figures come from the config and the workload.
 
     Raises:
         CaptureError: there is no config, or nothing in the forward signature that it says enough about.
@@ -46,7 +46,9 @@ def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "__dict__"):
-        raise CaptureError(f"{name} has no config to derive inputs from: pass inputs=, a tuple or a dict of what forward takes.")
+        raise CaptureError(
+            f"{name} has no config to derive inputs from: pass inputs=, a tuple or a dict of what forward takes."
+        )
     parameters = inspect.signature(model.forward).parameters
     wanted = _wanted(model, parameters)
     offers: dict[str, list[torch.Tensor]] = {}
@@ -55,7 +57,8 @@ def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
         offers[parameter] = list(makers(config, workload)) if makers is not None else []
         if not offers[parameter]:
             raise CaptureError(
-                f"the config of {name} does not say what its forward's argument {parameter!r} looks like: pass inputs= yourself."
+                f"the config of {name} does not say what its forward's argument {parameter!r} looks like: "
+                "pass inputs= yourself."
             )
     calls: list[Call] = []
     for choice in product(*offers.values()):
@@ -74,10 +77,11 @@ def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
 def _wanted(model: nn.Module, parameters: Any) -> list[str]:
     """The arguments to make: those without default, and the model's main input, or the first one that can be made."""
     required = [
-        name for name, parameter in parameters.items()
+        name
+        for name, parameter in parameters.items()
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]  # fmt: skip
+    ]
     main = getattr(model, "main_input_name", None)
     if main in parameters and main not in required:
         required.append(main)
@@ -86,7 +90,9 @@ def _wanted(model: nn.Module, parameters: Any) -> list[str]:
     return required
 
 
-def _completed(model: nn.Module, kwargs: dict[str, Any], parameters: Any, config: Any, workload: Workload) -> dict[str, Any]:
+def _completed(
+    model: nn.Module, kwargs: dict[str, Any], parameters: Any, config: Any, workload: Workload
+) -> dict[str, Any]:
     """Add what callers usually pass along: a mask of ones, the decoder's tokens, labels in training."""
     ids = kwargs.get("input_ids")
     if ids is not None and "attention_mask" in parameters:
@@ -131,7 +137,11 @@ def _tokens(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     vocabulary = _look_up(config, "vocab_size", "src_vocab_size")
     if vocabulary is None:
         return
-    special = {value for name, value in vars(config).items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    special = {
+        value
+        for name, value in vars(config).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
     ordinary = [token for token in range(min(vocabulary, 64)) if token not in special] or [0]
     shape = (workload.batch_size or 1, sequence_length(config, workload))
     count = shape[0] * shape[1]
@@ -143,7 +153,9 @@ def _images(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     size = _look_up(config, "image_size", "input_size", "img_size", kind=(int, list, tuple, dict))
     if isinstance(size, dict):
         size = list(size.values())
-    sizes = [tuple(size[-2:]) if isinstance(size, (list, tuple)) else (size, size)] if size is not None else [(224, 224)]
+    sizes = (
+        [tuple(size[-2:]) if isinstance(size, (list, tuple)) else (size, size)] if size is not None else [(224, 224)]
+    )
     channels = _look_up(config, "num_channels", "in_channels", "in_chans", "image_channels") or 3
     frames = _look_up(config, "num_frames", "frames_per_clip")
     batch = workload.batch_size or 1
@@ -156,7 +168,9 @@ def _images(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
 
 def _features(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     """Spectrogram features, channels first or last: (batch, channels, time), (batch, time, channels)."""
-    channels = _look_up(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "model_in_channels", "n_mels")
+    channels = _look_up(
+        config, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "model_in_channels", "n_mels"
+    )
     if channels is None:
         return
     batch = workload.batch_size or 1

@@ -1,7 +1,8 @@
 """The ledger of a run: ops, values, storages and saves as they come, with births and deaths stamped by weak references.
 
-Nothing here holds a tensor that the model made. A weak reference's callback stamps the time of death, which is the number
-of ops seen so far, so the lifetimes are those of the run itself: Python locals, containers and what autograd keeps.
+Nothing here holds a tensor that the model made. A weak reference's callback stamps the time of death, which is the
+number of ops seen so far, so the lifetimes are those of the run itself: Python locals, containers and what autograd
+keeps.
 """
 
 import weakref
@@ -112,11 +113,18 @@ class Ledger:
         end = len(self.ops)
         return tuple(
             Value(
-                index=index, storage=storage, op=op, died=end if died < 0 else died,
-                shape=shape, dtype=dtype, nbytes=nbytes, requires_grad=grad, copy_bytes=copied,
+                index=index,
+                storage=storage,
+                op=op,
+                died=end if died < 0 else died,
+                shape=shape,
+                dtype=dtype,
+                nbytes=nbytes,
+                requires_grad=grad,
+                copy_bytes=copied,
             )
             for index, (storage, op, died, shape, dtype, nbytes, grad, copied) in enumerate(self._values)
-        )  # fmt: skip
+        )
 
     def storages(self) -> tuple[Storage, ...]:
         end = len(self.ops)

@@ -1,4 +1,4 @@
-"""What stands in for a model's tensors while it is captured: fake ones, copies, or random values where there are none."""
+"""What stands in for a model's tensors while it is captured: fake ones, copies, or random values if it has none."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def fake_material(engine: FakeFloats) -> Make:
 
 
 def real_material(*, clone: bool) -> Make:
-    """Copies of everything (or, for models too large to copy, the tensors' own memory), random values where there are none."""
+    """Copies of everything (or its own memory, if too large to copy), random values where there are none."""
     storages: Storages = {}
 
     def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:

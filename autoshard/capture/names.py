@@ -1,9 +1,13 @@
 """The module and tensor tables of a graph: who is called what, and who is tied to whom."""
 
+from typing import Any, Literal
+
 from torch import nn
 
-from autoshard.capture.graph import ModuleInfo, TensorInfo
-from autoshard.capture.ledger import Ledger
+from autoshard.capture.graph import ModuleInfo
+
+Kind = Literal["parameter", "buffer"]
+Row = tuple[str, str, Kind, bool]
 
 
 def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
@@ -20,17 +24,16 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
     return tuple(table)
 
 
-def tensor_rows(model: nn.Module) -> list[tuple[str, str, str, bool]]:
+def tensor_rows(model: nn.Module) -> list[Row]:
     """(name, path of the owning module, "parameter" or "buffer", persistent) for every name of every tensor."""
     first: dict[int, str] = {}
-    rows = []
+    rows: list[Row] = []
     for path, module in model.named_modules(remove_duplicate=False):
         owner = first.setdefault(id(module), path)
-        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+        kinds: tuple[tuple[Any, Kind], ...] = ((module._parameters, "parameter"), (module._buffers, "buffer"))
+        for table, kind in kinds:
             for name, tensor in table.items():
                 if tensor is not None:
                     full = f"{path}.{name}" if path else name
                     rows.append((full, owner, kind, name not in module._non_persistent_buffers_set))
     return rows
-
-

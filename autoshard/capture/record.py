@@ -157,10 +157,11 @@ class Recorder(TorchDispatchMode):
                     ledger.mark_differentiable(value)
         lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
         node = ledger.fx_graph.create_node(
-            "call_function", func,
+            "call_function",
+            func,
             tuple(_to_nodes(value, lookup) for value in args),
             {name: _to_nodes(value, lookup) for name, value in kwargs.items()},
-        )  # fmt: skip
+        )
         mutates: tuple[int, ...] = ()
         if traits.writes or func._schema.name == "aten::native_batch_norm":
             mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
@@ -180,11 +181,18 @@ class Recorder(TorchDispatchMode):
         formula = self._formulas.get(func._overloadpacket)
         ledger.ops.append(
             Op(
-                index=index, target=func, call=call, inputs=tuple(values), outputs=tuple(outputs), mutates=mutates,
-                backward=self.backward, forward=forward, node=node,
+                index=index,
+                target=func,
+                call=call,
+                inputs=tuple(values),
+                outputs=tuple(outputs),
+                mutates=mutates,
+                backward=self.backward,
+                forward=forward,
+                node=node,
                 device_source=self.device_source if self.moving or not inputs else UNKNOWN,
                 flops=int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0,
-            )  # fmt: skip
+            )
         )
 
     def _attribute(self, index: int, values: list[int]) -> tuple[int, int]:
@@ -217,7 +225,7 @@ class Recorder(TorchDispatchMode):
         return self.ledger.ops[forward].call, forward
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments themselves."""
+        """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
         if self.backward and not self._stack:
             return
         tensors = [tensor for _, tensor in nested.tensors_in((args, kwargs))]
@@ -285,11 +293,18 @@ class Recorder(TorchDispatchMode):
     def finished_calls(self) -> tuple[Call, ...]:
         return tuple(
             Call(
-                index=index, path=path, parent=parent, begin=begin, end=end, inputs=inputs, outputs=outputs,
-                backward=backward, contained=contained,
+                index=index,
+                path=path,
+                parent=parent,
+                begin=begin,
+                end=end,
+                inputs=inputs,
+                outputs=outputs,
+                backward=backward,
+                contained=contained,
             )
             for index, (path, parent, begin, end, inputs, outputs, backward, contained) in enumerate(self.calls)
-        )  # fmt: skip
+        )
 
 
 def _direct(item: Any) -> list[torch.Tensor]:

@@ -17,8 +17,8 @@ from autoshard.errors import CaptureError
 def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Run a graph's ops on `model`'s own values and return (output tensors in order, gradients by parameter name).
 
-    Bitwise equal to the model for inputs that take the same branches, given the same random state. The model's tensors are
-    not written: those that the graph writes are copied first.
+    Bitwise equal to the model for inputs that take the same branches, given the same random state. The model's tensors
+    are not written: those that the graph writes are copied first.
 
     Raises:
         CaptureError: the graph took branches on invented values, or holds a constant too large to have been kept.

@@ -22,7 +22,7 @@ from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
-from autoshard.capture.names import module_table, tensor_rows
+from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
@@ -47,7 +47,7 @@ def record_run(
 ) -> ModelGraph:
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
-    With `decode` given the run is a prompt and one step after it, else a forward, with its backward if the workload trains.
+    With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
     """
     model, training = run.model, run.workload.training
     modules = module_table(model)
@@ -93,25 +93,45 @@ def record_run(
                     gradients[name] = recorder.value_of(parameter.grad)
         ledger.close()
         state = tuple(dict.fromkeys(value for tensor in held if (value := ledger.find(tensor)) is not None))
-        ledger.fx_graph.output((tuple(ledger.nodes[value] for value in outputs), {
-            name: ledger.nodes[value] for name, value in gradients.items()
-        }))
+        ledger.fx_graph.output(
+            (
+                tuple(ledger.nodes[value] for value in outputs),
+                {name: ledger.nodes[value] for name, value in gradients.items()},
+            )
+        )
         for node in ledger.fx_graph.nodes:
             if node.op == "placeholder" and node.meta["value"] in ledger.contents:
                 node.meta["content"] = ledger.contents[node.meta["value"]]
         backward_begin = next((begin for name, begin, _ in phases if name == "backward"), ledger.now)
         return ModelGraph(
-            fx_graph=ledger.fx_graph, modules=modules, tensors=tensors, calls=recorder.finished_calls(),
-            ops=tuple(ledger.ops), values=ledger.values(), storages=ledger.storages(), saves=ledger.saves(),
-            outputs=outputs, state=state, inputs=inputs, level=level, notes=(), phases=tuple(phases),
-            backward_begin=backward_begin, fingerprint=mark, training=training,
-            gradients=tuple(gradients.items()), functions=tuple(recorder.functions),
-        )  # fmt: skip
+            fx_graph=ledger.fx_graph,
+            modules=modules,
+            tensors=tensors,
+            calls=recorder.finished_calls(),
+            ops=tuple(ledger.ops),
+            values=ledger.values(),
+            storages=ledger.storages(),
+            saves=ledger.saves(),
+            outputs=outputs,
+            state=state,
+            inputs=inputs,
+            level=level,
+            notes=(),
+            phases=tuple(phases),
+            backward_begin=backward_begin,
+            fingerprint=mark,
+            training=training,
+            gradients=tuple(gradients.items()),
+            functions=tuple(recorder.functions),
+        )
 
 
-def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], recorder: Recorder) -> tuple[TensorInfo, ...]:
+def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tuple[TensorInfo, ...]:
     table: list[TensorInfo] = []
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     ledger = recorder.ledger
     for name, module, kind, persistent in rows:
         tensor = tensors[name]
@@ -120,16 +140,23 @@ def _enter_tensors(model: nn.Module, rows: list[tuple[str, str, str, bool]], rec
             value = recorder.enter(tensor, kind, name)
         table.append(
             TensorInfo(
-                name=name, module=module, kind=kind, value=value, storage=ledger.storage_of_value(value),
-                shape=tuple(tensor.shape), dtype=tensor.dtype, nbytes=tensor.numel() * tensor.element_size(),
-                trainable=tensor.requires_grad, persistent=persistent,
-            )  # fmt: skip
+                name=name,
+                module=module,
+                kind=kind,
+                value=value,
+                storage=ledger.storage_of_value(value),
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                nbytes=tensor.numel() * tensor.element_size(),
+                trainable=tensor.requires_grad,
+                persistent=persistent,
+            )
         )
     return tuple(table)
 
 
 def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
-    """Make arguments that the run may write into and enter their tensors; return them and the values `tensors_in` finds.
+    """Make arguments the run may write into, enter their tensors; return them and the values `tensors_in` finds.
 
     Containers and objects of unknown classes (a cache) are copied whole, so the caller's stay as they are.
     """
@@ -159,14 +186,14 @@ def _refuse_generator(model: nn.Module, output: Any) -> None:
     if inspect.isgenerator(output) or inspect.isasyncgen(output):
         code = output.gi_code if inspect.isgenerator(output) else output.ag_code
         raise CaptureError(
-            f"{type(model).__name__}.forward returns a generator ({code.co_filename}:{code.co_firstlineno}): it has not run "
-            "when forward returns, so it can't be captured. Return a list or a tuple instead."
+            f"{type(model).__name__}.forward returns a generator ({code.co_filename}:{code.co_firstlineno}): it "
+            "has not run when forward returns, so it can't be captured. Return a list or a tuple instead."
         )
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection inside (it would end lifetimes at random), and random numbers afterwards as if nothing was."""
+    """No garbage collection inside (it would end lifetimes at random), and random numbers after as if nothing was."""
     collecting = gc.isenabled()
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -187,7 +214,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _looks_for_overrides(module: nn.Module) -> bool:
-    """Whether a forward asks if torch functions are overridden: torch's encoder layers give up their fused path if so."""
+    """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "has_torch_function" in code.co_names
 
@@ -227,7 +254,7 @@ def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
                     changed = fn(tensor)
                 if changed is not tensor:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed  # type: ignore[assignment]
+                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed
         return self
 
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]

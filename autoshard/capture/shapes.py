@@ -1,7 +1,7 @@
 """Run ops on shapes alone: fake tensors through torch's fake mode, with what it answered remembered per metadata.
 
-    (mm, (4096, 512) strided (512, 1) float32, (512, 64) strided (1, 512) float32)  ──▶  fresh (4096, 64) strided (64, 1) float32
-    (view, (8, 16) …, [4, 32])                                                      ──▶  memory of argument 0, offset + 0, …
+    (mm, (4096, 512) strided (512, 1), (512, 64) strided (1, 512))  ──▶  fresh (4096, 64) strided (64, 1)
+    (view, (8, 16) …, [4, 32])                                      ──▶  memory of argument 0, offset + 0, …
 
 A decoder asks the same few hundred questions in every layer, and the memory answers them some ten times faster.
 """
@@ -40,7 +40,9 @@ class Shapes:
         """A fake tensor in memory of its own, just large enough."""
         return fake_from_meta(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
-    def inside(self, storage: torch.UntypedStorage, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+    def inside(
+        self, storage: torch.UntypedStorage, offset: int, shape: Any, stride: Any, dtype: torch.dtype
+    ) -> FakeTensor:
         """A fake tensor in the memory of others."""
         meta = torch.empty(0, dtype=dtype, device="meta")
         meta.set_(storage, offset, shape, stride)
@@ -134,11 +136,16 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
         offset = int(result.storage_offset())
         if source >= 0:
             offset -= int(tensors[source].storage_offset())
-        elif offset or storage._cdata in seen:
-            return None
-        elif storage.nbytes() != torch.empty_strided(
-            result.shape, result.stride(), dtype=result.dtype, device="meta"
-        ).untyped_storage().nbytes():
+        elif (
+            offset
+            or storage._cdata in seen
+            or (
+                storage.nbytes()
+                != torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+                .untyped_storage()
+                .nbytes()
+            )
+        ):
             return None
         seen.add(storage._cdata)
         made.append(_Made(source, offset, result.shape, result.stride(), result.dtype))

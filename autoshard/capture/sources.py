@@ -1,7 +1,7 @@
 """Where a device argument came from: `torch.arange(n, device=x.device)` runs wherever x is, whatever the plan.
 
-During capture all tensors are on one device, so the device itself says nothing. Each read of `tensor.device` hands out a
-device object of its own; when that very object comes back in a factory call, the factory is tied to the tensor.
+During capture all tensors are on one device, so the device itself says nothing. Each read of `tensor.device` hands out
+a device object of its own; when that very object comes back in a factory call, the factory is tied to the tensor.
 """
 
 import types
@@ -108,7 +108,7 @@ class DeviceSources(TorchFunctionMode):
             recorder.moving = False
 
     def _destination(self, args: tuple, kwargs: dict[str, Any]) -> int | None:
-        """What `.to` was told to move to: a value whose device it is, HOST, UNKNOWN; None if it only changes the dtype."""
+        """What `.to` was told to move to: a value whose device it is, HOST, UNKNOWN; None if only the dtype changes."""
         target = kwargs.get("device", kwargs.get("other"))
         if target is None:
             target = next((item for item in args[1:] if isinstance(item, torch.Tensor) or _names_device(item)), None)

@@ -1,7 +1,7 @@
 """Put stand-ins in place of a model's parameters and buffers for the time of a capture, and put everything back after.
 
-The capture must leave no trace: attributes, lists and dicts on modules, registered tensors, hooks and training flags are
-noted before and restored after, whatever the forward did to them.
+The capture must leave no trace: attributes, lists and dicts on modules, registered tensors, hooks and training flags
+are noted before and restored after, whatever the forward did to them.
 """
 
 from collections import OrderedDict, defaultdict, deque

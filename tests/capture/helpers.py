@@ -90,5 +90,7 @@ def own_answer(model: nn.Module, inputs, *, training: bool):
 
 def bitwise(left: torch.Tensor, right: torch.Tensor) -> bool:
     same = left.shape == right.shape and left.dtype == right.dtype
-    return same and torch.equal(left.nan_to_num() if left.is_floating_point() else left,
-                                right.nan_to_num() if right.is_floating_point() else right)  # fmt: skip
+    return same and torch.equal(
+        left.nan_to_num() if left.is_floating_point() else left,
+        right.nan_to_num() if right.is_floating_point() else right,
+    )

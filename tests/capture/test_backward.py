@@ -111,7 +111,9 @@ class Custom(nn.Module):
 
 def test_custom_function_and_own_loss():
     graph = check_training(Custom(), torch.randn(3, 4))
-    assert len([op for op in graph.ops if op.target is aten.sum.default and not op.backward]) == 1  # its own loss is used
+    assert (
+        len([op for op in graph.ops if op.target is aten.sum.default and not op.backward]) == 1
+    )  # its own loss is used
 
 
 class Overwrites(nn.Module):

@@ -46,10 +46,22 @@ def vision():
 
 def speech():
     config = transformers.WhisperConfig(
-        vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=20,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
+        vocab_size=100,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
     return transformers.WhisperForConditionalGeneration(config).eval()
 
 
@@ -107,7 +119,9 @@ def cache_bytes(graph):
 def test_a_forward_that_returns_a_cache_has_state():
     graph = capture(llama(), torch.ones(2, 5, dtype=torch.long))
     assert len(graph.state) == 4 and not set(graph.state) & set(graph.outputs)
-    assert cache_bytes(graph) == 2 * 2 * (2 * 2 * 5 * 4) * 4  # layers, keys and values, (batch, heads, length, size), float
+    assert (
+        cache_bytes(graph) == 2 * 2 * (2 * 2 * 5 * 4) * 4
+    )  # layers, keys and values, (batch, heads, length, size), float
     owners = {graph.calls[graph.ops[graph.values[value].op].call].path for value in graph.state}
     assert owners == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
 

@@ -102,7 +102,7 @@ def test_an_error_names_the_line_of_the_model():
 
 
 def test_not_a_module():
-    with pytest.raises(CaptureError, match="needs a torch.nn.Module, got function"):
+    with pytest.raises(CaptureError, match=r"needs a torch\.nn\.Module, got function"):
         capture(lambda x: x, torch.ones(2))
 
 

@@ -67,7 +67,9 @@ def test_calls_hold_their_ops_inputs_and_outputs():
     graph = capture(Small(), torch.randn(3, 4))
     root, inner, outer = graph.calls
     assert (root.parent, inner.parent, outer.parent) == (-1, 0, 0)
-    assert root.begin == 0 and root.end == len(graph.ops) and root.inputs == graph.inputs and root.outputs == graph.outputs
+    assert (
+        root.begin == 0 and root.end == len(graph.ops) and root.inputs == graph.inputs and root.outputs == graph.outputs
+    )
     assert all(op.call == 1 for op in graph.ops[inner.begin : inner.end])
     assert {op.call for op in graph.ops[inner.end : outer.begin]} == {0}
     assert inner.inputs == root.inputs and graph.values[inner.outputs[0]].shape == (3, 8)
@@ -77,7 +79,10 @@ def test_calls_hold_their_ops_inputs_and_outputs():
 def test_lifetimes_by_hand():
     """8 hidden bytes a row: addmm makes them (0, 1), relu copies them (2), then both go."""
     graph = capture(Small(), {"x": torch.randn(3, 4), "flag": True})
-    assert [op.target for op in graph.ops] == [aten.t.default, aten.addmm.default, aten.relu.default] + [
+    assert [op.target for op in graph.ops] == [
+        aten.t.default,
+        aten.addmm.default,
+        aten.relu.default,
         aten.t.default,
         aten.addmm.default,
     ]
@@ -222,7 +227,11 @@ def test_device_sources():
     assert ops_of(graph, aten.ones.default)[0].device_source == UNKNOWN
     moves = ops_of(graph, aten.alias.default)
     assert names[moves[0].device_source] == "scale"
-    assert [move.device_source for move in moves[1:]] == [graph.inputs[0], moves[2].device_source, moves[2].device_source]
+    assert [move.device_source for move in moves[1:]] == [
+        graph.inputs[0],
+        moves[2].device_source,
+        moves[2].device_source,
+    ]
     constants = [storage for storage in graph.storages if storage.kind == "constant"]
     assert sorted(storage.nbytes for storage in constants) == [16, 16]
 

@@ -44,7 +44,9 @@ class Messy(nn.Module):
 
 
 def state_of(model):
-    tensors = {name: (id(t), t._version, t.clone(), t.grad) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = {
+        name: (id(t), t._version, t.clone(), t.grad) for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     attributes = {path: {k: id(v) for k, v in vars(module).items()} for path, module in model.named_modules()}
     return tensors, attributes, [list(map(id, model.history)), dict(model.table), model.plain.clone(), model.training]
 
@@ -101,14 +103,19 @@ def test_nothing_is_kept_alive():
 def test_fingerprint_is_of_names_shapes_dtypes_and_ties():
     def build(tied=True, width=4, dtype=torch.float32, device="cpu"):
         with torch.device(device):
-            model = nn.ModuleDict({"a": nn.Linear(4, width, bias=False), "b": nn.Linear(4, width, bias=False)}).to(dtype)
+            model = nn.ModuleDict({"a": nn.Linear(4, width, bias=False), "b": nn.Linear(4, width, bias=False)}).to(
+                dtype
+            )
         if tied:
             model["b"].weight = model["a"].weight
         return model
 
     mark = fingerprint(build())
     assert mark == fingerprint(build()) == fingerprint(build(device="meta"))
-    assert len({mark, fingerprint(build(tied=False)), fingerprint(build(width=5)), fingerprint(build(dtype=torch.half))}) == 4
+    assert (
+        len({mark, fingerprint(build(tied=False)), fingerprint(build(width=5)), fingerprint(build(dtype=torch.half))})
+        == 4
+    )
     model = build()
     model.register_buffer("cache", torch.zeros(3), persistent=False)
     assert fingerprint(model) == mark

@@ -1,0 +1,76 @@
+"""The private torch APIs that capture needs still behave: what fails here says which one moved."""
+
+import torch
+
+from autoshard import torch_private
+from autoshard.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+
+def test_fake_tensors_claim_the_cpu_and_share_meta_memory():
+    meta = torch.empty(6, device="meta")
+    left, right = (torch_private.fake_from_meta(FakeTensorMode(), meta[i:]) for i in (0, 2))
+    assert type(left) is FakeTensor and left.device == torch.device("cpu") and not left.is_meta
+    assert left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    assert left.untyped_storage().nbytes() == 24
+
+
+def test_reading_the_device_of_a_fake_tensor_can_be_watched():
+    fake = torch_private.fake_from_meta(FakeTensorMode(), torch.empty(2, device="meta"))
+    given = torch.device("cpu")
+    with torch_private.fake_device_read(lambda tensor: given if tensor is fake else None):
+        assert fake.device is given
+    assert fake.device is not given
+
+
+def test_a_fake_mode_runs_ops_when_asked_without_being_entered():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = torch_private.fake_from_meta(mode, torch.empty(2, 3, device="meta"))
+    out = mode.dispatch(torch.ops.aten.mm.default, (), (fake, fake.new_empty(3, 4)), {})
+    assert type(out) is FakeTensor and out.shape == (2, 4)
+
+
+def test_backward_nodes_carry_the_numbers_of_the_forward():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            node = torch_private.autograd_node()
+            seen.append((func, torch_private.sequence_number(), node and torch_private.node_sequence(node)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, requires_grad=True)
+    with Mode():
+        x.sin().sum().backward()
+    sin = next(entry for entry in seen if entry[0] is torch.ops.aten.sin.default)
+    cos = next(entry for entry in seen if entry[0] is torch.ops.aten.cos.default)
+    assert sin[2] is None and cos[2] == sin[1] - 1  # the node of sin was numbered just before sin ran
+
+
+def test_weak_references_see_tensors_and_storages_die_though_autograd_is_in_between():
+    import weakref
+
+    x = torch.randn(3, requires_grad=True)
+    y = x * 2
+    died = []
+    tensor = weakref.ref(y, lambda _: died.append("tensor"))
+    storage = weakref.ref(y.untyped_storage(), lambda _: died.append("storage"))
+    assert tensor() is not None and storage() is not None
+    view = y.detach()
+    del y
+    assert "storage" not in died
+    del view
+    assert died[-1] == "storage" and "tensor" in died
+
+
+def test_flop_formulas_and_overrides():
+    formula = torch_private.flop_formulas()[torch.ops.aten.mm]
+    assert formula(torch.ones(2, 3), torch.ones(3, 4), out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        assert torch.overrides.has_torch_function((torch.ones(1),))
+        with torch_private.no_overrides():
+            assert not torch.overrides.has_torch_function((torch.ones(1),))
