@@ -77,7 +77,10 @@ class Gradients:
                 if obj < 0:
                     obj = objects.current[value] if objects.current[value] >= 0 else objects.original(value, device, 0)
             if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
-                obj = self._send(obj, device, op.index, op)
+                key = (obj, (-1, device))  # its way is not known
+                if key not in self._moved:
+                    self._moved[key] = self._send(obj, device, op.index, op)
+                obj = self._moved[key]
             read.append(obj)
         return tuple(read), device
 

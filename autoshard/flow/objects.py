@@ -179,9 +179,13 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
     kept = {copy.buffer for copy in objects.copies if copy.kept}
     reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}
 
+    # Nobody but autograd holds gradients that its nodes made, so they are gone once they were read and sent.
+    makers = {obj: graph.storages[graph.values[objects.value[obj]].storage].born for obj in left}
     emptied = {
-        objects.buffer[obj] for obj in left if graph.values[objects.value[obj]].op >= graph.backward_begin
-    }  # nobody but autograd held these gradients, so they are gone once they were read and sent
+        objects.buffer[obj]
+        for obj, time in makers.items()
+        if graph.backward_begin <= time < end and graph.ops[time].forward >= 0
+    }
     died = [0] * len(objects.value)
     for obj, index in enumerate(objects.value):  # a source comes before its copies
         source, value = objects.source[obj], graph.values[index]
