@@ -230,7 +230,7 @@ def devices_command(
     """List the devices of this machine, or of SPEC, with memory, rates and links."""
     from autoshard.cluster.calibrate import calibrate as measure
     from autoshard.cluster.files import write_cluster
-    from autoshard.report.terminal import print_devices, print_hardware
+    from autoshard.report.devices import print_devices, print_hardware
 
     if known:
         if as_json:

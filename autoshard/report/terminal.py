@@ -1,12 +1,10 @@
-"""Plans, profiles and devices as tables for a terminal of 80 columns or more."""
+"""Plans and profiles as tables for a terminal of 80 columns or more."""
 
 from collections.abc import Iterable
 
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.hardware import hardware_table
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
@@ -90,9 +88,8 @@ def print_plan(
     print_section(console, "Modules")
     _print_placements(console, plan, profile)
     print_section(console, "Predicted")
-    _print_times(console, estimate, profile.workload)
-    if estimate.transfers:
-        _print_transfers(console, estimate)
+    _print_times(console, estimate, profile)
+    _print_transfers(console, estimate)
     print_sentences(console, "Why", [_sentence(reason) for reason in plan.reasons])
     print_sentences(console, "Notes", [*_capture_notes(profile), *_estimate_notes(estimate), *notes])
 
@@ -144,56 +141,6 @@ def print_profile(
     lines.append(["compute", f"{format_flops(profile.flops)}, mostly in {profile.dtype}"])
     print_table(console, [Column(), Column()], lines, INDENT)
     print_sentences(console, "Notes", [*_capture_notes(profile), *notes])
-
-
-def print_devices(console: Console, cluster: Cluster) -> None:
-    """Print devices with their rates, the links between them, and what the figures rest on."""
-    hosts = len({device.host for device in cluster.devices}) > 1
-    columns = [
-        Column(title="Device", style="bold"),
-        Column(title="Hardware", flexible=True),
-        *(Column(title=name, right=True) for name in ("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s")),
-        *([Column(title="Machine")] if hosts else []),
-        Column(style="bright_black"),
-    ]
-    rows = [
-        [
-            device.name,
-            device.kind,
-            format_bytes(device.memory_bytes),
-            format_number(device.flops("bfloat16") / 1e12),
-            format_number(device.flops("float32") / 1e12),
-            format_number(device.bytes_per_second / 1e9),
-            *([device.host] if hosts else []),
-            "measured" if device.measured else "",
-        ]
-        for device in cluster.devices
-    ]
-    print_table(console, columns, rows)
-    if len(cluster.devices) > 1:
-        _print_links(console, cluster)
-    print_sentences(console, "Notes", cluster.notes)
-
-
-def print_hardware(console: Console) -> None:
-    """Print the hardware table with what is not verified marked."""
-    columns = [
-        Column(title="Name", style="bold"),
-        *(Column(title=name, right=True) for name in ("Usable", "bf16", "fp16", "fp32", "GB/s")),
-        Column(title="Between cards, GB/s", flexible=True),
-    ]
-    rows = []
-    for row in hardware_table().values():
-        if not row.is_card:
-            continue
-        rates = [row.flops_per_second.get(dtype, 0) / 1e12 for dtype in ("bfloat16", "float16", "float32")]
-        mark = "*" if "all" in row.unverified else ""
-        link = f"{row.peer_bytes_per_second / 1e9:g} {row.peer_link}" if row.peer_topology else "through the host"
-        figures = [*map(format_number, rates), format_number(row.bytes_per_second / 1e9)]
-        rows.append([row.name + mark, format_bytes(row.memory_bytes), *figures, link])
-    print_table(console, columns, rows)
-    remark = "Peaks, dense, in TFLOP/s; links one way. * not verified in a source."
-    console.print(Text(INDENT + remark, style="bright_black"))
 
 
 def describe_workload(workload: Workload, dtype: str) -> str:
@@ -285,28 +232,35 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
     print_left_off(console, len(rows) - MOST_ROWS, "rows", "--json and -o list all")
 
 
-def _print_times(console: Console, estimate: Estimate, workload: Workload) -> None:
+def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None:
     lines: list[list[str | Text]] = [
         [
-            "one training step" if workload.training else "one pass",
+            _what_is_timed(profile),
             Text(format_seconds(estimate.latency_seconds), style="bold"),
-            _rate(workload, estimate.latency_seconds),
+            _rate(profile, estimate.latency_seconds),
         ]
     ]
     if sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:
         busiest = max(estimate.devices, key=lambda d: d.compute_seconds + d.transfer_seconds)
-        rate = _rate(workload, estimate.bottleneck_seconds)
-        seconds = format_seconds(estimate.bottleneck_seconds)
-        lines.append(["busiest device", seconds, f"{busiest.name}; {rate} if passes overlap"])
+        rate = _rate(profile, estimate.bottleneck_seconds)
+        overlapped = f"{busiest.name}; {rate} if passes overlap" if rate else busiest.name
+        lines.append(["busiest device", format_seconds(estimate.bottleneck_seconds), overlapped])
     if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
         gap = "proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
         lines.append(["lower bound", format_seconds(estimate.lower_bound_seconds), gap])
     print_table(console, [Column(), Column(right=True), Column(flexible=True)], lines, INDENT)
 
 
-def _rate(workload: Workload, seconds: float) -> str:
-    """Tokens, or samples, or passes per second."""
-    if seconds <= 0:
+def _what_is_timed(profile: Profile) -> str:
+    if any(name == "decode" for name, _, _ in profile.graph.phases):
+        return "prompt and one new token"
+    return "one training step" if profile.workload.training else "one pass"
+
+
+def _rate(profile: Profile, seconds: float) -> str:
+    """Tokens, or samples, or passes per second; nothing where a prompt and a new token are timed together."""
+    workload = profile.workload
+    if seconds <= 0 or any(name == "decode" for name, _, _ in profile.graph.phases):
         return ""
     batch, length = workload.batch_size, workload.sequence_length
     if batch and length:
@@ -317,7 +271,9 @@ def _rate(workload: Workload, seconds: float) -> str:
 
 
 def _print_transfers(console: Console, estimate: Estimate) -> None:
-    rows = transfer_rows(estimate.transfers)
+    rows = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
+    if not rows:
+        return
     count, nbytes = sum(row.count for row in rows), sum(row.nbytes for row in rows)
     seconds = format_seconds(sum(row.seconds for row in rows))
     per = "step" if any(row.backward for row in rows) else "pass"
@@ -343,21 +299,6 @@ def _print_transfers(console: Console, estimate: Estimate) -> None:
     ]
     print_table(console, columns, table)
     print_left_off(console, len(rows) - len(shown), "pairs of devices", "the slowest are shown, --json lists all")
-
-
-def _print_links(console: Console, cluster: Cluster) -> None:
-    """Links folded by rate: one line for the many pairs that are alike."""
-    groups: dict[tuple[float, float], list[str]] = {}
-    for link in cluster.links:
-        key = (float(f"{link.bytes_per_second:.3g}"), float(f"{link.latency_seconds:.2g}"))
-        groups.setdefault(key, []).append(f"{link.source} -> {link.destination}")
-    print_section(console, "Links")
-    rows = []
-    for (rate, latency), pairs in sorted(groups.items(), reverse=True):
-        more = f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""
-        rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), ", ".join(pairs[:2]) + more])
-    columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
-    print_table(console, columns, rows, INDENT)
 
 
 def _capture_notes(profile: Profile) -> list[str]:

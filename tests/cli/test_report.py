@@ -14,8 +14,9 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Plan, PlanDevice
+from autoshard.report.devices import print_devices, print_hardware
 from autoshard.report.rows import cut_bar, device_runs, module_rows, placed_rows, transfer_rows
-from autoshard.report.terminal import print_devices, print_hardware, print_plan, print_profile
+from autoshard.report.terminal import print_plan, print_profile
 from autoshard.workload import Workload
 
 GIB = 2**30

@@ -1,0 +1,74 @@
+"""Devices and the hardware table as tables for a terminal of 80 columns or more."""
+
+from rich.console import Console
+from rich.text import Text
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.hardware import hardware_table
+from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
+from autoshard.sizes import format_bytes, format_seconds
+
+
+def print_devices(console: Console, cluster: Cluster) -> None:
+    """Print devices with their rates, the links between them, and what the figures rest on."""
+    hosts = len({device.host for device in cluster.devices}) > 1
+    columns = [
+        Column(title="Device", style="bold"),
+        Column(title="Hardware", flexible=True),
+        *(Column(title=name, right=True) for name in ("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s")),
+        *([Column(title="Machine")] if hosts else []),
+        Column(style="bright_black"),
+    ]
+    rows = [
+        [
+            device.name,
+            device.kind,
+            format_bytes(device.memory_bytes),
+            format_number(device.flops("bfloat16") / 1e12),
+            format_number(device.flops("float32") / 1e12),
+            format_number(device.bytes_per_second / 1e9),
+            *([device.host] if hosts else []),
+            "measured" if device.measured else "",
+        ]
+        for device in cluster.devices
+    ]
+    print_table(console, columns, rows)
+    if len(cluster.devices) > 1:
+        _print_links(console, cluster)
+    print_sentences(console, "Notes", cluster.notes)
+
+
+def print_hardware(console: Console) -> None:
+    """Print the hardware table with what is not verified marked."""
+    columns = [
+        Column(title="Name", style="bold"),
+        *(Column(title=name, right=True) for name in ("Usable", "bf16", "fp16", "fp32", "GB/s")),
+        Column(title="Between cards, GB/s", flexible=True),
+    ]
+    rows = []
+    for row in hardware_table().values():
+        if not row.is_card:
+            continue
+        rates = [row.flops_per_second.get(dtype, 0) / 1e12 for dtype in ("bfloat16", "float16", "float32")]
+        mark = "*" if "all" in row.unverified else ""
+        link = f"{row.peer_bytes_per_second / 1e9:g} {row.peer_link}" if row.peer_topology else "through the host"
+        figures = [*map(format_number, rates), format_number(row.bytes_per_second / 1e9)]
+        rows.append([row.name + mark, format_bytes(row.memory_bytes), *figures, link])
+    print_table(console, columns, rows)
+    remark = "Peaks, dense, in TFLOP/s; links one way. * not verified in a source."
+    console.print(Text(INDENT + remark, style="bright_black"))
+
+
+def _print_links(console: Console, cluster: Cluster) -> None:
+    """Links folded by rate: one line for the many pairs that are alike."""
+    groups: dict[tuple[float, float], list[str]] = {}
+    for link in cluster.links:
+        key = (float(f"{link.bytes_per_second:.3g}"), float(f"{link.latency_seconds:.2g}"))
+        groups.setdefault(key, []).append(f"{link.source} -> {link.destination}")
+    print_section(console, "Links")
+    rows = []
+    for (rate, latency), pairs in sorted(groups.items(), reverse=True):
+        more = f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""
+        rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), ", ".join(pairs[:2]) + more])
+    columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
+    print_table(console, columns, rows, INDENT)
