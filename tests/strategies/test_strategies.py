@@ -1,5 +1,8 @@
 """The strategies on hand-made chains: what users reported, and what each strategy promises."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -122,6 +125,7 @@ def test_the_spare_layer_goes_where_it_leaves_the_most_room() -> None:
 def test_a_slow_link_changes_the_order_of_devices() -> None:
     latency = np.array([[0, 9, 1], [9, 0, 1], [1, 1, 0]], float)
     chain = plain_chain([1] * 9, [4, 4, 4], links=(latency, np.ones((3, 3))), nbytes=1.0)
+    chain = replace(chain, edge_tensor=chain.edge_tensor[:-1], edge_unit=chain.edge_unit[:-1])  # nothing goes home
     assert list(dict.fromkeys(sequential(chain).assignment)) == [0, 1, 2]
     order = list(dict.fromkeys(balanced(chain).assignment))
     assert order[1] == 2, "the device with fast links to both others belongs between them"
@@ -144,7 +148,7 @@ def test_pinned_units_stay_where_they_are_and_the_rest_is_contiguous() -> None:
     found = solve(chain, "memory")
     assert found.assignment[0] == found.assignment[7] == 1 and found.assignment[3] == 0
     free = [found.assignment[u] for u in (1, 2, 4, 5, 6)]
-    assert sum(a != b for a, b in zip(free, free[1:], strict=False)) <= 1
+    assert sum(a != b for a, b in pairwise(free)) <= 1
 
 
 def test_pins_on_tied_units_that_contradict_have_no_plan_in_training() -> None:
