@@ -66,6 +66,7 @@ def record_run(
             given = (), prompt_arguments(model, *given, run.workload.new_tokens)
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
         stack.enter_context(_module_calls(model, recorder))
+        stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
@@ -211,6 +212,31 @@ def _undisturbed() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def _random_states(recorder: Recorder) -> Iterator[None]:
+    """Record where the random state is read and set back: a checkpointed block is run again with the same numbers."""
+    get, put = torch.get_rng_state, torch.set_rng_state
+    nodes: dict[int, tuple[torch.Tensor, torch.fx.Node]] = {}  # the state is kept, so that its id stays its own
+    graph, thread = recorder.ledger.fx_graph, threading.get_ident()
+
+    def recorded_get() -> torch.Tensor:
+        state = get()
+        if threading.get_ident() == thread:
+            nodes[id(state)] = state, graph.call_function(get)
+        return state
+
+    def recorded_put(new_state: torch.Tensor) -> None:
+        put(new_state)
+        if id(new_state) in nodes and threading.get_ident() == thread:
+            graph.call_function(put, (nodes[id(new_state)][1],))
+
+    torch.get_rng_state, torch.set_rng_state = recorded_get, recorded_put
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = get, put
 
 
 def _looks_for_overrides(module: nn.Module) -> bool:
