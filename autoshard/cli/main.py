@@ -106,7 +106,9 @@ def plan_command(
         plan = plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=limits, pins=pins)
     if out is not None:
         plan.save(out)
-    _show_plan(plan, profile, cluster, loaded, as_json)
+    # The plan's devices have the limits in them.
+    limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
+    _show_plan(plan, profile, limited, loaded, as_json)
     if out is not None:
         errors().print(f"written to {out}", style="bright_black")
 
