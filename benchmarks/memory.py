@@ -26,7 +26,8 @@ from transformers import (
 )
 
 import autoshard
-from autoshard.nested import tensors_in
+from autoshard.capture.backward import training_loss
+from autoshard.nested import map_tensors
 from autoshard.sizes import format_bytes
 
 
@@ -59,20 +60,24 @@ def models(scale: int) -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
 
 
 def run(model: nn.Module, inputs: dict[str, torch.Tensor], training: bool, reset) -> None:
-    """One forward, or two training steps of which the second is measured: the first makes the optimizer's state."""
-    if not training:
-        reset()
-        with torch.no_grad():
-            model(**inputs)
-        return
-    optimizer = torch.optim.AdamW(model.parameters())
+    """Two forwards or training steps, of which the second is measured: the first makes what stays.
+
+    The inputs are put on the device of the first module, where the estimate assumes them.
+    """
+    device = next(model.parameters()).device
+    inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
+    optimizer = torch.optim.AdamW(model.parameters()) if training else None
     for _ in range(2):
         reset()
+        if optimizer is None:
+            with torch.no_grad():
+                model(**inputs)
+            continue
         optimizer.zero_grad(set_to_none=True)
-        losses = [t.float().mean().cpu() for _, t in tensors_in(model(**inputs)) if t.requires_grad]
-        sum(losses).backward()
-        del losses
+        output = model(**inputs)
+        training_loss(output, "model").backward()
         optimizer.step()
+        del output
 
 
 def on_gpu(model: nn.Module, inputs: dict, plan: autoshard.Plan, training: bool) -> dict[str, tuple[int, int]]:
@@ -114,7 +119,9 @@ def main() -> None:
             split = {"cuda:0": int(0.7 * total) + 2**30, "cpu": "64GiB"} if gpu else {"cpu:0": total, "cpu:1": total}
             whole = {"cuda:0": 2 * total + 2**30} if gpu else {"cpu:0": 2 * total}
             for placement, devices in (("one device", whole), ("split", split)):
-                plan = autoshard.plan(model, devices, inputs=inputs, strategy="balanced", workload=workload)
+                plan = autoshard.plan(
+                    model, devices, inputs=inputs, strategy="balanced", objective="memory", workload=workload
+                )
                 estimate = autoshard.estimate(plan, profile)
                 peaks = measure(model, inputs, plan, training)
                 for device in estimate.devices:
