@@ -40,6 +40,8 @@ _TRIES = 8
 """Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 above room 1)."""
 _WORTH_A_DEEPER_CUT = 3e-3
 """Part of the objective that a cut inside smaller modules must save: each split module costs hooks, not priced here."""
+_MANY_KINDS = 4
+"""Kinds of devices above which almost equal memory is treated as equal first."""
 _MANY_CUTS = 400
 """balanced_low_0 solves many times; it looks at deeper cuts only up to here once it has a plan."""
 _ROOM = (1.0, 1.1, 1.3, 1.7)
@@ -72,6 +74,9 @@ def make_plan(
     estimate. Raises `SpecError` for an unknown strategy, objective, device or path, `PlanError` if nothing fits.
     """
     _check_names(strategy, objective, cluster)
+    unknown = sorted(set(max_memory or {}) - set(cluster.names))
+    if unknown:
+        raise SpecError(f"max_memory names {', '.join(unknown)}; the devices are {', '.join(cluster.names)}.")
     limits = {name: min(size, cluster.device(name).memory_bytes) for name, size in (max_memory or {}).items()}
     limited = cluster.with_memory(limits)
     units = find_units(profile)
@@ -119,8 +124,11 @@ def place(
     """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
     depths = cut_depths(chain.paths)
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
-    for room in _ROOM:
-        posed = replace(chain, capacity_bytes=np.maximum(budget * room, 0.0))
+    limits = [np.maximum(budget * room, 0.0) for room in _ROOM]
+    if len(set(device_kinds(chain))) > _MANY_KINDS:
+        limits.insert(0, _alike(limits[0]))
+    for k, limit in enumerate(limits):
+        posed = replace(chain, capacity_bytes=limit)
         if not can_fit(posed):
             continue
         finest = (sequential if strategy == "sequential" else balanced)(posed, objective)
@@ -131,7 +139,7 @@ def place(
             cuts = depths <= depth
             if best is not None and strategy == "balanced_low_0" and cuts.sum() > _MANY_CUTS:
                 break
-            found = _fit(profile, cluster, units, posed, cuts, strategy, objective, _TRIES if room == 1 else 2)
+            found = _fit(profile, cluster, units, posed, cuts, strategy, objective, _TRIES if k == 0 else 2)
             if found is None:
                 continue
             found = replace(found, solution=replace(found.solution, bound=finest.bound))
@@ -142,6 +150,21 @@ def place(
         if best is not None:
             return best
     return None
+
+
+def _alike(capacity: np.ndarray) -> np.ndarray:
+    """Round capacities that differ by 2 % at most down to the same figure: free memory is never quite equal.
+
+    Devices that are otherwise equal then need not be told apart, which makes all their orders one.
+    """
+    rounded = capacity.copy()
+    order = np.argsort(-capacity, kind="stable")
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or capacity[order[end]] < 0.98 * capacity[order[start]]:
+            rounded[order[start:end]] = capacity[order[end - 1]]
+            start = end
+    return rounded
 
 
 def _is_better(found: Checked, best: Checked, strategy: str, objective: Objective) -> bool:

@@ -151,6 +151,7 @@ def test_training_never_parts_tied_weights(profiles) -> None:
         ({"strategy": "data-parallel"}, "not there yet"),
         ({"objective": "beauty"}, "unknown objective 'beauty': use one of latency, throughput, memory"),
         ({"pins": {"haed": "cpu:0"}}, "no module or tensor of that name. Did you mean 'head'?"),
+        ({"max_memory": {"cpu:9": 5}}, "max_memory names cpu:9; the devices are cpu:0, cpu:1"),
         ({"pins": {"head": "cpu:7"}}, "not among the devices cpu:0, cpu:1"),
     ],
 )
@@ -191,6 +192,18 @@ def test_contradicting_pins_in_training_are_refused_as_such(profiles) -> None:
 def test_auto_lists_what_it_did_not_choose(profiles) -> None:
     plan = make_plan(profiles["inference"], devices(cpu_0="1MiB", cpu_1="1MiB"), strategy="auto")
     assert any(reason.startswith("not chosen: balanced for throughput") for reason in plan.reasons)
+
+
+def test_a_model_without_tensors_is_one_entry() -> None:
+    profile = autoshard.profile(nn.Sequential(nn.ReLU(), nn.Tanh()), (torch.ones(2, 3),))
+    assert dict(make_plan(profile, devices(cpu_0="1MiB", cpu_1="1MiB")).placements) == {"": "cpu:0"}
+
+
+def test_devices_with_almost_equal_memory_count_as_equal(profiles) -> None:
+    sizes = {f"cpu:{k}": 100 * KIB - 7 * k for k in range(8)}
+    plan = make_plan(profiles["inference"], parse_devices(sizes), strategy="balanced")
+    used = list(dict.fromkeys(plan.placements.values()))
+    assert len(used) > 1 and used == list(sizes)[: len(used)], "equal devices are taken in the order given"
 
 
 def test_the_same_input_gives_the_same_bytes_in_every_process(profiles) -> None:
