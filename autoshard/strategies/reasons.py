@@ -25,7 +25,10 @@ def explain(
     else:
         reasons.append(_optimality(objective, solution))
     if (np.asarray(solved.capacity_bytes) != chain.capacity_bytes).any():
-        reasons.append("device memory was checked against the exact peak of the recorded run, op by op")
+        reasons.append(
+            "planned with a little less or more memory than there is, so that the exact peak of the recorded run, op by "
+            "op, fits and almost equal devices count as equal; what is said of the best plan holds for that"
+        )
     if strategy == "auto":
         other = [a for a in alternatives(solved, objective) if is_worse(a, solution, objective)]
         reasons += [f"not chosen: {describe(alternative, objective)}" for alternative in other]
@@ -83,6 +86,5 @@ def _optimality(objective: Objective, solution: Solution) -> str:
     gap = solution.value / solution.bound - 1 if solution.bound > 0 else 0.0
     if solution.bound > 0 and gap > 1e-9:
         return f"at most {gap:.2%} above the best contiguous plan in {_FIGURE[objective]} (proved by a lower bound)"
-    return f"no contiguous plan of these modules on these devices has fewer {_FIGURE[objective]}".replace(
-        "fewer share", "a lower share"
-    )
+    less = "a lower" if objective == "memory" else "fewer"
+    return f"by the planner's estimate no contiguous plan on these devices has {less} {_FIGURE[objective]}"
