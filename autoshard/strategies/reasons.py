@@ -21,7 +21,7 @@ def explain(
     reasons += _fullest(figures)
     reasons += _ties(chain, solution)
     if strategy == "sequential":
-        reasons.append("sequential fills the devices in the order given, so it is not compared with the optimum")
+        reasons.append("sequential fills the devices in the order given; it does not look for the optimum")
     else:
         reasons.append(_optimality(objective, solution))
     if (np.asarray(solved.capacity_bytes) != chain.capacity_bytes).any():
