@@ -26,8 +26,8 @@ def explain(
         reasons.append(_optimality(objective, solution))
     if (np.asarray(solved.capacity_bytes) != chain.capacity_bytes).any():
         reasons.append(
-            "planned with a little less or more memory than there is, so that the exact peak of the recorded run, op by "
-            "op, fits and almost equal devices count as equal; what is said of the best plan holds for that"
+            "planned with a little less or more memory than there is, so that the exact peak of the recorded run, op "
+            "by op, fits and almost equal devices count as equal; what is said of the best plan holds for that"
         )
     if strategy == "auto":
         other = [a for a in alternatives(solved, objective) if is_worse(a, solution, objective)]
