@@ -31,7 +31,7 @@ def elements(result, device):
 
 
 def chain(residual: bool = False):
-    """a (100 weights): x10 -> h20, b (50 weights): h20 -> y30; with `residual` the root reads h once more at the end."""
+    """a (100 weights): x10 -> h20, b (50 weights): h20 -> y30; with `residual` the root reads h again at the end."""
     make = Builder()
     make.module("")
     first = make.module("a", weight=100)["weight"]
@@ -272,7 +272,7 @@ def test_peaks_are_those_of_simulated_devices(name, seed, training):
     found = flow(graph, placements)
     measured = measured_peaks(model, inputs, placements, found, graph, training)
     # What one backward op holds for a moment may differ: autograd sends gradients between its ops, not before one.
-    room = 0.03 if training else 0.01
+    room = 0.04 if training else 0.01
     for device, peak in measured.items():
         predicted = found.peak(device)[0] if device in found.devices else 0
         assert predicted == pytest.approx(peak, rel=room), device
