@@ -101,7 +101,10 @@ def _modules_in_order(graph: ModelGraph) -> list[str]:
 
 
 def _paths(graph: ModelGraph, modules: list[str]) -> tuple[tuple[str, ...], ...]:
-    """A module's own path covers it alone unless modules below it have tensors too; then its tensors are named."""
+    """A module's own path covers it alone unless modules below it have tensors too; then its tensors are named.
+
+    So are the names that a module has in a second place of the tree.
+    """
     above = set()
     for path in modules:
         while path:
@@ -110,7 +113,14 @@ def _paths(graph: ModelGraph, modules: list[str]) -> tuple[tuple[str, ...], ...]
     names: dict[str, list[str]] = {}
     for tensor in graph.tensors:
         names.setdefault(tensor.module, []).append(tensor.name)
-    return tuple(tuple(names[path]) if path in above else (path,) for path in modules)
+    paths = []
+    for path in modules:
+        own = names.get(path, [])
+        if path in above:
+            paths.append(tuple(own))
+        else:
+            paths.append((path, *(name for name in own if path and not name.startswith(f"{path}."))))
+    return tuple(paths)
 
 
 def _assign_ops(graph: ModelGraph, unit_of: dict[str, int]) -> np.ndarray:
