@@ -219,9 +219,3 @@ def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any
                 optimizer.step()
                 del output
         return {name: devices.memory(name)[1] for name in devices}
-
-
-def worst_miss(estimate: autoshard.Estimate, measured: dict[str, int]) -> float:
-    """The predicted over the measured peak of the device where they differ most, minus 1."""
-    ratios = [d.peak_bytes / measured[d.name] - 1 for d in estimate.devices if measured[d.name]]
-    return max(ratios, key=abs)
