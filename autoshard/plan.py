@@ -40,6 +40,8 @@ class Plan:
             Accelerate take.
         aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
             the runtime watches their ops and moves what is elsewhere. Empty for most plans.
+        unfolded: paths of modules that use a copy several times while another device uses the original later: with
+            gradients, each use gets a way back of its own, so that gradients add up in the order of one device.
         written_back: paths of modules that write into an argument which was copied from another device; the runtime
             copies the result back.
         objective: "latency", "throughput" or "memory".
@@ -53,6 +55,7 @@ class Plan:
     devices: tuple[PlanDevice, ...]
     placements: Mapping[str, str]
     aligned: tuple[str, ...] = ()
+    unfolded: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     num_microbatches: int = 1
     schedule: str = "none"
@@ -196,8 +199,8 @@ def _accelerator() -> str:
     return current.type if current is not None else "cuda"
 
 
-_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [], "reasons": [],
-             "fingerprint": ""}  # fmt: skip
+_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
+             "reasons": [], "fingerprint": ""}  # fmt: skip
 
 
 def _read_plan(text: str) -> Plan:
@@ -226,7 +229,7 @@ def _read_plan(text: str) -> Plan:
         _expect(isinstance(data[name], str), name, "a string", data[name])
     count: Any = data["num_microbatches"]
     _expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
-    for name in ("aligned", "written_back", "reasons"):
+    for name in ("aligned", "unfolded", "written_back", "reasons"):
         _expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
         data[name] = tuple(data[name])
     for name in ("placements", "pins"):

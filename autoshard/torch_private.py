@@ -20,6 +20,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "are_functions_transformed",
     "autograd_node",
     "conj_and_neg_keys",
     "count_hooks_again",
@@ -28,9 +29,11 @@ __all__ = [
     "flop_formulas",
     "forward_pre_hooks",
     "innermost_function_mode",
+    "intercept_functions",
     "is_composite",
     "no_overrides",
     "node_sequence",
+    "release_functions",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -42,6 +45,11 @@ __all__ = [
 def autograd_node() -> Any:
     """The autograd node that is running in this thread, or None outside of a backward."""
     return torch._C._current_autograd_node()
+
+
+def are_functions_transformed() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, …) is running, which ask more of an autograd function."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def sequence_number() -> int:
@@ -104,6 +112,33 @@ def innermost_function_mode() -> Any:
     """The torch function mode entered last in this thread, None if there is none."""
     count = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+_interceptors: list[Callable[[Any, Callable[..., Any], tuple], Any]] = []
+_apply_of_function: Any = vars(torch.autograd.Function)["apply"]
+
+
+def intercept_functions(interceptor: Callable[[Any, Callable[..., Any], tuple], Any]) -> None:
+    """Call `interceptor(function, apply, args)` in place of every `function.apply(*args)`, until `release_functions`.
+
+    `torch.autograd.Function` is the only torch call that no torch function mode sees. Calls nest; the last one counts.
+    """
+    _interceptors.append(interceptor)
+    torch.autograd.Function.apply = classmethod(_intercepted)  # type: ignore[assignment, method-assign]
+
+
+def release_functions(interceptor: Callable[[Any, Callable[..., Any], tuple], Any]) -> None:
+    """Undo one `intercept_functions`; with the last one, `apply` is torch's own again."""
+    _interceptors.remove(interceptor)
+    if not _interceptors:
+        torch.autograd.Function.apply = _apply_of_function  # type: ignore[method-assign]
+
+
+def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = _apply_of_function.__get__(None, function)
+    if kwargs or not _interceptors:
+        return apply(*args, **kwargs)
+    return _interceptors[-1](function, apply, args)
 
 
 def untracked_views() -> Any:

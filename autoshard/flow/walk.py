@@ -247,7 +247,7 @@ class Walk:
         return all(device_of(obj) == device_of(placed[0]) for obj in placed)
 
     def _align(self, op: Op, given: tuple[int, ...], writes_first: bool) -> tuple[int, ...]:
-        """Bring tensors to one device: that of the one written, else the module's home, else that of the first."""
+        """Bring tensors to one device: that of the one written, else the module's home, else the last stage's."""
         objects = self.objects
         path = self.graph.calls[op.call].path
         self.aligned[path] = None
@@ -256,7 +256,7 @@ class Walk:
         elif path in self.homes.homes and path not in self.homes.mixed:
             target = self.device_index[self.homes.homes[path]]
         else:
-            target = next((objects.device_of(obj) for obj in given if objects.device_of(obj) >= 0), HOST_DEVICE)
+            target = max(objects.device_of(obj) for obj in given)  # the last stage; the host only if there is no other
         return tuple(
             [
                 obj if objects.device_of(obj) == target else objects.copy(obj, target, op.index, "align", path)

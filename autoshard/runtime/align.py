@@ -2,25 +2,35 @@
 
 h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
+
+With gradients, each call also gets aliases of its own of the copies that it is given (`travel.py` says what for).
 """
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
+from autoshard.runtime.travel import is_copy, renewed
 
 _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
     _Tensor.to, _Tensor.copy_, _Tensor.type_as, _Tensor.expand_as, _Tensor.view_as, _Tensor.reshape_as,
     _Tensor.new_tensor, _Tensor.is_set_to, _Tensor.backward, _Tensor.register_hook,
     vars(torch._C.TensorBase)["data"].__set__, vars(torch._C.TensorBase)["grad"].__set__,
-    torch.autograd.grad, torch.autograd.backward, torch._foreach_copy_,
+    torch.autograd.grad, torch.autograd.backward, torch._foreach_copy_, _Tensor.retain_grad,
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""
+_VIEWS = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "H", "mT", "mH", "real", "imag")}
+"""Attributes that are uses of a tensor; reading others leaves no trace in its history."""
+_QUESTIONS = {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.stride, _Tensor.__len__, _Tensor.is_contiguous,
+              _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.data_ptr, _Tensor.element_size}  # fmt: skip
+"""Calls that leave no trace in the history either."""
 _WRITING_OPERATORS = {"__setitem__", "__delitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__",
                       "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__itruediv__",
                       "__ixor__"}  # fmt: skip
@@ -32,65 +42,120 @@ class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
     The target is the device of a tensor that the call writes; else `homes[-1]`, the home of the innermost watched
-    module, if it has a single one; else the device of the first tensor that is on one of the `placed` devices.
+    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`. An
+    `autograd.Function` is a call as any other: its backward must find what it saved on one device.
     """
 
-    def __init__(self, copies: Copies, placed: frozenset[torch.device]) -> None:
+    def __init__(self, copies: Copies, stages: Sequence[torch.device]) -> None:
         super().__init__()
         self.copies = copies
-        self.placed = placed
+        self.rank = {device: index for index, device in enumerate(stages)}
         self.homes: list[torch.device | None] = []
         self.on = True
 
+    def __enter__(self) -> "Align":
+        torch_private.intercept_functions(_apply_function)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch_private.release_functions(_apply_function)
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on or func in _CROSSING or not _mixes(args, kwargs):
+        if not self.on or func in _CROSSING:
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
+        mixes = _mixes(args, kwargs)
+        if not mixes and not (torch.is_grad_enabled() and _uses_copies(func, args, kwargs)):
+            return func(*args, **kwargs)
+        if mixes and getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
             sizes, args = args[1], (args[0], None, *args[2:])
-            return self._aligned(lambda first, _, *rest, **named: func(first, sizes, *rest, **named), args, kwargs)
-        return self._aligned(func, args, kwargs)
+            return self.call(lambda first, _, *rest, **named: func(first, sizes, *rest, **named), args, kwargs, True)
+        return self.call(func, args, kwargs, mixes)
 
-    def _aligned(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def call(self, func: Any, args: tuple, kwargs: dict, mixes: bool) -> Any:
         """Call `func` with all tensors on one device, and bring back what it writes into copies."""
-        target = self._target(func, args, kwargs)
-        if target is None:
+        written = _written(func, args, kwargs)
+        target = self._target(written, args, kwargs) if mixes else None
+        if mixes and target is None:
             return func(*args, **kwargs)
-        moved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        args, kwargs = self._bring(args, target, moved), self._bring(kwargs, target, moved)
+        given = _Given(self.copies, target, written, shared=isinstance(func, types.FunctionType))
+        kwargs = given.bring(kwargs)  # from the last argument to the first: gradients come in the order of arguments
+        args = given.bring(args)
         result = func(*args, **kwargs)
-        for source, copy, version in moved:
+        for source, copy, version in given.moved:
             if copy._version != version:  # running statistics, say
                 self.copies.write_back(source, copy)
-        return result
+        return given.originals.get(id(result), result)
 
-    def _target(self, func: Any, args: tuple, kwargs: dict) -> torch.device | None:
-        written = _written(func, args, kwargs)
+    def _target(self, written: torch.Tensor | None, args: tuple, kwargs: dict) -> torch.device | None:
         if written is not None:
             return written.device
         if self.homes and self.homes[-1] is not None:
             return self.homes[-1]
-        for tensor in _tensors(args, kwargs):
-            if tensor.device in self.placed and not _travels_alone(tensor):
-                return tensor.device
-        return None
+        found = {tensor.device for tensor in _tensors(args, kwargs) if not _travels_alone(tensor)}
+        return max((device for device in found if device in self.rank), key=self.rank.__getitem__, default=None)
 
-    def _bring(self, value: Any, target: torch.device, moved: list[tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
-        """Rebuild the arguments of a torch call with every tensor on `target`."""
+
+class _Given:
+    """The arguments of one torch call, brought to `target` (None: they are together), each copy with its own way back.
+
+    `shared`: a tensor given twice stays one object, for functions in Python, which may ask; torch's own get an alias
+    for each place. `originals`: id of an alias -> the tensor it stands for, for calls that return their argument.
+    """
+
+    def __init__(self, copies: Copies, target: torch.device | None, written: torch.Tensor | None, shared: bool) -> None:
+        self.copies, self.target, self.written, self.shared = copies, target, written, shared
+        self.moved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.originals: dict[int, torch.Tensor] = {}
+        self.known: dict[int, torch.Tensor] = {}
+
+    def bring(self, value: Any) -> Any:
+        """Rebuild an argument."""
         if isinstance(value, torch.Tensor):
-            if value.device == target:
-                return value
-            copy = self.copies.get(value, target)
-            moved.append((value, copy, copy._version))
-            return copy
+            return self.brought(value)
         if isinstance(value, (tuple, list)):
-            items = [self._bring(item, target, moved) for item in value]
+            items = [self.bring(item) for item in reversed(value)][::-1]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if type(value) is dict:
-            return {key: self._bring(item, target, moved) for key, item in value.items()}
+            return {key: self.bring(item) for key, item in value.items()}
         if isinstance(value, slice):
-            return slice(*(self._bring(item, target, moved) for item in (value.start, value.stop, value.step)))
+            return slice(*(self.bring(item) for item in (value.start, value.stop, value.step)))
         return value
+
+    def brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        here = self.target is None or tensor.device == self.target
+        if here and (tensor is self.written or not is_copy(tensor)):
+            return tensor
+        if self.shared and id(tensor) in self.known:
+            return self.known[id(tensor)]
+        if here:
+            new = renewed(tensor)
+            self.originals[id(new)] = tensor
+        else:
+            assert self.target is not None
+            new = self.copies.get(tensor, self.target)
+            self.moved.append((tensor, new, new._version))
+        self.known[id(tensor)] = new
+        return new
+
+
+def _apply_function(function: Any, apply: Callable[..., Any], args: tuple) -> Any:
+    """Stand in for `autograd.Function.apply`, which torch shows to no function mode."""
+    watcher = torch_private.innermost_function_mode()
+    if not isinstance(watcher, Align) or not watcher.on or getattr(function, "takes_any_device", False):
+        return apply(*args)
+    mixes = _mixes(args, {})
+    if not mixes and not _uses_copies(function, args, {}):
+        return apply(*args)
+    return watcher.call(apply, args, {}, mixes)
+
+
+def _uses_copies(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call makes history from a copy that has one."""
+    if func in _QUESTIONS or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS):
+        return False
+    return any(tensor.requires_grad and is_copy(tensor) for tensor in _tensors(args, kwargs))
 
 
 def _travels_alone(tensor: torch.Tensor) -> bool:

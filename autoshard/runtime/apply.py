@@ -81,7 +81,8 @@ def adopt(model: nn.Module) -> nn.Module:
     hosts = frozenset(path for name in added for path in _ancestors(name) if path in paths.values())
     new = _record(
         tensors, placements, [path for path, _ in model.named_modules()],
-        aligned=record.aligned | hosts, written_back=record.written_back | hosts, conservative=record.conservative,
+        aligned=record.aligned | hosts, unfolded=record.unfolded, written_back=record.written_back | hosts,
+        conservative=record.conservative, stages=[str(device) for device in record.placed],
         originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
         root_device=record.homes[""],
     )  # fmt: skip
@@ -106,7 +107,8 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     originals = {name: tensor.device for name, tensor in tensors.items()}
     record = _record(
         tensors, homes.entries, paths,
-        aligned=frozenset(plan.aligned), written_back=frozenset(plan.written_back), conservative=conservative,
+        aligned=frozenset(plan.aligned), unfolded=frozenset(plan.unfolded), written_back=frozenset(plan.written_back),
+        conservative=conservative, stages=list(plan.placements.values()),
         originals=originals if before is None else _originals(tensors, before.record),
         root_device=homes.homes[""],
     )  # fmt: skip
@@ -128,14 +130,16 @@ def _record(
     paths: list[str],
     *,
     aligned: frozenset[str],
+    unfolded: frozenset[str],
     written_back: frozenset[str],
     conservative: bool,
+    stages: list[str],
     originals: Mapping[str, torch.device],
     root_device: str,
 ) -> Record:
     """Work out where everything lives from the device name of every tensor; nothing is moved yet."""
     homes = resolve_homes(placements, paths, placements)
-    names = dict.fromkeys([*placements.values(), root_device])
+    names = dict.fromkeys([*stages, *placements.values(), root_device])
     resolved = {name: resolve_device(name) for name in names}
     devices = _devices(tensors, placements)
     smallest: dict[torch.device, str] = {}
@@ -148,9 +152,10 @@ def _record(
         originals=originals,
         homes={**homes.homes, "": homes.homes[""] if placements else root_device},
         aligned=aligned,
+        unfolded=unfolded,
         written_back=written_back,
         conservative=conservative,
-        placed=frozenset(resolved.values()),
+        placed=tuple(dict.fromkeys(resolved.values())),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )
 

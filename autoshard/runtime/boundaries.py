@@ -65,8 +65,10 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
             moving.add(first)
             if homes.homes.get(parent(path)) != homes.homes.get(first) or parent(path) in homes.mixed:
                 aligned.add(names[parent(path)])
-    if record.conservative and record.placed != {CPU}:  # tensors that the model makes on the CPU may meet its own, too
+    if record.conservative and set(record.placed) != {CPU}:
+        # tensors that the model makes on the CPU may meet its own, too
         aligned |= moving
+    unfolded = {names.get(path, path) for path in record.unfolded} & set(modules)
     whole, split = _fused(modules, record, shy, aligned)
     moving |= whole | split
     writing = (
@@ -75,12 +77,13 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
 
     found = {}
     for path in modules:
-        if path not in moving and path not in aligned:
+        if path not in moving | aligned | unfolded:
             continue
         uniform = path in device and path not in homes.mixed
         guard = Guard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
             watched=path in aligned and path not in whole,
+            unfolded=path in unfolded,
             target=device[path] if uniform else None,
             unwatched=path in whole,
             gathered=path in split,

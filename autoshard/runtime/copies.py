@@ -9,6 +9,9 @@ tensors other than parameters are used within one forward of the root only, sinc
 numpy between two calls; and tensors made in inference mode, whose writes nobody counts, are copied every time. What is
 left is a parameter written through `.data` between two forwards without gradients: torch does not count that, and its
 copy is renewed only at the next forward with gradients.
+
+Under autograd the bytes are shared as well, but each module call is handed an alias of them with a way back of its own
+(see `travel.py`).
 """
 
 import weakref
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 
 from autoshard.runtime.devices import copy_tensor
+from autoshard.runtime.travel import source_of, travel, travels
 
 Key = tuple[int, torch.device, bool]
 
@@ -28,7 +32,8 @@ class _Entry:
     """A copy, what it was made of, and the versions of both by which writes are noticed.
 
     `source` is a weak reference, or the tensor itself if that is a parameter: those live as long as the model anyway,
-    and torch refuses to convert a parameter that someone refers to weakly.
+    and torch refuses to convert a parameter that someone refers to weakly. `alias` is the copy with history that was
+    handed out last, None if it has none: what is written is written into that.
     """
 
     source: Any
@@ -36,6 +41,7 @@ class _Entry:
     source_version: tuple[int, int]
     copy_version: int
     lasting: bool
+    alias: torch.Tensor | None = None
 
 
 class _WeakSource(weakref.ref):
@@ -84,36 +90,47 @@ class Copies:
         self.in_forward = False
 
     def get(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return `source` on `device`: a copy that exists already, or a new one."""
+        """Return `source` on `device`: a copy that exists already, or a new one; with a way back for gradients."""
         if source.is_inference():
             return _tracked_copy(source, device)
-        differentiable = source.requires_grad and torch.is_grad_enabled()
+        if not travels(source):
+            return self._entry(source, device, source.requires_grad and torch.is_grad_enabled()).copy
+        source = source_of(source)
+        if source.device == device:
+            return source
+        entry = self._entry(source, device, True)
+        entry.alias = travel(source, entry.copy)
+        return entry.alias
+
+    def _entry(self, source: torch.Tensor, device: torch.device, differentiable: bool) -> _Entry:
         key = (id(source), device, differentiable)
         entry = self._entries.get(key)
         if entry is not None:
             if entry.copy._version != entry.copy_version:
-                self.write_back(source, entry.copy)
+                self.write_back(source, entry.copy if entry.alias is None else entry.alias)
             if entry.source_version == _version(source):
-                return entry.copy
-        copy = _tracked_copy(source, device)
+                return entry
+        if differentiable and travels(source):
+            with torch.no_grad():
+                copy = copy_tensor(source, device)
+        else:
+            copy = _tracked_copy(source, device)
         lasting = isinstance(source, nn.Parameter) and not differentiable
+        held: Any = source
+        if not isinstance(source, nn.Parameter):
+            held = _WeakSource(source, _source_died)
+            held.key, held.memo = key, weakref.ref(self)
+        entry = _Entry(held, copy, _version(source), copy._version, lasting)
         if self.in_forward or lasting:
-            self._remember(key, source, copy, lasting)
-        return copy
+            self._entries[key] = entry
+        return entry
 
     def write_back(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Bring what was written into `copy` to its source; the copy stays valid."""
         source.copy_(copy)
         for key, entry in list(self._entries.items()):
-            if key[0] == id(source) and entry.copy is copy:
-                entry.source_version, entry.copy_version = _version(source), copy._version
-
-    def _remember(self, key: Key, source: torch.Tensor, copy: torch.Tensor, lasting: bool) -> None:
-        held: Any = source
-        if not isinstance(source, nn.Parameter):
-            held = _WeakSource(source, _source_died)
-            held.key, held.memo = key, weakref.ref(self)
-        self._entries[key] = _Entry(held, copy, _version(source), copy._version, lasting)
+            if key[0] == id(source) and (entry.copy is copy or entry.alias is copy):
+                entry.source_version, entry.copy_version = _version(source), entry.copy._version
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
 from autoshard.runtime.gather import gather, is_inference, scatter
 from autoshard.runtime.state import Call, Runtime
+from autoshard.runtime.travel import source_of, travel, travels
 
 _PLAIN, _TENSOR, _TUPLE, _CONTAINER, _OPAQUE = range(5)
 _KINDS: dict[type, int] = dict.fromkeys(
@@ -51,7 +52,8 @@ class Guard:
     Attributes:
         current: device to make the current one.
         watched: bring the tensors of each torch call in the module together (the module is aligned).
-        target: where they go; None: to the first of them.
+        unfolded: the same with gradients only, to give the uses of a copy inside their own ways back.
+        target: where they go; None: to the last stage among them.
         unwatched: stop watching inside, because torch's own fused layers give other bits to a model that is watched.
         gathered: such a layer on several devices; without gradients, all of it runs at home, on copies of its tensors.
         writes_back: copy what is written into copied arguments back to their sources.
@@ -59,6 +61,7 @@ class Guard:
 
     current: torch.device | None = None
     watched: bool = False
+    unfolded: bool = False
     target: torch.device | None = None
     unwatched: bool = False
     gathered: bool = False
@@ -171,9 +174,9 @@ class Hook:
         if guard.gathered and self.home is not None and is_inference(module):
             self.runtime.pause_watching(call)
             call.gathered = gather(module, self.home, self.runtime)
-        elif guard.watched:
+        elif guard.watched or (guard.unfolded and torch.is_grad_enabled()):
             self.runtime.watch(call, guard.target)
-        elif guard.unwatched:
+        elif guard.unwatched and is_inference(module):
             self.runtime.pause_watching(call)
         self.runtime.local.calls.append(call)
         return call
@@ -273,10 +276,21 @@ def to_device(value: Any, device: torch.device) -> Any:
         if tensor.device == device:
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = copy_tensor(tensor, device)
+            copies[id(tensor)] = _sent(tensor, device)
         return copies[id(tensor)]
 
     return map_tensors(value, move)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not travels(tensor):
+        return copy_tensor(tensor, device)
+    source = source_of(tensor)
+    if source.device == device:
+        return source
+    with torch.no_grad():
+        copy = copy_tensor(tensor, device)
+    return travel(source, copy)
 
 
 def _relay(module: nn.Module, hook: Hook, generator: Generator, device: torch.device | None) -> Generator:

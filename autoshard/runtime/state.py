@@ -48,8 +48,8 @@ class Record:
         placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives.
         originals: name -> device it was on before apply.
         homes: module path -> device name of its home.
-        aligned, written_back: as in the plan; `conservative`: no graph was looked at, so all modules may be either.
-        placed: devices the plan uses; `sentinels`: (name, tensor, device), one tensor on each.
+        aligned, unfolded, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
+        placed: devices the plan uses, in the order of stages; `sentinels`: (name, tensor, device), one tensor on each.
     """
 
     placements: Mapping[str, str]
@@ -57,9 +57,10 @@ class Record:
     originals: Mapping[str, torch.device]
     homes: Mapping[str, str]
     aligned: frozenset[str]
+    unfolded: frozenset[str]
     written_back: frozenset[str]
     conservative: bool
-    placed: frozenset[torch.device]
+    placed: tuple[torch.device, ...]
     sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
 
 

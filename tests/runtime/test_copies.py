@@ -86,8 +86,9 @@ def test_weights_last_and_inputs_do_not(devices):
 def test_copies_with_history_end_with_the_forward(devices):
     copies, one = memo(), torch.device(ONE)
     weight = nn.Parameter(torch.ones(4, device="cpu:0"))
-    copy = copies.get(weight, one)
-    assert copies.get(weight, one) is copy and copy.grad_fn is not None
+    copy, other = copies.get(weight, one), copies.get(weight, one)
+    assert copy.data_ptr() == other.data_ptr() and copy.grad_fn is not other.grad_fn is not None
+    del other
     copies.end()
     gone = weakref.ref(copy)
     del copy
