@@ -126,7 +126,7 @@ class SimulatedTensor(torch.Tensor):
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Do `tensor.data = value` where one is simulated and the other is not: the object stays and changes its type.
 
-    Its gradient moves along. Raises RuntimeError if a backward graph still needs it.
+    Its gradient moves along. A backward graph that still holds it raises RuntimeError when it is run.
     """
     grad = tensor.grad
     tensor.grad = None

@@ -30,8 +30,8 @@ from autoshard.workload import Workload
 
 Build = Callable[[], nn.Module]
 REORDERED = (
-    "outputs are equal and gradients differ by rounding only: where a tensor that is used three times or more is "
-    "copied for some of its uses, its gradients are added in another order; a tolerance such as 1e-4 lets that pass"
+    "outputs are equal and gradients differ by rounding only: gradients of a tensor that is used several times were added "
+    "in another order, as accelerators that run at the same time may do; a tolerance such as 1e-4 lets that pass"
 )
 
 
