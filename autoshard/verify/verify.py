@@ -30,8 +30,8 @@ from autoshard.workload import Workload
 
 Build = Callable[[], nn.Module]
 REORDERED = (
-    "outputs are equal and gradients differ by rounding only: gradients of a tensor that is used several times were added "
-    "in another order, as accelerators that run at the same time may do; a tolerance such as 1e-4 lets that pass"
+    "outputs are equal and gradients differ by rounding only: gradients of a tensor with several uses were added in "
+    "another order, as accelerators that run at the same time may do; a tolerance such as 1e-4 lets that pass"
 )
 
 
