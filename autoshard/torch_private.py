@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,6 +20,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "Interceptor",
     "TorchDispatchMode",
     "are_functions_transformed",
     "autograd_node",
@@ -29,11 +31,11 @@ __all__ = [
     "flop_formulas",
     "forward_pre_hooks",
     "innermost_function_mode",
-    "intercept_functions",
+    "intercept",
     "is_composite",
     "no_overrides",
     "node_sequence",
-    "release_functions",
+    "release",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -114,31 +116,51 @@ def innermost_function_mode() -> Any:
     return torch._C._get_function_stack_at(count - 1) if count else None
 
 
-_interceptors: list[Callable[[Any, Callable[..., Any], tuple], Any]] = []
+class Interceptor:
+    """What `intercept` calls; both as torch does unless a subclass says otherwise."""
+
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple) -> Any:
+        """Stand in for `function.apply(*args)` of a `torch.autograd.Function`, which no function mode sees."""
+        return apply(*args)
+
+    def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what activation checkpointing calls in backward to run `function` again."""
+        return function
+
+
+_interceptors: list[Interceptor] = []
 _apply_of_function: Any = vars(torch.autograd.Function)["apply"]
+_checkpointed: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
-def intercept_functions(interceptor: Callable[[Any, Callable[..., Any], tuple], Any]) -> None:
-    """Call `interceptor(function, apply, args)` in place of every `function.apply(*args)`, until `release_functions`.
-
-    `torch.autograd.Function` is the only torch call that no torch function mode sees. Calls nest; the last one counts.
-    """
+def intercept(interceptor: Interceptor) -> None:
+    """Ask `interceptor` about autograd functions and checkpointed ones until `release`; calls nest, the last counts."""
     _interceptors.append(interceptor)
     torch.autograd.Function.apply = classmethod(_intercepted)  # type: ignore[assignment, method-assign]
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _intercepted_checkpoint
 
 
-def release_functions(interceptor: Callable[[Any, Callable[..., Any], tuple], Any]) -> None:
-    """Undo one `intercept_functions`; with the last one, `apply` is torch's own again."""
+def release(interceptor: Interceptor) -> None:
+    """Undo one `intercept`; with the last one, everything is torch's own again."""
     _interceptors.remove(interceptor)
     if not _interceptors:
         torch.autograd.Function.apply = _apply_of_function  # type: ignore[method-assign]
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpointed
 
 
 def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
     apply = _apply_of_function.__get__(None, function)
     if kwargs or not _interceptors:
         return apply(*args, **kwargs)
-    return _interceptors[-1](function, apply, args)
+    if function is torch.utils.checkpoint.CheckpointFunction:  # the reentrant kind of checkpointing
+        return apply(_interceptors[-1].recompute(args[0]), *args[1:])
+    return _interceptors[-1].apply(function, apply, args)
+
+
+def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _interceptors:
+        function = _interceptors[-1].recompute(function)
+    return _checkpointed(function, *args, **kwargs)
 
 
 def untracked_views() -> Any:

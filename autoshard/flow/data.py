@@ -64,6 +64,7 @@ class Flow:
         op_device: per op, index into `devices`, or -1 for the host.
         copies: in the order in which they happen.
         aligned: modules with an op of their own whose inputs are on several devices.
+        unfolded: modules in which each use of a copy needs a way back of its own (see `unfold.py`).
         written_back: modules that write into an argument which was copied to them and is read again afterwards.
         steps: number of ops; time `steps` is after the last one, when the outputs go home.
     """
@@ -76,6 +77,7 @@ class Flow:
     buffers: Buffers
     aligned: tuple[str, ...]
     written_back: tuple[str, ...]
+    unfolded: tuple[str, ...]
     steps: int
 
     def timeline(self, device: str, block_bytes: int = 1, kinds: np.ndarray | None = None) -> np.ndarray:

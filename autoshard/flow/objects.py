@@ -6,12 +6,17 @@ copy on each device that needs it:
     value 7, made on device 0      object 7 in buffer A        lives as the recorded tensor did
     copy of it on device 1         object 9 in buffer B        lives as long as object 7: the memo of copies holds it
     op 32 views the copy           object 10 in buffer B
+
+Copies with autograd history share their memory and have a way back for gradients each:
+
+    layers.8 is called with it     object 11 in buffer B       an alias of object 9; gradients of its uses go to object 7
 """
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.flow.data import HOST_NAME, Copy, CopyReason
 
 HOST_DEVICE = -1
+_WITH_WAY_BACK = ("hook", "align", "output")
 
 
 class Objects:
@@ -22,6 +27,7 @@ class Objects:
         base: the object that a view keeps alive, else -1.
         saved: time at which autograd lets go of this very object, 0 if it never had it.
         used: last op that read it, -1 if none.
+        way_back: alias of a copy -> the time it was made, at which its gradient goes back.
         until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.
         current: per value, its original object, -1 if there is none yet.
         elsewhere: (value, device) -> the latest copy there.
@@ -49,6 +55,8 @@ class Objects:
         self.elsewhere: dict[tuple[int, int], int] = {}
         self.copies: list[Copy] = []
         self.in_forward = False
+        self.way_back: dict[int, int] = {}
+        self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
         self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
         self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
 
@@ -89,6 +97,39 @@ class Objects:
         return obj
 
     def copy(self, obj: int, device: int, time: int, reason: CopyReason, consumer: str) -> int:
+        """Return the copy of an object on a device, with a way back of its own if it has history."""
+        if reason not in _WITH_WAY_BACK or not self._has_history(obj):
+            return self._copy(obj, device, time, reason, consumer)
+        obj = self.root(obj)
+        if self.device_of(obj) == device:
+            return obj
+        return self._alias(obj, self._copy(obj, device, time, reason, consumer), time)
+
+    def renewed(self, obj: int, time: int) -> int:
+        """Return another alias of a copy with history, for one more use; any other object as it is."""
+        root = self.root(obj)
+        return obj if root == obj else self._alias(root, obj, time)
+
+    def root(self, obj: int) -> int:
+        """Return what an alias of a copy leads back to; the object itself if it is none, or if either was written."""
+        if obj not in self.way_back:
+            return obj
+        source = self.source[obj]
+        return source if self._versions[obj] == self._both_versions(source, obj) else obj
+
+    def _has_history(self, obj: int) -> bool:
+        return self.grad and self.graph.values[self.value[obj]].requires_grad
+
+    def _both_versions(self, source: int, obj: int) -> tuple[int, int]:
+        return self.buffer_version[self.buffer[source]], self.buffer_version[self.buffer[obj]]
+
+    def _alias(self, root: int, copy: int, time: int) -> int:
+        alias = self.new_object(self.value[root], self.buffer[copy], source=root)
+        self.until[alias], self.way_back[alias] = time, time
+        self._versions[alias] = self._both_versions(root, alias)
+        return alias
+
+    def _copy(self, obj: int, device: int, time: int, reason: CopyReason, consumer: str) -> int:
         """Return the copy of an object on a device: remembered, unless its source was written since."""
         key, version = (obj, device), self.buffer_version[self.buffer[obj]]
         known = self._memo.get(key)
@@ -97,7 +138,7 @@ class Objects:
         value = self.graph.values[self.value[obj]]
         storage = self.graph.storages[value.storage]
         remembered = reason in ("hook", "align") and self.in_forward
-        differentiable = self.grad and value.requires_grad
+        differentiable = self._has_history(obj)
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
         # Our copies keep expanded dimensions; those that autograd makes of a gradient do not.

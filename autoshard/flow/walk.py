@@ -8,7 +8,7 @@ A module whose arguments were copied to its home sees the copies; so do the modu
     the call returns                  its view goes
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, O
 from autoshard.flow.data import Buffers, Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths
+from autoshard.flow.unfold import Uses, out_of_order
 from autoshard.placement import Homes, resolve_homes, tensor_devices
 
 
@@ -27,7 +28,13 @@ def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     """
     names = [tensor.name for tensor in graph.tensors]
     homes = resolve_homes(placements, [module.path for module in graph.modules], names)
-    return Walk(graph, homes, tensor_devices(homes, graph.tied()), tuple(dict.fromkeys(placements.values()))).run()
+    devices = tensor_devices(homes, graph.tied())
+    stages = tuple(dict.fromkeys(placements.values()))
+    found = Walk(graph, homes, devices, stages).run()
+    if len(stages) > 1 and graph.backward_begin < len(graph.ops) and (found.aligned or found.unfolded):
+        # Watched modules give each use of a copy a way back of its own; which ones are watched is known now.
+        found = Walk(graph, homes, devices, stages, found.unfolded, {*found.aligned, *found.unfolded}).run()
+    return found
 
 
 class Walk:
@@ -38,11 +45,13 @@ class Walk:
         op_objects: per op, the objects it read; kept only where a backward pass will ask.
         left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
+        watched: modules that are known to be watched when gradients are needed, and `unfolded` among them.
     """
 
     def __init__(
-        self, graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], devices: tuple[str, ...]
-    ) -> None:
+        self, graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], devices: tuple[str, ...],
+        unfolded: tuple[str, ...] = (), watched: Set[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
         self.objects = Objects(graph, devices or (homes.homes[""],))
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
@@ -54,6 +63,10 @@ class Walk:
         self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
+        self.unfolded, self.watched = unfolded, watched
+        self._watching = 0  # calls of watched modules in progress
+        self._uses: dict[tuple[int, int], Uses] = {}  # (object, version of its memory) -> its uses
+        self._given_to: dict[int, int] = {}  # alias of a copy -> the call it was made for
         self._stack: list[int] = []
         self._views: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
@@ -75,6 +88,8 @@ class Walk:
                 read, device = gradients.inputs_of(op)
             else:
                 read, device = self._inputs_of(op)
+                if gradients is not None and not op.backward:
+                    self._note_uses(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:
@@ -137,6 +152,7 @@ class Walk:
 
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)
+        self._watching += call.path in self.watched
         if call.path == "" and call.parent < 0 and not call.backward:
             self.objects.in_forward = True
         home = self.hooked.get(call.path)
@@ -150,6 +166,7 @@ class Walk:
             if self.objects.device_of(obj) != home:
                 view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path)
                 self._hold(view[value], call.end)
+                self._given_to[view[value]] = call.index
         if view:
             self._views.append((len(self._stack), view))
 
@@ -163,6 +180,7 @@ class Walk:
         call = self.graph.calls[self._stack[-1]]
         depth = len(self._stack)
         self._stack.pop()
+        self._watching -= call.path in self.watched
         view = self._views.pop()[1] if self._views[-1][0] == depth else {}
         returned = {value: view[value] for value in call.outputs if value in view}
         if returned:
@@ -177,6 +195,7 @@ class Walk:
         home = {}
         for value in dict.fromkeys(call.outputs):
             obj = self.sees(value)
+            self._note_use(obj, self.end)  # by the caller
             if self.objects.device_of(obj) != self.root_device:
                 home[value] = self.objects.copy(obj, self.root_device, time, "output", "")
                 self.left[obj] = time + 1  # the caller gets the copy only
@@ -227,6 +246,8 @@ class Walk:
         given = tuple([self.sees(value) for value in op.inputs])
         if not given:
             return given, self._named_device(op)
+        if self._watching and self.objects.grad and not self._function_view:
+            given = self._renew(op, given)
         if op.device_source != UNKNOWN:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
@@ -237,6 +258,42 @@ class Walk:
             given = self._align(op, given, bool(op.mutates) and op.mutates[0] == op.inputs[0])
         placed = [obj for obj in given if not self.objects.is_host_scalar(obj)]
         return given, device_of(placed[0] if placed else given[0])
+
+    def _renew(self, op: Op, given: tuple[int, ...]) -> tuple[int, ...]:
+        """Give an op in a watched module aliases of its own of the copies it uses."""
+        if not any(self.graph.values[value].requires_grad for value in op.outputs):
+            return given
+        return tuple(
+            [
+                obj if value in op.mutates else self.objects.renewed(obj, op.index)
+                for obj, value in zip(given, op.inputs, strict=True)
+            ]
+        )
+
+    def _note_uses(self, op: Op, read: tuple[int, ...]) -> None:
+        if any(self.graph.values[value].requires_grad for value in op.outputs):
+            for obj in set(read):
+                self._note_use(obj, op.index)
+
+    def _note_use(self, obj: int, time: int) -> None:
+        objects = self.objects
+        if objects.grad and self.graph.values[objects.value[obj]].requires_grad:
+            root = objects.root(obj)
+            uses = self._uses.setdefault((root, objects.buffer_version[objects.buffer[root]]), Uses())
+            uses.add(-1 if root == obj else obj, time)
+
+    def _find_unfolded(self) -> set[str]:
+        """Modules that were given a copy whose gradients would be added in another order, unless they are watched."""
+        calls, found = self.graph.calls, set()
+        for uses in self._uses.values():
+            for alias in out_of_order(uses, self.objects.way_back):
+                if alias in self._given_to:
+                    around = index = self._given_to[alias]
+                    while around >= 0 and calls[around].path not in self.aligned:
+                        around = calls[around].parent
+                    if around < 0:
+                        found.add(calls[index].path)
+        return found
 
     def _all_together(self, given: tuple[int, ...]) -> bool:
         device_of = self.objects.device_of
@@ -343,6 +400,7 @@ class Walk:
             return np.array([rows[row] for row in keep], np.int64)
 
         order = [module.path for module in self.graph.modules]
+        unfolded = {*self.unfolded, *self._find_unfolded()}
         return Flow(
             homes=self.homes,
             tensor_device=self.tensor_device,
@@ -358,6 +416,7 @@ class Walk:
                 copied=np.array([objects.buffer_copied[row] for row in keep], bool),
             ),
             aligned=tuple(path for path in order if path in self.aligned),
+            unfolded=tuple(path for path in order if path in unfolded),
             written_back=tuple(path for path in order if path in self.written_back),
             steps=self.end,
         )

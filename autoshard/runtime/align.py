@@ -54,12 +54,12 @@ class Align(TorchFunctionMode):
         self.on = True
 
     def __enter__(self) -> "Align":
-        torch_private.intercept_functions(_apply_function)
+        torch_private.intercept(_interceptor)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch_private.release_functions(_apply_function)
+        torch_private.release(_interceptor)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -140,15 +140,42 @@ class _Given:
         return new
 
 
-def _apply_function(function: Any, apply: Callable[..., Any], args: tuple) -> Any:
-    """Stand in for `autograd.Function.apply`, which torch shows to no function mode."""
+class _Interceptor(torch_private.Interceptor):
+    """Lets the watcher of this thread, if any, see what no function mode is shown."""
+
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple) -> Any:
+        watcher = _watcher()
+        if watcher is None or getattr(function, "takes_any_device", False):
+            return apply(*args)
+        mixes = _mixes(args, {})
+        if not mixes and not _uses_copies(function, args, {}):
+            return apply(*args)
+        return watcher.call(apply, args, {}, mixes)
+
+    def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that runs again in backward runs watched again, also if it is not called as a module."""
+        watcher = _watcher()
+        if watcher is None:
+            return function
+        copies, stages, homes = watcher.copies, list(watcher.rank), list(watcher.homes)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if _watcher() is not None:
+                return function(*args, **kwargs)
+            again = Align(copies, stages)
+            again.homes = homes
+            with again:
+                return function(*args, **kwargs)
+
+        return watched
+
+
+_interceptor = _Interceptor()
+
+
+def _watcher() -> Align | None:
     watcher = torch_private.innermost_function_mode()
-    if not isinstance(watcher, Align) or not watcher.on or getattr(function, "takes_any_device", False):
-        return apply(*args)
-    mixes = _mixes(args, {})
-    if not mixes and not _uses_copies(function, args, {}):
-        return apply(*args)
-    return watcher.call(apply, args, {}, mixes)
+    return watcher if isinstance(watcher, Align) and watcher.on else None
 
 
 def _uses_copies(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -100,6 +100,7 @@ def make_plan(
         ),
         placements=dict(found.placements),
         aligned=found.flow.aligned,
+        unfolded=found.flow.unfolded,
         written_back=found.flow.written_back,
         reasons=explain(strategy, goal, chain, found.chain, found.solution, found.estimate),
         fingerprint=profile.graph.fingerprint,

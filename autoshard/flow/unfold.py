@@ -1,0 +1,41 @@
+"""In which modules the gradients of a copy must not be added up before they go back.
+
+Autograd adds the gradients of a value's uses, the last use first. Those of the uses of one copy come as one sum, at the
+time of its making. That is the order of one device if and only if that sum comes first, or is of one gradient only:
+
+    uses of x in forward order     norm, f inside layer 7 on device 1, by a copy    then x + … on device 0
+    one device                     (g_add + g_f) + g_norm
+    by one copy                    g_add + (g_f + g_norm)                           so layer 7 is unfolded
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Uses:
+    """Forward ops that used a value, per way back: an alias of a copy, or -1 for the value itself."""
+
+    times: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, way: int, time: int) -> None:
+        """Note a use."""
+        self.times.setdefault(way, []).append(time)
+
+
+def out_of_order(uses: Uses, way_back: Mapping[int, int]) -> list[int]:
+    """Return the aliases whose gradients would not be added in the order of one device.
+
+    `way_back`: alias -> when it was made. Such an alias has several uses and another way has a use after the first of
+    them, or another way has a use between its making and its use.
+    """
+    found = []
+    for alias, own in uses.times.items():
+        if alias < 0:
+            continue
+        others = [time for way, times in uses.times.items() if way != alias for time in times]
+        first = min(own) if len(own) > 1 else way_back[alias]
+        late = any(time > first for time in others) if len(own) > 1 else any(first < time < own[0] for time in others)
+        if late:
+            found.append(alias)
+    return found
