@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """Bytes and seconds of one device under a plan. `peak_bytes` is the most that is live at once, overhead included."""
+    """Bytes and seconds of one device under a plan. `peak_bytes`: the most that is live at once, overhead included."""
 
     name: str
     memory_bytes: int

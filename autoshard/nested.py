@@ -8,7 +8,7 @@ import torch
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every tensor in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
+    """Yield (path, tensor) for the tensors in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):

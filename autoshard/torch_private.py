@@ -232,7 +232,7 @@ def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Ite
 
 
 def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick a Python version that rounds otherwise).
+    """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
 
     Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds.
     """
