@@ -45,7 +45,8 @@ def estimate(
         )
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     compute = _compute_seconds(profile, cluster, moves)
-    transfers = tuple(_transfer(copy, profile, cluster) for copy in moves.copies if not copy.kept)
+    counted = [copy for copy in moves.copies if not copy.kept and moves.counts(copy)]
+    transfers = tuple(_transfer(copy, profile, cluster) for copy in counted)
     incoming = dict.fromkeys(cluster.names, 0.0)
     for transfer in transfers:
         if transfer.destination in incoming:
@@ -79,6 +80,7 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     """Return the roofline seconds of every op of the graph on a device."""
     moved = np.array(profile.op_bytes, np.float64)
     flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
     names = sorted(set(profile.op_dtypes))
     code = {name: i for i, name in enumerate(names)}
     rates = np.array([device.flops(name) for name in names] or [1.0])

@@ -121,7 +121,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     def assume(what: str) -> None:
         assumed.setdefault(f"{what} ({_caller()})")
 
-    def record(decode: Decoding | None) -> ModelGraph:
+    def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate")
@@ -130,12 +130,16 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     clone = _tensor_bytes(run.model) <= REAL_BYTES
     if level == "real" and _without_values(run.model):
         notes += ("the model has no values: it was run with random weights",)
-    ways: tuple[Decoding, ...] = ("step", "generate") if run.workload.new_tokens and not run.workload.training else ()
-    for way in ways:
+    ways: list[tuple[Decoding, Level]] = []
+    if run.workload.new_tokens and not run.workload.training:
+        ways = [("generate", level), ("step", level)]
+        if level == "fake" and clone and not _without_values(run.model):
+            ways.insert(1, ("generate", "real"))  # a search among beams asks for values
+    for way, rung in ways:
         try:
-            return record(way).with_notes((*notes, *assumed))
+            return record(way, rung).with_notes((*notes, *assumed))
         except Exception as error:  # the forward alone may still be recorded; if not, that says why
-            notes += (f"no cached step by {way}, stopped at {place(error)}: {_reason(error)}",)
+            notes += (f"no cached step by {way}, level {rung}, stopped at {place(error)}: {_reason(error)}",)
     return record(None).with_notes((*notes, *assumed))
 
 

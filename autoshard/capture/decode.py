@@ -1,14 +1,20 @@
 """Generation after the prompt: a forward that keeps its state, then one step that uses it.
 
-    forward   ids (batch, prompt + new - 1)  use_cache=True   ──▶  output with its state (a cache object, or tensors)
-    decode    ids (batch, 1)                 state fed back   ──▶  one token on the longest context of the workload
+    forward   ids (batch, prompt)            use_cache=True   ──▶  output, thrown away
+    context   ids (batch, prompt + new - 3)  use_cache=True   ──▶  output with its state (a cache object, or tensors)
+              ids (batch, 1)                 state fed back   ──▶  the same, as a step leaves it
+    decode    ids (batch, 1)                 state fed back   ──▶  one token, the last one of the workload
+
+The context stands for the steps left out: it only makes the state that the last step finds, and counts nothing. (A
+step of its own is needed: a window of keys is a slice of all of them after a long prompt, and its own size after a
+step.) It is left out itself where the prompt makes that state (one or two new tokens).
 
 What is state is read off the signature: a field of the output that `forward` takes back as an argument.
 """
 
 import inspect
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,27 +25,44 @@ from autoshard.errors import CaptureError
 
 Decoding = Literal["step", "generate"]
 """How to get at the cached step: call forward twice, or the model's own `generate`, which knows its own state."""
+NO_TOKEN = 2**31 - 1
+"""An end token that no answer can be."""
 _TOKENS = ("decoder_input_ids", "input_ids")
 _Encoded = namedtuple("_Encoded", "last_hidden_state hidden_states attentions", defaults=(None, None))
 
 
-def run_decode(model: nn.Module, named: dict[str, Any], how: Decoding) -> tuple[Any, list[torch.Tensor]]:
-    """Run a prompt (see `prompt_arguments`) and the step after it; return its output and the tensors of its state."""
+def run_decode(
+    model: nn.Module, prompts: list[dict[str, Any]], how: Decoding, begin_context: Callable[[], None]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Run the prompt alone or, if a context follows it, both (see `prompt_arguments`), and one or two steps after that.
+
+    `begin_context` is called between the two. Returns the output of the last step and the tensors of its state.
+    """
+    *first, named = prompts
+    steps = 1 + len(first)
     if how == "generate":
         if not callable(getattr(model, "generate", None)):
             raise CaptureError(
                 f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0."
             )
-        plain = {name: value for name, value in named.items() if name not in ("use_cache", "logits_to_keep")}
         generate: Any = model.generate
-        output = generate(  # an end token that no answer can be: the loop must run twice
-            **plain, max_new_tokens=2, do_sample=False, use_cache=True, eos_token_id=-1, return_dict_in_generate=True
-        )
+        greedy: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+        greedy["eos_token_id"] = NO_TOKEN  # the loop must run to its end
+        for prompt in first:
+            generate(**prompt, **greedy, max_new_tokens=1)
+            begin_context()
+        output = generate(**named, **greedy, max_new_tokens=1 + steps)
         return output, list(opaque_tensors(output))
+    for prompt in first:
+        model(**_keeping_state(model, prompt))
+        begin_context()
+    named = _keeping_state(model, named)
     output = model(**named)
-    step = step_arguments(model, named, output)
-    del output, named
-    output = model(**step)  # the prompt's output is gone, but for the state in it
+    for _ in range(steps):
+        step = step_arguments(model, named, output)
+        named = _with_more(named, 1)
+        del output
+        output = model(**step)  # the output before is gone, but for the state in it
     fields = [value for name, value in _fields(output) if name in step]
     plain_state = [tensor for value in fields for _, tensor in nested.tensors_in(value)]
     return output, [*opaque_tensors(output), *plain_state]
@@ -67,10 +90,11 @@ def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from walk(value)
 
 
-def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of the forward over all tokens but the last, keeping its state and only the last logits.
+def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more: int) -> dict[str, Any]:
+    """Keyword arguments of a forward over the tokens given and `more` of them.
 
-    `new_tokens - 1` columns are appended to the tokens and to every integer input as long as they are.
+    The columns are appended to the tokens and to every integer input as long as they are. A decoder that is given no
+    tokens of its own starts with one.
     """
     parameters = inspect.signature(model.forward).parameters
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
@@ -80,16 +104,33 @@ def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], new_
             named.update(value)
         else:
             named[name] = value
+    pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _TOKENS[0] in parameters
+    if more and pair and named.get(_TOKENS[0]) is None and named.get("decoder_inputs_embeds") is None:
+        given = next((value for value in named.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+        if given is not None:
+            named[_TOKENS[0]] = torch.zeros(len(given), 1, dtype=torch.long)
+    return _with_more(named, more)
+
+
+def _with_more(named: dict[str, Any], more: int) -> dict[str, Any]:
+    """Arguments with `more` tokens: their last column, and that of what is as long as they are, so many times more."""
+    if not more:
+        return named
     tokens = token_argument(named)
     length = named[tokens].shape[1]
-    if new_tokens > 1:
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[1:] == (length,):
-                named[name] = torch.cat([value, value[:, -1:].expand(-1, new_tokens - 1)], dim=1)
-    named["use_cache"] = True
-    if "logits_to_keep" in parameters:  # what `generate` asks for
-        named["logits_to_keep"] = 1
-    return named
+    grown = dict(named)
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[1:] == (length,):
+            if tokens == _TOKENS[0] and not name.startswith("decoder_"):
+                continue  # of the encoder, which may happen to have as many
+            grown[name] = torch.cat([value, value[:, -1:].expand(-1, more)], dim=1)
+    return grown
+
+
+def _keeping_state(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the flags that `generate` adds: keep the state, and of the logits only the last ones."""
+    parameters = inspect.signature(model.forward).parameters
+    return {**named, "use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})}
 
 
 def token_argument(named: dict[str, Any]) -> str:

@@ -152,6 +152,7 @@ class ModelGraph:
         gradients: (parameter name, value) of what backward left in `.grad`.
         functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
+            "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
     """
 
     fx_graph: torch.fx.Graph
@@ -177,6 +178,11 @@ class ModelGraph:
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""
         return replace(self, notes=self.notes + notes)
+
+    @property
+    def uncounted(self) -> range:
+        """Ops of the phase "context": their bytes and seconds are not those of the workload."""
+        return next((range(begin, end) for name, begin, end in self.phases if name == "context"), range(0))
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""

@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self._last_forward = -1
         self._parameters = 0
         self._formulas = flop_formulas()
+        self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops
 
@@ -283,12 +284,29 @@ class Recorder(TorchDispatchMode):
         """Values returned by the first call of the root."""
         return next(call[5] for call in self.calls if call[0] == "" and not call[6])
 
+    def step_outputs(self) -> tuple[int, ...]:
+        """Values returned by the last step of a generation."""
+        return self._steps()[-1][5]
+
+    def _steps(self) -> list[list[Any]]:
+        """Calls of the module that generates: the root, or a part of it to which the root's `generate` hands over."""
+        outermost = [call for call in self.calls if call[1] < 0]
+        return [call for call in outermost if call[0] == outermost[-1][0]]
+
+    def begin_context(self) -> None:
+        """All before was the prompt; what comes now makes the state for the last step of the generation."""
+        self._context = self.ledger.now
+
     def prompt_and_step(self) -> list[tuple[str, int, int]]:
-        """Phases of a generation: all up to the second call of the root, and the rest."""
-        begins = [call[2] for call in self.calls if call[0] == "" and call[1] < 0]
+        """Phases of a generation: up to the context that is made for the last step, that, and the last step."""
+        context = max(self._context, 0)
+        begins = [call[2] for call in self._steps() if call[2] >= context]
         if len(begins) < 2:
             raise CaptureError("the model was not called a second time while generating; set new_tokens=0.")
-        return [("forward", 0, begins[1]), ("decode", begins[1], self.ledger.now)]
+        step = ("decode", begins[-1], self.ledger.now)
+        if self._context < 0:
+            return [("forward", 0, begins[-1]), step]
+        return [("forward", 0, context), ("context", context, begins[-1]), step]
 
     def finished_calls(self) -> tuple[Call, ...]:
         return tuple(

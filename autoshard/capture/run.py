@@ -63,7 +63,7 @@ def record_run(
         tensors = _enter_tensors(model, rows, recorder)
         given: Call = (run.args, run.kwargs)
         if decode is not None:
-            given = (), prompt_arguments(model, *given, run.workload.new_tokens)
+            given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
         stack.enter_context(_module_calls(model, recorder))
         stack.enter_context(_random_states(recorder))
@@ -80,9 +80,9 @@ def record_run(
             phases = [("forward", 0, ledger.now)]
             held = list(opaque_tensors(output))
         else:
-            output, held = run_decode(model, kwargs, decode)
+            output, held = run_decode(model, list(args), decode, recorder.begin_context)
             phases = recorder.prompt_and_step()
-        outputs = recorder.root_outputs()
+        outputs = recorder.root_outputs() if decode is None else recorder.step_outputs()
         if training:
             loss = training_loss(output, type(model).__name__)
             phases = [("forward", 0, ledger.now)]  # the loss belongs to it
@@ -181,6 +181,12 @@ def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tupl
             if type(tensor) is torch.Tensor:
                 recorder.ledger.contents[value] = tensor.detach().clone()
     return args, kwargs, tuple(inputs)
+
+
+def _prompts(run: Run) -> tuple[dict[str, Any], ...]:
+    """The prompt of a generation and, if that is another, the context that its last step finds."""
+    new = run.workload.new_tokens
+    return tuple(prompt_arguments(run.model, run.args, run.kwargs, n) for n in ((0,) if new < 3 else (0, new - 3)))
 
 
 def _refuse_generator(model: nn.Module, output: Any) -> None:

@@ -67,6 +67,7 @@ class Flow:
         unfolded: modules in which each use of a copy needs a way back of its own (see `unfold.py`).
         written_back: modules that write into an argument which was copied to them and is read again afterwards.
         steps: number of ops; time `steps` is after the last one, when the outputs go home.
+        uncounted: ops of no account (see `ModelGraph.uncounted`): nothing is live while they run, nothing is copied.
     """
 
     homes: Homes
@@ -76,9 +77,14 @@ class Flow:
     copies: tuple[Copy, ...]
     buffers: Buffers
     aligned: tuple[str, ...]
-    written_back: tuple[str, ...]
     unfolded: tuple[str, ...]
+    written_back: tuple[str, ...]
     steps: int
+    uncounted: range = range(0)
+
+    def counts(self, copy: Copy) -> bool:
+        """Whether a copy is made by ops that count; an output goes home after the op at which it is noted."""
+        return copy.born - (copy.reason == "output") not in self.uncounted
 
     def timeline(self, device: str, block_bytes: int = 1, kinds: np.ndarray | None = None) -> np.ndarray:
         """Return live bytes on a device at every op time and after the last; sizes rounded up to `block_bytes`.
@@ -94,7 +100,9 @@ class Flow:
         change = np.zeros(self.steps + 2, np.int64)
         np.add.at(change, self.buffers.born[mask], nbytes)
         np.add.at(change, self.buffers.died[mask], -nbytes)
-        return np.cumsum(change)[: self.steps + 1]
+        live = np.cumsum(change)[: self.steps + 1]
+        live[self.uncounted.start + 1 : self.uncounted.stop] = 0  # at its start the outputs before it go home
+        return live
 
     def peak(self, device: str, block_bytes: int = 1) -> tuple[int, int]:
         """Return the most bytes live on a device and the op time at which they first are."""

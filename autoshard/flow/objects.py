@@ -235,7 +235,7 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
         elif source < 0:
             last = left.get(obj, after if index in held_to_end else value.died)
         elif reasons[objects.buffer[obj]] == "output":
-            last = after
+            last = after if index in held_to_end else value.died
         elif reasons[objects.buffer[obj]] == "backward":
             last = end if index in gradients else 0
         elif objects.until[obj] >= 0:

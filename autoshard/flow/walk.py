@@ -419,6 +419,7 @@ class Walk:
             unfolded=tuple(path for path in order if path in unfolded),
             written_back=tuple(path for path in order if path in self.written_back),
             steps=self.end,
+            uncounted=self.graph.uncounted,
         )
 
 

@@ -25,12 +25,17 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     rows = _Rows(graph)
     op_rows = [rows.index[graph.calls[op.call].path] for op in graph.ops]
     op_bytes, op_dtypes = _traffic(graph)
-    flops = rows.sum(op_rows, [op.flops for op in graph.ops])
+    uncounted = graph.uncounted
+    flops = rows.sum(op_rows, [0 if op.index in uncounted else op.flops for op in graph.ops])
     moved = rows.sum(op_rows, op_bytes)
 
     tensors = _tensor_bytes(graph, rows)
     cache = rows.sum(*_born_in(graph, op_rows, sorted({graph.values[v].storage for v in graph.state})))
-    forward = [s.index for s in graph.storages if s.kind == "activation" and s.born < graph.backward_begin]
+    forward = [
+        s.index
+        for s in graph.storages
+        if s.kind == "activation" and s.born < graph.backward_begin and s.born not in uncounted
+    ]
     activation = rows.sum(*_born_in(graph, op_rows, forward))
     saved = rows.sum(*_saved(graph, op_rows))
 
@@ -93,7 +98,9 @@ def live_bytes(graph: ModelGraph) -> np.ndarray:
         if storage.kind in ("activation", "input"):
             change[max(storage.born, 0)] += storage.nbytes
             change[end + 1 if storage.index in kept else min(storage.died, end + 1)] -= storage.nbytes
-    return np.cumsum(change)[: end + 1]
+    live = np.cumsum(change)[: end + 1]
+    live[graph.uncounted.start : graph.uncounted.stop] = 0
+    return live
 
 
 def trained_storages(graph: ModelGraph) -> set[int]:
@@ -217,7 +224,8 @@ def _saved(graph: ModelGraph, op_rows: list[int]) -> tuple[list[int], list[int]]
 def _call_peaks(graph: ModelGraph, rows: _Rows, live: np.ndarray) -> tuple[list[int], list[int]]:
     """Most live bytes during any forward call of each module, and how many forward calls it had."""
     peaks, counts = [0] * len(graph.modules), [0] * len(graph.modules)
-    called = [call for call in graph.calls if not call.backward]
+    uncounted = graph.uncounted
+    called = [call for call in graph.calls if not call.backward and call.begin not in uncounted]
     for call in called:
         counts[rows.index[call.path]] += 1
     ran = [call for call in called if call.end > call.begin]
@@ -242,12 +250,13 @@ def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
     value_dtype = [names[value.dtype] for value in graph.values]
     floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
     moved, dtypes = [], []
+    uncounted = graph.uncounted
     for op in graph.ops:
         dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
         dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
         read = {value_storage[v] for v in op.inputs}
         written = [v for v in op.outputs if value_storage[v] not in read]
-        if not written and not op.mutates:
+        if (not written and not op.mutates) or op.index in uncounted:
             moved.append(0)
             continue
         inputs = list(dict.fromkeys(op.inputs))

@@ -233,7 +233,10 @@ def _edges(
             copies.append(2 if differentiable else 0 if row.storage in owner else 1)
         edges[rows[index], unit] = None
 
+    uncounted = graph.uncounted
     for op in graph.ops[: graph.backward_begin]:
+        if op.index in uncounted:
+            continue
         unit = int(op_unit[op.index])
         for index in op.inputs:
             add(index, unit)

@@ -10,6 +10,7 @@ from torch import nn
 from autoshard.capture.capture import capture
 from autoshard.capture.replay import replay
 from autoshard.errors import CaptureError
+from autoshard.profile.measure import profile_graph
 from autoshard.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 
@@ -129,23 +130,41 @@ def test_a_forward_that_returns_a_cache_has_state():
 def test_decode_is_one_step_on_the_longest_context():
     ids = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
     graph = capture(llama(), ids, workload=Workload(new_tokens=4))
-    (name, begin, middle), (step, again, end) = graph.phases
-    assert (name, step, begin, middle, end) == ("forward", "decode", 0, again, len(graph.ops))
-    roots = [call for call in graph.calls if call.path == ""]
-    assert [call.begin for call in roots] == [0, middle]
+    names, begins, ends = zip(*graph.phases, strict=True)
+    assert names == ("forward", "context", "decode")
+    assert begins == (0, *ends[:-1]) and ends[-1] == len(graph.ops)
+    assert graph.uncounted == range(begins[1], ends[1])
     embeds = [op for op in graph.ops if op.target is torch.ops.aten.embedding.default]
-    assert [graph.values[op.outputs[0]].shape for op in embeds] == [(2, 8, 16), (2, 1, 16)]
-    assert cache_bytes(graph) == 2 * 2 * (2 * 2 * 9 * 4) * 4  # the prompt, four new tokens
+    lengths = [graph.values[op.outputs[0]].shape[1] for op in embeds]
+    assert lengths == [5, 6, 1, 1]  # the prompt; a context and a step that stand for the steps left out; the last step
+    assert embeds[-2].index < begins[2] <= embeds[-1].index
+    assert cache_bytes(graph) == 2 * 2 * (2 * 2 * 8 * 4) * 4  # the prompt, and the new tokens but the last
     assert graph.values[graph.outputs[0]].shape == (2, 1, 100)  # only the last logits, as generate asks
 
 
+def test_what_only_makes_the_context_counts_nothing():
+    """The work is that of a prompt and a step, however many tokens are generated; only the step reads more."""
+    ids = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+
+    def measured(new_tokens):
+        workload = Workload(new_tokens=new_tokens)
+        return profile_graph(capture(llama(), ids, workload=workload), workload)
+
+    two, ten = measured(2), measured(10)
+    assert ten.graph.uncounted and not two.graph.uncounted
+    assert two.cache_bytes == 2 * 2 * (2 * 2 * 6 * 4) * 4 and ten.cache_bytes == 2 * 2 * (2 * 2 * 14 * 4) * 4
+    assert [m.calls for m in two.modules] == [m.calls for m in ten.modules]
+    assert two.flops <= ten.flops < 1.1 * two.flops
+    assert two.bytes_moved < ten.bytes_moved < 1.1 * two.bytes_moved
+
+
 @pytest.mark.parametrize("build", [encoder_decoder, speech])
-def test_decode_of_encoder_decoders_runs_the_encoder_once(build):
+def test_decode_of_encoder_decoders_runs_the_encoder_with_the_prompt(build):
     graph = capture(build(), workload=Workload(batch_size=2, sequence_length=6, new_tokens=3))
-    assert [name for name, _, _ in graph.phases] == ["forward", "decode"]
-    begin = graph.phases[1][1]
+    assert [name for name, _, _ in graph.phases] == ["forward", "context", "decode"]
     encoders = [call for call in graph.calls if call.path in ("encoder", "model.encoder")]
-    assert len(encoders) == 1 and encoders[0].end <= begin
+    assert [call.begin in graph.uncounted for call in encoders] == [False, True]
+    assert encoders[-1].end <= graph.phases[-1][1]
     assert graph.state
 
 

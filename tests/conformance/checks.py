@@ -12,6 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.backward import training_loss
+from autoshard.capture.decode import NO_TOKEN
 from autoshard.capture.replay import replay
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.placement import resolve_homes
@@ -197,8 +198,12 @@ def count_hooks(model: nn.Module) -> int:
     )
 
 
-def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool) -> dict[str, int]:
-    """Peak bytes of each simulated device over a forward or a training step, in the long run: the second is measured.
+def measured_peaks(
+    model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool, new_tokens: int = 0
+) -> dict[str, int]:
+    """Peak bytes of each simulated device over a forward, a training step or a greedy generation in the long run.
+
+    The second one is measured: by then all copies of tied parameters and all optimizer state are there.
 
     Inputs start where the estimate assumes them: at the home of the root.
     """
@@ -210,7 +215,9 @@ def measured_peaks(model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any
         optimizer = torch.optim.AdamW(model.parameters()) if training else None
         for _ in range(2):
             devices.reset_peak()
-            if optimizer is None:
+            if new_tokens:
+                model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_TOKEN)
+            elif optimizer is None:
                 with torch.no_grad():
                     model(**inputs)
             else:

@@ -92,6 +92,25 @@ def test_predicted_peak(case, training):
     assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
 
 
+@pytest.mark.parametrize("new_tokens", [2, 8])
+@named([case for case in HF_CASES if case.generates])
+def test_predicted_peak_of_generation(case, new_tokens):
+    """Of a prompt and all steps after it, for a plan that was told how many."""
+    inputs = {name: value for name, value in case.example().items() if not name.startswith("decoder_")}
+
+    def build():
+        model = case.model()
+        model.config.use_cache = model.generation_config.use_cache = True
+        return model
+
+    inputs.pop("use_cache", None)
+    plan, estimate = plan_tightly(build, inputs, "balanced", autoshard.Workload(new_tokens=new_tokens))
+    measured = measured_peaks(build(), plan, inputs, False, new_tokens)
+    predicted = {device.name: device.peak_bytes for device in estimate.devices}
+    off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
+    assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
+
+
 @named(REFUSED_CASES)
 def test_refused_at_plan_time(case):
     """What can't be right is refused before anything moves, with the file and the line."""
