@@ -137,7 +137,7 @@ def intercept(interceptor: Interceptor) -> None:
     """Ask `interceptor` about autograd functions and checkpointed ones until `release`; calls nest, the last counts."""
     _interceptors.append(interceptor)
     torch.autograd.Function.apply = classmethod(_intercepted)  # type: ignore[assignment, method-assign]
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _intercepted_checkpoint
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _intercepted_checkpoint  # type: ignore[assignment]
 
 
 def release(interceptor: Interceptor) -> None:

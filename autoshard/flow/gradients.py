@@ -17,6 +17,8 @@ from autoshard.capture.graph import Op
 if TYPE_CHECKING:
     from autoshard.flow.walk import Walk
 
+_HOME = -1
+"""Way of the parts of a gradient that are where the forward value was made."""
 _SEARCHED = 64
 """How many forward values are looked at to find the way of one gradient."""
 
@@ -34,7 +36,7 @@ class Gradients:
         self._last_device = walk.root_device
         self._one_device = len(walk.objects.devices) == 1
         self._sum_of: dict[int, Version] = {}  # value made by a sum of gradients -> what they are gradients of
-        self._parts: dict[int, dict[int, int]] = {}  # value made by a sum -> device -> what was added up there
+        self._parts: dict[int, dict[int, int]] = {}  # value made by a sum -> way back -> what goes that way together
         self._moved: dict[tuple[int, Version, int], int] = {}  # (gradient object, version, device) -> object there
         self._read_as: dict[int, int] = {}  # gradient object, a part of a sum -> the object its forward op read
         self._lowest: list[int] = []  # per backward op, the earliest forward op that the pass has come down to
@@ -93,51 +95,62 @@ class Gradients:
         return (), devices.pop() if devices else self._last_device
 
     def _add(self, op: Op, left: int, right: int, shared: Version) -> tuple[tuple[int, ...], int]:
-        """A sum of two gradients of one value: parts that come from one device are added there, before they leave it.
+        """A sum of two gradients of one value: parts that go back from one copy are added before they do.
 
-        recorded          ((a + b) + c)            a on device 0, b and c on device 1
+        recorded          ((a + b) + c)            a on device 0, b and c from one copy on device 1
         under the plan    a + copy of (b + c)
         """
         objects = self.objects
         (out,) = op.outputs
         ours, theirs = self._parts_of(left, shared, op), self._parts_of(right, shared, op)
-        both = [device for device in ours if device in theirs]
+        way = next((way for way in ours if way in theirs), None)
         merged = {**ours, **theirs}
         read: tuple[int, ...] = ()
-        device = both[0] if both else self._device_of(shared)
-        if both:
-            read = (ours[device], theirs[device])
-            merged[device] = ours[device] if out == left else objects.original(out, device, op.index)
+        device = self._device_of(shared)
+        if way is not None:
+            device = objects.device_of(ours[way])
+            read = (ours[way], theirs[way])
+            merged[way] = ours[way] if out == left else objects.original(out, device, op.index)
         self._sum_of[out] = shared
         self._parts[out] = merged
-        objects.current[out] = merged.get(device, next(iter(merged.values())))
+        objects.current[out] = merged.get(_HOME if way is None else way, next(iter(merged.values())))
         return read, device
 
     def _parts_of(self, value: int, shared: Version, op: Op) -> dict[int, int]:
-        """Device -> the part of a gradient that is there when op runs."""
+        """Way back -> the part of a gradient that has not gone it when op runs."""
         if self._sum_of.get(value) != shared or value not in self._parts:
             obj = self._come(value, (shared,), op, arrive=False)
-            self._parts[value], self._sum_of[value] = {self.objects.device_of(obj): obj}, shared
-        lowest = self._lowest[op.index - self.begin]
-        here = [dev for dev in self._parts[value] if lowest < self._crossing(shared[0], dev)]
-        return self._bring_together(value, here, op)
+            self._parts[value], self._sum_of[value] = {self._way_of(obj, value, shared): obj}, shared
+        lowest, way_back = self._lowest[op.index - self.begin], self.objects.way_back
+        gone = [way for way in self._parts[value] if way != _HOME and lowest <= way_back.get(way, 0)]
+        return self._bring_together(value, gone, op)
 
-    def _bring_together(self, value: int, devices: list[int], op: Op) -> dict[int, int]:
-        """Send the parts on these devices to where the forward value was made, and add them up there."""
+    def _way_of(self, obj: int, value: int, version: Version) -> int:
+        """The alias of a copy by which a gradient goes back."""
+        device = self.objects.device_of(obj)
+        if device == self._device_of(version):
+            return _HOME
+        read = self._read_as.get(obj, -1)
+        if read < 0:
+            read = self._object_read(self.graph.ops[self.graph.values[value].op].forward, version[0])
+        return read if read >= 0 else self.objects.elsewhere.get((version[0], device), _HOME)
+
+    def _bring_together(self, value: int, ways: list[int], op: Op) -> dict[int, int]:
+        """Send the parts that go these ways to where the forward value was made, and add them up there."""
         objects, parts, shared = self.objects, dict(self._parts[value]), self._sum_of[value]
         home = self._device_of(shared)
-        for device in devices:
-            if device == home:
+        for way in ways:
+            if way == _HOME:
                 continue
-            obj = self._to_maker(parts.pop(device), shared, op)
-            if home in parts:
+            obj = self._to_maker(parts.pop(way), shared, op, way)
+            if _HOME in parts:
                 row = self.graph.values[value]
                 time = max(row.op, objects.buffer_born[objects.buffer[obj]])
                 objects.used[obj] = max(objects.used[obj], time)
-                objects.used[parts[home]] = max(objects.used[parts[home]], time)
+                objects.used[parts[_HOME]] = max(objects.used[parts[_HOME]], time)
                 obj = objects.new_object(value, objects.new_buffer(row.storage, home, row.nbytes, time, copied=True))
                 self.walk.left[obj] = time + 1
-            parts[home] = obj
+            parts[_HOME] = obj
         self._parts[value] = parts
         return parts
 
@@ -148,12 +161,6 @@ class Gradients:
             parts = self._bring_together(value, list(parts), op)
         obj = self.objects.current[value] = next(iter(parts.values()))
         return obj
-
-    def _crossing(self, value: int, device: int) -> int:
-        """When the forward copy of a value on a device was made; 0 if there was none."""
-        objects = self.objects
-        copy = objects.elsewhere.get((value, device))
-        return 0 if copy is None else objects.buffer_born[objects.buffer[copy]]
 
     def _shared(self, left: int, right: int) -> Version | None:
         """The latest version that two gradients can both belong to; None for steps of one formula."""
@@ -233,7 +240,7 @@ class Gradients:
         if read < 0:
             read = self._read_as.get(obj, objects.elsewhere.get((version[0], objects.device_of(obj)), -1))
         while read >= 0 and objects.source[read] >= 0:
-            made, read = objects.buffer_born[objects.buffer[read]], objects.source[read]
+            made, read = objects.way_back.get(read, objects.buffer_born[objects.buffer[read]]), objects.source[read]
             time = self._passed(made, self.graph.values[objects.value[obj]].op + 1, op.index)
             obj = self._once(obj, version, objects.device_of(read), time, op)
         return self._once(obj, version, self._device_of(version), op.index, op)

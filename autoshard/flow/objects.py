@@ -9,7 +9,7 @@ copy on each device that needs it:
 
 Copies with autograd history share their memory and have a way back for gradients each:
 
-    layers.8 is called with it     object 11 in buffer B       an alias of object 9; gradients of its uses go to object 7
+    layers.8 is called with it     object 11 in buffer B       an alias of object 9; its gradient goes to object 7
 """
 
 from autoshard.capture.graph import ModelGraph
@@ -141,8 +141,7 @@ class Objects:
         differentiable = self._has_history(obj)
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
-        # Our copies keep expanded dimensions; those that autograd makes of a gradient do not.
-        nbytes = value.nbytes if value.copy_bytes < 0 or reason == "backward" else value.copy_bytes
+        nbytes = value.nbytes if value.copy_bytes < 0 else value.copy_bytes  # expanded dimensions are copied once
         buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
         copy = self.new_object(value.index, buffer, source=obj)
         self.elsewhere[value.index, device] = copy

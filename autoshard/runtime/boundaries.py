@@ -25,10 +25,11 @@ Boundaries = dict[str, tuple[torch.device | None, Guard | None]]
 def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: Boundaries) -> None:
     """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
+    mixed = resolve_homes(runtime.record.placements, modules, runtime.record.placements).mixed
     shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
     for path, (home, guard) in boundaries.items():
         kind = Hook if path else RootHook
-        hook = kind(runtime, path, home, guard)
+        hook = kind(runtime, path, home, guard, mixed=path in mixed)
         if any(_is_below(path, outer) for outer in shy):
             torch_private.uncount_hooks(modules[path])
         runtime.hooked.add(path)
@@ -69,6 +70,9 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
         # tensors that the model makes on the CPU may meet its own, too
         aligned |= moving
     unfolded = {names.get(path, path) for path in record.unfolded} & set(modules)
+    # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
+    if "" in homes.mixed:
+        moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
     whole, split = _fused(modules, record, shy, aligned)
     moving |= whole | split
     writing = (

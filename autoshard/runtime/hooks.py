@@ -45,6 +45,13 @@ def _kind(kind: type) -> int:
     return found
 
 
+def _holds_tensor(values: tuple) -> bool:
+    """Whether there is a tensor in nested tuples."""
+    return any(
+        isinstance(value, torch.Tensor) or (isinstance(value, tuple) and _holds_tensor(value)) for value in values
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """What a module needs besides its arguments while it runs.
@@ -72,13 +79,17 @@ class Hook:
     """Pre-hook: moves to `home` every tensor found directly in the arguments or in tuples of them (None: does not).
 
     Lists, dicts and other objects are passed as they are, since what a module writes into them must reach the caller;
-    if a list or dict holds a tensor of another device, the module's ops are watched from then on.
+    if a list or dict holds a tensor of another device, the module's ops are watched from then on. So are those of a
+    `mixed` module that is given a tuple of tensors: memories of layers, say, that are on several devices.
     """
 
-    __slots__ = ("guard", "home", "path", "runtime")
+    __slots__ = ("guard", "home", "mixed", "path", "runtime")
     uncounted = True
 
-    def __init__(self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None, mixed: bool = False
+    ) -> None:
+        self.mixed = mixed
         self.runtime = runtime
         self.path = path
         self.home = home
@@ -124,7 +135,7 @@ class Hook:
             elif kind in (_PLAIN, _OPAQUE):
                 continue
             elif kind == _TUPLE:
-                if not self.all_here(value):
+                if not self.all_here(value) or (self.mixed and _holds_tensor(value)):
                     return False
             elif kind is None:
                 _kind(type(value))
@@ -157,7 +168,7 @@ class Hook:
             if isinstance(value, (list, dict)):
                 if any(tensor.device != self.home for _, tensor in tensors_in(value)):
                     return True
-            elif isinstance(value, tuple) and self.holds_foreign(value):
+            elif isinstance(value, tuple) and (self.holds_foreign(value) or (self.mixed and _holds_tensor(value))):
                 return True
         return False
 
