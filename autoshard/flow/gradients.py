@@ -102,8 +102,12 @@ class Gradients:
         """
         objects = self.objects
         (out,) = op.outputs
-        ours, theirs = self._parts_of(left, shared, op), self._parts_of(right, shared, op)
+        reached = self._lowest[op.index - self.begin]
+        ours, theirs = (self._parts_of(value, shared, op, reached) for value in (left, right))
         way = next((way for way in ours if way in theirs), None)
+        if way is None:  # an alias is made just before the op that uses it: if that was the last part, it goes now
+            ours, theirs = (self._parts_of(value, shared, op, reached - 1) for value in (left, right))
+            way = next((way for way in ours if way in theirs), None)
         merged = {**ours, **theirs}
         read: tuple[int, ...] = ()
         device = self._device_of(shared)
@@ -116,13 +120,12 @@ class Gradients:
         objects.current[out] = merged.get(_HOME if way is None else way, next(iter(merged.values())))
         return read, device
 
-    def _parts_of(self, value: int, shared: Version, op: Op) -> dict[int, int]:
-        """Way back -> the part of a gradient that has not gone it when op runs."""
+    def _parts_of(self, value: int, shared: Version, op: Op, reached: int) -> dict[int, int]:
+        """Way back -> the part of a gradient that has not gone it once the pass is back at op `reached`."""
         if self._sum_of.get(value) != shared or value not in self._parts:
             obj = self._come(value, (shared,), op, arrive=False)
             self._parts[value], self._sum_of[value] = {self._way_of(obj, value, shared): obj}, shared
-        lowest, way_back = self._lowest[op.index - self.begin], self.objects.way_back
-        gone = [way for way in self._parts[value] if way != _HOME and lowest <= way_back.get(way, 0)]
+        gone = [way for way in self._parts[value] if way != _HOME and reached < self.objects.way_back.get(way, 0)]
         return self._bring_together(value, gone, op)
 
     def _way_of(self, obj: int, value: int, version: Version) -> int:
