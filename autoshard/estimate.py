@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """Bytes and seconds of one device under a plan. `peak_bytes`: the most that is live at once, overhead included."""
+    """Bytes and seconds of one device under a plan. `peak_bytes`: the most that is live at once, overhead included.
+
+    It is the peak in the long run, from the second pass on: by then the copies of parameters that another device reads,
+    and the optimizer's state, are there all the time. The first pass needs no more.
+    """
 
     name: str
     memory_bytes: int
@@ -42,7 +46,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a plan costs. Times are of one pass of the workload (forward, or training step).
+    """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
+
+    Inputs are taken to be at the root's home. The peak of a generation is that of its prompt or of its last step.
 
     Attributes:
         latency_seconds: one pass, devices taking turns.

@@ -58,6 +58,7 @@ class Objects:
         self.way_back: dict[int, int] = {}
         self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
         self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
+        self._returned: list[int] = []  # copies that the last forward returned
         self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
 
     def device_of(self, obj: int) -> int:
@@ -133,7 +134,7 @@ class Objects:
         """Return the copy of an object on a device: remembered, unless its source was written since."""
         key, version = (obj, device), self.buffer_version[self.buffer[obj]]
         known = self._memo.get(key)
-        if known is not None and known[1] == version:
+        if known is not None and known[1] == version and reason != "output":
             return known[0]
         value = self.graph.values[self.value[obj]]
         storage = self.graph.storages[value.storage]
@@ -151,6 +152,9 @@ class Objects:
                 self._differentiable.append(key)
         else:
             self.until[copy] = time
+        if reason == "output":
+            self.until[copy] = len(self.graph.ops) + 1
+            self._returned.append(copy)
         self._note(copy, value.index, nbytes, time, reason, consumer, kept)
         return copy
 
@@ -159,6 +163,18 @@ class Objects:
         made = self.current[value]
         nbytes = self.graph.values[value].nbytes
         self._append(value, self.device_of(obj), self.device_of(made), nbytes, time, "model", consumer, -1, False)
+
+    def forward_began(self, time: int) -> None:
+        """Drop what is remembered of an earlier forward: only copies of parameters are trusted from one to the next."""
+        lasting = {copy.buffer for copy in self.copies if copy.kept}
+        for copy in self._returned:  # a generation keeps the outputs of one step until the next at most
+            self.until[copy] = time
+        self._returned.clear()
+        for key, (copy, _) in list(self._memo.items()):
+            if self.buffer[copy] not in lasting:
+                self.until[copy] = time
+                del self._memo[key]
+        self.in_forward = True
 
     def forward_ended(self, time: int) -> None:
         """Drop copies with autograd history from the memo: the graph holds those it needs."""
@@ -234,7 +250,7 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
         elif source < 0:
             last = left.get(obj, after if index in held_to_end else value.died)
         elif reasons[objects.buffer[obj]] == "output":
-            last = after if index in held_to_end else value.died
+            last = min(after if index in held_to_end else value.died, objects.until[obj])
         elif reasons[objects.buffer[obj]] == "backward":
             last = end if index in gradients else 0
         elif objects.until[obj] >= 0:

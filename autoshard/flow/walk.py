@@ -154,7 +154,7 @@ class Walk:
         self._stack.append(call.index)
         self._watching += call.path in self.watched
         if call.path == "" and call.parent < 0 and not call.backward:
-            self.objects.in_forward = True
+            self.objects.forward_began(call.begin)
         home = self.hooked.get(call.path)
         if home is None:
             return
@@ -401,6 +401,10 @@ class Walk:
 
         order = [module.path for module in self.graph.modules]
         unfolded = {*self.unfolded, *self._find_unfolded()}
+        called = [call.path + "." for call in self.graph.calls]
+        for path in self.homes.mixed:  # a branch that this run did not take: nobody knows what meets in there
+            if not any(prefix.startswith(path + ".") for prefix in called):
+                self.aligned[path] = None
         return Flow(
             homes=self.homes,
             tensor_device=self.tensor_device,

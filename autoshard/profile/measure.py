@@ -104,7 +104,13 @@ def live_bytes(graph: ModelGraph) -> np.ndarray:
 
 
 def trained_storages(graph: ModelGraph) -> set[int]:
-    """Return the storages of trainable parameters that an op reads: those that get a gradient and optimizer state."""
+    """Return the storages of parameters that get a gradient and optimizer state.
+
+    Of a recorded training step those for which backward left one; else the trainable ones that an op reads.
+    """
+    if graph.gradients:
+        got = {name for name, _ in graph.gradients}
+        return {tensor.storage for tensor in graph.tensors if tensor.name in got}
     read = {value for op in graph.ops for value in op.inputs}
     read_storages = {graph.values[value].storage for value in read}
     return {t.storage for t in graph.tensors if t.trainable and t.kind == "parameter" and t.storage in read_storages}

@@ -53,8 +53,8 @@ def run(
     """Run the model on copies of the inputs, placed on `device` (None: where they are).
 
     `results`, if given, is what results are added to, so that they are there if the run stops in between.
-    `measure`, if given, is called before the pass whose peak counts: the decode if there is one, in training a second
-    step.
+    `measure`, if given, is called before the pass whose peak counts: the decode if there is one, else a second pass or
+    step, since that is what the estimate is of.
     """
     measure_pass = None if work.new_tokens else measure
     results = [] if results is None else results
@@ -86,13 +86,17 @@ def _copied(value: Any, device: torch.device | None) -> Any:
 def _forward(
     model: nn.Module, work: Work, device: torch.device | None, measure: Callable[[], None] | None
 ) -> Iterator[Result]:
+    """Take a pass to compare and, if peaks are measured, another: by then all copies that are kept are there."""
     args, kwargs = _copied((work.args, work.kwargs), device)
-    if measure is not None:
-        measure()
     output = _listed(model(*args, **kwargs))
     yield from results_of("forward", "", "output", output)
     yield from results_of("forward", "", "argument", [*args, *kwargs.values()])
     yield from _buffers(model)
+    if measure is not None:
+        del args, kwargs, output
+        args, kwargs = _copied((work.args, work.kwargs), device)
+        measure()
+        _listed(model(*args, **kwargs))
 
 
 def _train(
