@@ -133,6 +133,7 @@ def plan_tightly(
 ) -> tuple[autoshard.Plan, autoshard.Estimate]:
     """Plan with zero hints on three unequal devices, as small as the strategy can do with."""
     model = make()
+    seed()  # see `measured_peaks`
     profile = autoshard.profile(model, inputs, workload=workload)
     for memory in unequal(profile.peak_bytes):
         try:
@@ -203,7 +204,9 @@ def measured_peaks(
 ) -> dict[str, int]:
     """Peak bytes of each simulated device over a forward, a training step or a greedy generation in the long run.
 
-    The second one is measured: by then all copies of tied parameters and all optimizer state are there.
+    The second one is measured: by then all copies of tied parameters and all optimizer state are there. It draws the
+    same random numbers and finds the same weights as the capture did, since some models make shapes out of either
+    (a router that sends other tokens to an expert of another device).
 
     Inputs start where the estimate assumes them: at the home of the root.
     """
@@ -212,8 +215,9 @@ def measured_peaks(
     with autoshard.simulate({device.name: "1GiB" for device in plan.devices}) as devices:
         autoshard.apply(model, plan)
         inputs = map_tensors(inputs, lambda tensor: tensor.to(home))
-        optimizer = torch.optim.AdamW(model.parameters()) if training else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0) if training else None
         for _ in range(2):
+            seed()
             devices.reset_peak()
             if new_tokens:
                 model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_TOKEN)
