@@ -20,8 +20,8 @@ from tests.models import HF_CASES, HOSTILE_CASES, REFUSED_CASES, WORKING_CASES, 
 
 TRAINING = autoshard.Workload(mode="training", optimizer="adamw")
 THREE = ["cpu:0", "cpu:1", "cpu:2"]
-# Off by more than 1 % when they train on several devices, up to 15 % under and 118 % over: when the gradients of the uses
-# of one tensor meet, on which device they wait for each other is not always foreseen.
+# Off by more than 1 % when they train on several devices, up to 15 % under and 118 % over: when the gradients of the
+# uses of one tensor meet, on which device they wait for each other is not always foreseen.
 GRADIENTS_WAIT = {
     "attention",
     "cached-tables",
