@@ -53,11 +53,14 @@ def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
     return name
 
 
-def resolve_homes(placements: Mapping[str, str], modules: Iterable[str], tensors: Iterable[str]) -> Homes:
+def resolve_homes(
+    placements: Mapping[str, str], modules: Iterable[str], tensors: Iterable[str], uncallable: Iterable[str] = ()
+) -> Homes:
     """Find the home of every module; `modules` and `tensors` are dotted names in registration order.
 
     `tensors` holds every name of every parameter and buffer, tied ones under each name. A name's device is that of its
-    own entry, also where a tie makes the tensor live elsewhere. Raises `PlanError` if a tensor has no entry.
+    own entry, also where a tie makes the tensor live elsewhere. `uncallable`: lists and dicts of modules, which have no
+    forward to hook; their elements are hooked instead. Raises `PlanError` if a tensor has no entry.
     """
     entries = {}
     for name in tensors:
@@ -102,7 +105,16 @@ def resolve_homes(placements: Mapping[str, str], modules: Iterable[str], tensors
     if "" not in homes:  # a model without tensors still runs somewhere
         homes[""] = placements.get("") or next(iter(placements.values()), "cpu")
 
-    hooked = ["", *(p for p in listed if p and p in homes and (p in mixed or parent(p) in mixed))]
+    lists = set(uncallable)
+
+    def opened(path: str) -> bool:
+        """Whether the children of a module are called from code that may have tensors of several devices."""
+        return path in mixed or (path != "" and path in lists and opened(parent(path)))
+
+    hooked = [
+        "",
+        *(p for p in listed if p and p in homes and p not in lists and (p in mixed or opened(parent(p)))),
+    ]
     return Homes(entries=entries, homes=homes, mixed=mixed, hooked=tuple(hooked))
 
 

@@ -32,6 +32,12 @@ def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
     assert homes.hooked == ("", "embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "head")
 
 
+def test_elements_are_hooked_where_a_list_of_modules_has_no_forward():
+    homes = resolve_homes({"embed": "a", "layers": "b", "head": "b"}, MODULES, TENSORS, uncallable=["layers"])
+    assert homes.hooked == ("", "embed", "layers.0", "layers.1", "head")
+    assert resolve_homes({"": "a"}, MODULES, TENSORS, uncallable=["layers"]).hooked == ("",)
+
+
 def test_the_longest_entry_counts():
     assert covering_entry({"": 1, "a.b": 2}, "a.b.weight") == "a.b"
     assert covering_entry({"": 1, "a.b": 2}, "a.bc.weight") == ""

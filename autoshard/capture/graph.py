@@ -131,12 +131,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
-    """A module of the tree in registration order; the root has path "". One shared by several parents has `aliases`."""
+    """A module of the tree in registration order; the root has path "". One shared by several parents has `aliases`.
+
+    Lists and dicts of modules are not `callable`: they have no forward.
+    """
 
     path: str
     class_name: str
     tensors: tuple[str, ...]
     aliases: tuple[str, ...] = ()
+    callable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,11 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
         own = [*module._parameters.items(), *module._buffers.items()]
         names = tuple(f"{path}.{name}" if path else name for name, tensor in own if tensor is not None)
         others = tuple(aliases[id(module)][1:])
-        table.append(ModuleInfo(path=path, class_name=type(module).__name__, tensors=names, aliases=others))
+        row = ModuleInfo(
+            path=path, class_name=type(module).__name__, tensors=names, aliases=others,
+            callable=type(module).forward is not nn.Module.forward,
+        )  # fmt: skip
+        table.append(row)
     return tuple(table)
 
 

@@ -1,5 +1,6 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
+import gc
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -256,6 +257,8 @@ def devices_command(
 
 def run() -> None:
     """Entry point of the command."""
+    # A graph of a hundred thousand objects that all stay is scanned again and again otherwise: 0.6 s of 6 for 405B.
+    gc.set_threshold(100_000, 50, 1000)
     app(prog_name="autoshard")
 
 

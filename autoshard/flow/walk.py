@@ -27,7 +27,8 @@ def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     Follows the runtime op for op. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
     """
     names = [tensor.name for tensor in graph.tensors]
-    homes = resolve_homes(placements, [module.path for module in graph.modules], names)
+    uncallable = [module.path for module in graph.modules if not module.callable]
+    homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
     devices = tensor_devices(homes, graph.tied())
     stages = tuple(dict.fromkeys(placements.values()))
     found = Walk(graph, homes, devices, stages).run()

@@ -52,7 +52,8 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
     """Decide which modules are hooked and how; the root comes first."""
     modules = dict(model.named_modules())
     shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
-    homes = resolve_homes(record.placements, modules, record.placements)
+    uncallable = [path for path, module in modules.items() if type(module).forward is nn.Module.forward]
+    homes = resolve_homes(record.placements, modules, record.placements, uncallable)
     resolved = {name: resolve_device(name) for name in dict.fromkeys([*homes.homes.values(), record.homes[""]])}
     device = {path: resolved[name] for path, name in {**homes.homes, "": record.homes[""]}.items()}
     first_path = {id(module): path for path, module in modules.items()}

@@ -147,6 +147,6 @@ def test_registration_hooks_go_with_the_last_applied_model():
     before = len(torch_module._global_module_registration_hooks)
     _, model = pair()
     apply_device_map(model, {"": "cpu"})
-    assert len(torch_module._global_module_registration_hooks) == before + 1
+    assert len(torch_module._global_module_registration_hooks) == max(before, 1)  # one for all applied models
     remove(model)
     assert len(torch_module._global_module_registration_hooks) == before
