@@ -105,17 +105,18 @@ def resolve_homes(
     if "" not in homes:  # a model without tensors still runs somewhere
         homes[""] = placements.get("") or next(iter(placements.values()), "cpu")
 
-    lists = set(uncallable)
+    hooked = _hooked([path for path in listed if path in homes], mixed, frozenset(uncallable))
+    return Homes(entries=entries, homes=homes, mixed=mixed, hooked=hooked)
+
+
+def _hooked(paths: Iterable[str], mixed: frozenset[str], uncallable: frozenset[str]) -> tuple[str, ...]:
+    """Choose among modules with a home those whose arguments may come from elsewhere; the root comes first."""
 
     def opened(path: str) -> bool:
         """Whether the children of a module are called from code that may have tensors of several devices."""
-        return path in mixed or (path != "" and path in lists and opened(parent(path)))
+        return path in mixed or (path != "" and path in uncallable and opened(parent(path)))
 
-    hooked = [
-        "",
-        *(p for p in listed if p and p in homes and p not in lists and (p in mixed or opened(parent(p)))),
-    ]
-    return Homes(entries=entries, homes=homes, mixed=mixed, hooked=tuple(hooked))
+    return ("", *(p for p in paths if p and p not in uncallable and (p in mixed or opened(parent(p)))))
 
 
 def tensor_devices(homes: Homes, tied: Iterable[tuple[str, ...]]) -> dict[str, str]:

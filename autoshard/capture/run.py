@@ -72,7 +72,6 @@ def record_run(
         stack.enter_context(recorder)
         if training:
             stack.enter_context(saved_tensor_hooks(recorder))
-        phases = [("forward", 0, 0)]
         gradients: dict[str, int] = {}
         if decode is None:
             output = model(*args, **kwargs)
