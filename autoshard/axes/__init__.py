@@ -1,0 +1,1 @@
+"""ModelGraph → axis groups: which dimensions of which parameters can be cut together."""

@@ -1,0 +1,317 @@
+"""The algebra of axes: what a dimension of a tensor is made of.
+
+An axis is a product of factors, major to minor; a factor is a leaf, or a concatenation of axes:
+
+    512 = 8 x 64                   a leaf that a view has split: it is bound to (leaf 8, leaf 64) from then on
+    6144 = (4096 | 1024 | 1024)    a fused projection that slices have cut apart: one Cat of three axes
+
+Two dimensions that an op pairs element by element are unified: afterwards they are made of the same leaves. What is
+learnt is remembered by binding leaves, as in the unification of terms, so it holds for all tensors seen before as well.
+Sizes never change; factors of size 1 do not exist. The leaves of what can't be expressed are `lost`: never cut.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import gcd, prod
+
+Axis = tuple["Leaf | Cat", ...]
+"""Factors, major to minor; () is an axis of size 1."""
+
+
+class Leaf:
+    """A factor about which nothing more is known; `bound` once something is. `lost`: why it can't be cut, or ""."""
+
+    __slots__ = ("bound", "lost", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.bound: Axis | None = None
+        self.lost = ""
+
+    def __repr__(self) -> str:
+        return f"{self.size}" if self.bound is None else "x".join(map(repr, resolve(self.bound)))
+
+
+class Cat:
+    """Axes one after the other."""
+
+    __slots__ = ("segments", "size")
+
+    def __init__(self, segments: Iterable[Axis]) -> None:
+        self.segments = tuple(segments)
+        self.size = sum(map(size_of, self.segments))
+
+    def __repr__(self) -> str:
+        return "(" + "|".join("x".join(map(repr, resolve(axis))) or "1" for axis in self.segments) + ")"
+
+
+def fresh(size: int) -> Axis:
+    """An axis of which nothing is known."""
+    return (Leaf(size),) if size != 1 else ()
+
+
+def size_of(axis: Axis) -> int:
+    return prod(factor.size for factor in axis)
+
+
+def resolve(axis: Axis) -> Axis:
+    """The axis as far as it is known now: bound leaves replaced, nested concatenations flattened."""
+    if all(type(factor) is Leaf and factor.bound is None for factor in axis):
+        return axis
+    found: list[Leaf | Cat] = []
+    for factor in axis:
+        if isinstance(factor, Cat):
+            found.append(_flat(factor))
+        elif factor.bound is None:
+            found.append(factor)
+        else:
+            factor.bound = resolve(factor.bound)
+            found.extend(factor.bound)
+    return tuple(found)
+
+
+def _flat(cat: Cat) -> Cat:
+    segments: list[Axis] = []
+    for segment in map(resolve, cat.segments):
+        if len(segment) == 1 and isinstance(segment[0], Cat):
+            segments.extend(segment[0].segments)
+        else:
+            segments.append(segment)
+    return Cat(segments) if len(segments) != len(cat.segments) or segments != list(cat.segments) else cat
+
+
+def leaves(axis: Axis) -> Iterator[Leaf]:
+    """Every leaf in an axis, as often as it occurs."""
+    for factor in resolve(axis):
+        if isinstance(factor, Leaf):
+            yield factor
+        else:
+            for segment in factor.segments:
+                yield from leaves(segment)
+
+
+def covers(axis: Axis, leaf: Leaf) -> bool:
+    """Whether every index along the axis lies in one slice of the leaf: no part of a concatenation is without it."""
+    return any(
+        factor is leaf if isinstance(factor, Leaf) else all(covers(segment, leaf) for segment in factor.segments)
+        for factor in resolve(axis)
+    )
+
+
+def lose(axis: Axis, why: str) -> None:
+    """Block every leaf of an axis; the first reason stays."""
+    for leaf in leaves(axis):
+        leaf.lost = leaf.lost or why
+
+
+def unify(left: Axis, right: Axis, why: str = "") -> None:
+    """Make two axes of the same size the same; `why` names the place in case they don't match."""
+    while True:
+        left, right = resolve(left), resolve(right)
+        while left and right and left[0] is right[0]:
+            left, right = left[1:], right[1:]
+        if not left or not right:
+            return
+        major, minor = left[0], right[0]
+        if major.size == minor.size:
+            if not _unify_factors(major, minor, why):
+                return
+            left, right = left[1:], right[1:]
+            continue
+        common = gcd(major.size, minor.size)
+        if common == 1 or not (_split(major, common, why) and _split(minor, common, why)):
+            lose(left, f"{why}: sizes {_sizes(left)} and {_sizes(right)} have no common parts")
+            lose(right, f"{why}: sizes {_sizes(left)} and {_sizes(right)} have no common parts")
+            return
+        left, right = (*_halves(major, common), *left[1:]), (*_halves(minor, common), *right[1:])
+
+
+def reshape(axes: Iterable[Axis], sizes: Iterable[int], why: str = "") -> list[Axis]:
+    """The axes of a tensor seen in another shape of as many elements.
+
+    (2, 512 = 8×64) as (2, 8, 64)   ->   2 | 8 | 64          (2, 8, 64) as (16, 64)   ->   2×8 | 64
+    """
+    rest = resolve(tuple(factor for axis in axes for factor in axis))
+    made: list[Axis] = []
+    for size in sizes:
+        axis, rest = _take(rest, size, why)
+        made.append(axis)
+    return made
+
+
+def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
+    """Split an axis into its major part of `size` and the rest."""
+    if size == 0:
+        return fresh(0), axis
+    taken: list[Leaf | Cat] = []
+    rest = resolve(axis)
+    while size > 1:
+        if not rest:
+            return (*taken, *fresh(size)), ()
+        factor = rest[0]
+        if size % factor.size == 0:
+            taken.append(factor)
+            size, rest = size // factor.size, rest[1:]
+            continue
+        common = gcd(size, factor.size)
+        if common == 1 or not _split(factor, common, why):
+            return _reground(tuple(taken), rest, size, why)
+        rest = resolve((*_halves(factor, common), *rest[1:]))
+    return tuple(taken), rest
+
+
+def _reground(taken: Axis, rest: Axis, size: int, why: str) -> tuple[Axis, Axis]:
+    """Give up on what does not divide: the old leaves and the new ones in their place are lost."""
+    lose(rest, f"{why}: {size} is no part of {_sizes(rest)}")
+    total = size_of(rest)
+    major, minor = fresh(size), fresh(total // size if total % size == 0 else 0)
+    lose((*major, *minor), f"{why}: {size} is no part of {_sizes(rest)}")
+    return (*taken, *major), minor
+
+
+def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
+    """Split an axis into what comes before index `at` and the rest: it becomes a concatenation.
+
+    0 < at < size. Where the boundary lies inside a minor factor, everything is lost.
+    """
+    axis = resolve(axis)
+    minor = size_of(axis[1:])
+    if at % minor:
+        lose(axis, f"{why}: a part of {at} cuts through {_sizes(axis)}")
+        parts = fresh(at), fresh(size_of(axis) - at)
+        lose((*parts[0], *parts[1]), f"{why}: a part of {at} cuts through {_sizes(axis)}")
+        return parts
+    before, after = _cut_factor(axis[0], at // minor, why)
+    return resolve((*before, *axis[1:])), resolve((*after, *axis[1:]))
+
+
+def _cut_factor(factor: "Leaf | Cat", at: int, why: str) -> tuple[Axis, Axis]:
+    if isinstance(factor, Leaf):
+        before, after = fresh(at), fresh(factor.size - at)
+        _bind(factor, (Cat((before, after)),))
+        return before, after
+    left: list[Axis] = []
+    right = list(factor.segments)
+    while at:
+        size = size_of(right[0])
+        if size <= at:
+            left.append(right.pop(0))
+            at -= size
+            continue
+        before, after = cut(right[0], at, why)
+        left.append(before)
+        right[0] = after
+        at = 0
+    return _joined(left), _joined(right)
+
+
+def concatenate(segments: Iterable[Axis]) -> Axis:
+    """One axis after the other."""
+    return _joined([segment for segment in segments if size_of(segment)])
+
+
+def _joined(segments: list[Axis]) -> Axis:
+    return segments[0] if len(segments) == 1 else (Cat(segments),)
+
+
+def every(axis: Axis, step: int, why: str = "") -> Axis:
+    """Every `step`-th index: the major factor, if the step divides the size; the minor one can't be cut then."""
+    if size_of(axis) % step:
+        lose(axis, f"{why}: a step of {step} does not divide {_sizes(axis)}")
+        made = fresh(-(-size_of(axis) // step))
+        lose(made, f"{why}: a step of {step} does not divide {_sizes(axis)}")
+        return made
+    major, minor = _take(axis, size_of(axis) // step, why)
+    lose(minor, f"{why}: takes one of every {step}")
+    return major
+
+
+def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> bool:
+    """Make two factors of the same size the same; False if they are lost instead."""
+    if isinstance(left, Leaf):
+        if left in _inside(right):
+            lose((left,), f"{why}: an axis would be a part of itself")
+            return False
+        _bind(left, (right,))
+        return True
+    if isinstance(right, Leaf):
+        return _unify_factors(right, left, why)
+    ours, theirs = list(left.segments), list(right.segments)
+    while ours and theirs:
+        mine, other = ours.pop(0), theirs.pop(0)
+        here, there = size_of(mine), size_of(other)
+        if here > there:
+            mine, rest = cut(mine, there, why)
+            ours.insert(0, rest)
+        elif there > here:
+            other, rest = cut(other, here, why)
+            theirs.insert(0, rest)
+        unify(mine, other, why)
+    return True
+
+
+def _inside(factor: "Leaf | Cat") -> set[Leaf]:
+    return set(leaves((factor,))) if isinstance(factor, Cat) else set()
+
+
+def _bind(leaf: Leaf, axis: Axis) -> None:
+    leaf.bound = axis
+    if leaf.lost:
+        lose(axis, leaf.lost)
+
+
+def _split(factor: "Leaf | Cat", major: int, why: str) -> bool:
+    """Make a factor a product of `major` and the rest; False if a concatenation does not allow it."""
+    if isinstance(factor, Leaf):
+        if factor.size != major:
+            _bind(factor, (*fresh(major), *fresh(factor.size // major)))
+        return True
+    minor = factor.size // major
+    return all(size_of(segment) % minor == 0 for segment in factor.segments)
+
+
+def _halves(factor: "Leaf | Cat", major: int) -> Axis:
+    """The parts of a factor that `_split` said can be split. (a×m | b×m) is (a | b) × m, the same m in all segments."""
+    if isinstance(factor, Leaf):
+        return resolve((factor,))
+    minor = factor.size // major
+    if minor == 1:
+        return (factor,)
+    majors, minors = [], []
+    for segment in factor.segments:
+        above, below = _take(segment, size_of(segment) // minor, "")
+        majors.append(above)
+        minors.append(below)
+    for below in minors[1:]:
+        unify(minors[0], below)
+    return (*_joined([resolve(above) for above in majors]), *resolve(minors[0]))
+
+
+def _sizes(axis: Axis) -> str:
+    return "x".join(map(repr, resolve(axis))) or "1"
+
+
+def describe(axis: Axis, leaf: Leaf) -> str:
+    """The axis as text in the form of `sharding`, with the leaf starred: "8x*4x64", "(*32x64|512)"."""
+    return _product(resolve(axis), leaf) or "1"
+
+
+def _product(axis: Axis, leaf: Leaf) -> str:
+    parts: list[str] = []
+    plain = 1
+    for factor in axis:
+        text = _factor(factor, leaf)
+        if text:
+            parts += [str(plain)] if plain > 1 else []
+            parts.append(text)
+            plain = 1
+        else:
+            plain *= factor.size
+    return "x".join([*parts, str(plain)] if plain > 1 else parts)
+
+
+def _factor(factor: "Leaf | Cat", leaf: Leaf) -> str:
+    """ "" if the leaf is not in it."""
+    if isinstance(factor, Leaf):
+        return f"*{factor.size}" if factor is leaf else ""
+    texts = [_product(segment, leaf) or "1" for segment in map(resolve, factor.segments)]
+    return f"({'|'.join(texts)})" if any("*" in text for text in texts) else ""

@@ -1,0 +1,204 @@
+"""Axis groups: the leaves that can be cut, what is cut with each, and where its cut and uncut tensors meet."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves
+from autoshard.axes.places import Places, Unplaceable
+from autoshard.axes.regions import OUTSIDE, Region, find_regions, leaf_regions, shared_tensors
+from autoshard.axes.walk import Walk
+from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.sharding import Action, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisGroup:
+    """Dimensions of parameters that can be cut together, in each of `blocks` alike (names are relative to them).
+
+    Attributes:
+        size: how many slices there are.
+        shards: the dimensions that are cut.
+        actions: what the runtime must do where cut and uncut tensors meet; see `sharding.Action`.
+        summed: parameters that stay whole and are used inside the cut: every rank has a part of their gradient.
+        nbytes: bytes of parameters that are cut, in one block.
+        flops: of one forward of one block, those that are shared among the ranks.
+        reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block.
+        conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
+        leaf: the leaf itself, and `walk` the analysis it is from; for proofs made in the same process.
+    """
+
+    index: int
+    blocks: tuple[str, ...]
+    size: int
+    shards: tuple[Shard, ...]
+    actions: tuple[Action, ...]
+    summed: tuple[str, ...]
+    nbytes: int
+    flops: int
+    reduced_bytes: int
+    gathered_bytes: int
+    conflicts: tuple[int, ...] = ()
+    leaf: Leaf
+    walk: Walk
+
+    @property
+    def reductions(self) -> int:
+        """All-reduces of one forward of one block."""
+        return sum(action.kind in ("reduce", "mean", "lookup") for action in self.actions)
+
+    @property
+    def gathers(self) -> int:
+        """All-gathers of one forward of one block."""
+        return sum(action.kind == "gather" for action in self.actions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """A dimension of a parameter that can't be cut, and why: the op and the module that stand against it."""
+
+    name: str
+    dim: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisGroups:
+    """What the axis analysis found in a model."""
+
+    groups: tuple[AxisGroup, ...]
+    blocked: tuple[Blocked, ...]
+    regions: tuple[Region, ...]
+
+
+def find_groups(graph: ModelGraph, *, by_leaf_module: bool = False) -> AxisGroups:
+    """Find what can be cut in a graph that was captured with `composite=True`.
+
+    `by_leaf_module` takes every module that has parameters of its own as a region: what it makes is gathered behind it,
+    so less can be in the way, and more is sent.
+    """
+    regions = leaf_regions(graph) if by_leaf_module else find_regions(graph)
+    shared = shared_tensors(graph, by_leaf_module=by_leaf_module)
+    groups: list[AxisGroup] = []
+    blocked: list[Blocked] = []
+    for region in regions:
+        found, refused = _groups_of(graph, region, shared, len(groups))
+        groups += found
+        blocked += refused
+    return AxisGroups(groups=tuple(groups), blocked=tuple(blocked), regions=regions)
+
+
+def _groups_of(
+    graph: ModelGraph, region: Region, shared: frozenset[int], first: int
+) -> tuple[list[AxisGroup], list[Blocked]]:
+    """The groups of one region, numbered from `first`, and what is blocked in it."""
+    walk = Walk(graph)
+    for index in region.ops:
+        walk.run(graph.ops[index])
+    tensors = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
+    for tensor in tensors:
+        inside = region.path == OUTSIDE or tensor.name.startswith(f"{region.path}.")
+        if tensor.value in shared or not inside:
+            walk.why = f"{tensor.name} is used in several places"
+            walk.block(walk.axes[tensor.value])
+    walk.resolve_all()
+    places = Places(graph, region, walk)
+    reasons: dict[Leaf, str] = {}
+    made: list[AxisGroup] = []
+    for leaf in dict.fromkeys(leaf for tensor in tensors for axis in walk.axes[tensor.value] for leaf in leaves(axis)):
+        reasons[leaf] = leaf.lost or _refused(graph, walk, places, leaf)
+        if reasons[leaf] or leaf.size < 2:
+            continue
+        members = [tensor for tensor in tensors if walk.cut_dims(tensor.value, leaf)]
+        if not any(tensor.kind == "parameter" and len(tensor.shape) > 1 for tensor in members):
+            continue
+        try:
+            actions, summed = places.actions(leaf)
+        except Unplaceable as error:
+            reasons[leaf] = str(error)
+            continue
+        made.append(
+            AxisGroup(
+                index=first + len(made),
+                blocks=region.paths,
+                size=leaf.size,
+                shards=tuple(_shards(walk, region, members, leaf)),
+                actions=actions,
+                summed=summed,
+                nbytes=sum(_cut_bytes(walk, tensor, leaf) for tensor in members if tensor.kind == "parameter"),
+                flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, leaf)),
+                reduced_bytes=places.reduced_bytes(leaf),
+                gathered_bytes=places.gathered_bytes(leaf),
+                leaf=leaf,
+                walk=walk,
+            )
+        )
+    return _with_conflicts(made, walk), list(_blocked(walk, tensors, reasons))
+
+
+def _refused(graph: ModelGraph, walk: Walk, places: Places, leaf: Leaf) -> str:
+    """Why a leaf that no op blocks can't be cut all the same; "" if it can."""
+    for contraction in walk.contractions:
+        if leaf in leaves(contraction.axis) and not covers(contraction.axis, leaf):
+            return f"{places.where(contraction.op)} sums over more than it"
+    for value, axes in walk.axes.items():
+        if sum(_times(axis, leaf) for axis in axes) > 1:
+            return f"a tensor of {places.where(graph.values[value].op)} would be cut twice"
+    if places.is_residual(leaf):
+        return "it runs through the block from its input to its output"
+    return ""
+
+
+def _times(axis: Axis, leaf: Leaf) -> int:
+    """How often a leaf is a factor along one way through an axis."""
+    return sum(
+        (factor is leaf)
+        if isinstance(factor, Leaf)
+        else max((_times(part, leaf) for part in factor.segments), default=0)
+        for factor in axis
+    )
+
+
+def _shards(walk: Walk, region: Region, members: list[TensorInfo], leaf: Leaf) -> Iterator[Shard]:
+    for tensor in members:
+        name = tensor.name[len(region.path) + 1 :] if region.path else tensor.name
+        for dim in walk.cut_dims(tensor.value, leaf):
+            yield Shard(name=name, dim=dim, axis=describe(walk.axes[tensor.value][dim], leaf))
+
+
+def _cut_bytes(walk: Walk, tensor: TensorInfo, leaf: Leaf) -> int:
+    (dim,) = walk.cut_dims(tensor.value, leaf)
+    axis = walk.axes[tensor.value][dim]
+    return tensor.nbytes * _part(axis, leaf) // max(1, tensor.shape[dim])
+
+
+def _part(axis: Axis, leaf: Leaf) -> int:
+    """How many indices along an axis have a coordinate on the leaf."""
+    size = prod(factor.size for factor in axis)
+    for factor in axis:
+        if factor is leaf:
+            return size
+        if not isinstance(factor, Leaf) and (part := sum(_part(segment, leaf) for segment in factor.segments)):
+            return size // factor.size * part
+    return 0
+
+
+def _with_conflicts(groups: list[AxisGroup], walk: Walk) -> list[AxisGroup]:
+    """Two groups conflict where both would cut one tensor."""
+    found: dict[Leaf, set[int]] = {group.leaf: set() for group in groups}
+    index = {group.leaf: group.index for group in groups}
+    for axes in walk.axes.values():
+        here = {leaf for axis in axes for leaf in leaves(axis) if leaf in found}
+        for leaf in here:
+            found[leaf].update(index[other] for other in here if other is not leaf)
+    return [dataclasses.replace(group, conflicts=tuple(sorted(found[group.leaf]))) for group in groups]
+
+
+def _blocked(walk: Walk, tensors: list[TensorInfo], reasons: dict[Leaf, str]) -> Iterator[Blocked]:
+    for tensor in tensors:
+        if tensor.kind == "parameter" and len(tensor.shape) > 1:
+            for dim, axis in enumerate(walk.axes[tensor.value]):
+                why = [reasons[leaf] for leaf in leaves(axis) if reasons[leaf]]
+                if why:
+                    yield Blocked(name=tensor.name, dim=dim, reason=why[0])

@@ -1,0 +1,239 @@
+"""Where cut and uncut tensors meet: every such place as an `Action` that the runtime can find again.
+
+A place is a module call and one of its arguments or results, or else one call of a torch function inside a module. The
+first is preferred, the larger the better for what enters (one sum of gradients serves all readers) and the smaller the
+better for what leaves.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from autoshard.axes.axis import Leaf, describe, leaves
+from autoshard.axes.regions import OUTSIDE, Region
+from autoshard.axes.walk import Contraction, Walk
+from autoshard.capture.graph import Call, ModelGraph, SiteCall
+from autoshard.sharding import Action
+
+
+class Unplaceable(Exception):
+    """An action is needed at a place that the runtime can't reach; the message says where."""
+
+
+class Places:
+    """Finds the actions of leaves of one region."""
+
+    def __init__(self, graph: ModelGraph, region: Region, walk: Walk) -> None:
+        self.graph, self.region, self.walk = graph, region, walk
+        self._inside = set(region.ops)
+        self._readers: dict[int, list[int]] = {}
+        for op in graph.ops:
+            for value in dict.fromkeys(op.inputs):
+                self._readers.setdefault(value, []).append(op.index)
+        self._tensors = {tensor.value: tensor for tensor in graph.tensors}
+        under = f"{region.path}."
+        self._calls = [
+            call for call in graph.calls
+            if region.path == OUTSIDE or call.path == region.path or call.path.startswith(under)
+        ]  # fmt: skip
+        self._sites = sorted(graph.sites, key=lambda site: site.begin)
+        self._begins = [site.begin for site in self._sites]
+        self._differentiable = _differentiable(graph)
+        made_here = {value for index in region.ops for value in graph.ops[index].outputs}
+        self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
+        outputs = set(graph.outputs)
+        self._outgoing = [
+            value for value in walk.axes
+            if value in made_here and (value in outputs or not self._inside.issuperset(self._readers.get(value, ())))
+        ]  # fmt: skip
+
+    def where(self, op: int) -> str:
+        """An op for people: its name and its module."""
+        if op < 0:
+            return "the inputs"
+        target = self.graph.ops[op].target
+        name = getattr(getattr(target, "overloadpacket", None), "__name__", str(target))
+        return f"{name} in {self.graph.calls[self.graph.ops[op].call].path or 'the model itself'}"
+
+    def is_residual(self, leaf: Leaf) -> bool:
+        """Whether a leaf is on something that comes in and on something of the same shape that goes out."""
+        shapes = self.graph.values
+        coming = {shapes[value].shape for value in self._incoming if self.walk.cut_dims(value, leaf)}
+        return any(shapes[value].shape in coming for value in self._outgoing if self.walk.cut_dims(value, leaf))
+
+    def actions(self, leaf: Leaf) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+        """All actions of a leaf, and the whole parameters whose gradients every rank has a part of.
+
+        Raises `Unplaceable`.
+        """
+        found: dict[Action, set[int]] = {}
+
+        def note(actions: Iterable[tuple[Action, int]]) -> None:
+            for action, call in actions:
+                found.setdefault(action, set()).add(call)
+
+        for value in self._incoming:
+            for dim in self.walk.cut_dims(value, leaf):
+                axis = describe(self.walk.axes[value][dim], leaf)
+                readers = [op for op in self._readers.get(value, ()) if op in self._inside]
+                note(self._entering("slice", value, readers, dim, axis))
+        for contraction in self.walk.contractions:
+            if leaf in leaves(contraction.axis):
+                note(self._reduction(contraction, leaf))
+        whole, summed = self._whole_readers(leaf)
+        for value, readers in whole.items():
+            note(self._entering("enter", value, readers, 0, ""))
+        for value in self._outgoing:
+            for dim in self.walk.cut_dims(value, leaf):
+                note(self._leaving(value, dim, describe(self.walk.axes[value][dim], leaf)))
+        return tuple(self._checked(found)), summed
+
+    def reduced_bytes(self, leaf: Leaf) -> int:
+        """Bytes of everything that is summed over ranks in one forward."""
+        due = {contraction.op for contraction in self.walk.contractions if leaf in leaves(contraction.axis)}
+        return sum(self.graph.values[value].nbytes for op in due for value in self.graph.ops[op].outputs)
+
+    def gathered_bytes(self, leaf: Leaf) -> int:
+        """Bytes of everything that is put together from ranks in one forward."""
+        return sum(self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, leaf))
+
+    # ---- what needs an action
+
+    def _whole_readers(self, leaf: Leaf) -> tuple[dict[int, list[int]], tuple[str, ...]]:
+        """Uncut differentiable values read by ops that work on cut ones: activations with those ops, and parameters."""
+        addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and leaf in leaves(c.axis)}
+        cut = {value for value, axes in self.walk.axes.items() if any(leaf in leaves(axis) for axis in axes)}
+        found: dict[int, list[int]] = {}
+        for index in self.region.ops:
+            op = self.graph.ops[index]
+            if not cut.intersection((*op.inputs, *op.outputs)):
+                continue
+            for value in dict.fromkeys(op.inputs):
+                if value not in cut and (index, value) not in addends and value in self._differentiable:
+                    found.setdefault(value, []).append(index)
+        summed = []
+        for value in [value for value in found if value in self._tensors]:
+            readers, tensor = found.pop(value), self._tensors[value]
+            if set(readers) != set(self._readers[value]):
+                raise Unplaceable(f"{tensor.name} is used both inside and outside of the cut")
+            summed.append(tensor.name[len(self.region.path) + 1 :] if self.region.path else tensor.name)
+        return found, tuple(summed)
+
+    # ---- the places
+
+    def _reduction(self, contraction: Contraction, leaf: Leaf) -> list[tuple[Action, int]]:
+        op = self.graph.ops[contraction.op]
+        site = self._site(contraction.op)
+        if site is None:
+            raise Unplaceable(f"{self.where(contraction.op)} sums outside of any function that can be reached")
+        results = [path for path, value in site.outputs if value in op.outputs]
+        inner = [reader for reader in self._readers.get(op.outputs[0], ()) if site.begin <= reader < site.end]
+        if not results or inner:
+            raise Unplaceable(f"{self.where(contraction.op)} sums inside of {site.function}")
+        addend = ""
+        if contraction.addend >= 0:
+            addend = next((path for path, value in site.inputs if value == contraction.addend), "")
+            if not addend:
+                raise Unplaceable(f"{self.where(contraction.op)} adds what {site.function} was not given")
+        kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
+        axis = describe(contraction.axis, leaf) if kind != "reduce" else ""
+        return [(self._at(site, kind, results[0], 0, axis, addend), site.call)]
+
+    def _entering(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[tuple[Action, int]]:
+        """Actions on a value before all of `ops` read it, and before nobody else does."""
+        rest = set(ops)
+        actions: list[tuple[Action, int]] = []
+        calls = sorted(self._calls, key=lambda call: call.begin - call.end)
+        for call in calls:
+            if not rest or value not in call.inputs or value in call.outputs:
+                continue
+            readers = {op for op in self._readers.get(value, ()) if call.begin <= op < call.end}
+            if readers and readers <= rest:
+                rest -= readers
+                for path in _paths(call.input_paths, call.inputs, value):
+                    actions.append((self._of_module(call, kind, path, dim, axis), call.index))
+        for op in sorted(rest):
+            site = self._site(op)
+            if site is None or value not in [seen for _, seen in site.inputs]:
+                raise Unplaceable(f"{self.where(op)} reads a tensor that no call hands over")
+            if not rest.issuperset(reader for reader in self._readers[value] if site.begin <= reader < site.end):
+                raise Unplaceable(f"{site.function} uses a tensor both inside and outside of the cut")
+            for path, seen in site.inputs:
+                if seen == value:
+                    actions.append((self._at(site, kind, path, dim, axis), site.call))
+        return actions
+
+    def _leaving(self, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+        """A gather behind the smallest module call, or function, that nobody inside reads past."""
+        readers = [op for op in self._readers.get(value, ()) if op in self._inside]
+        for call in sorted(self._calls, key=lambda call: call.end - call.begin):
+            if value in call.outputs and value not in call.inputs and all(op < call.end for op in readers):
+                path = next(iter(_paths(call.output_paths, call.outputs, value)))
+                return [(self._of_module(call, "gather", path, dim, axis), call.index)]
+        site = self._site(self.graph.values[value].op)
+        if site is not None and not readers:
+            for path, seen in site.outputs:
+                if seen == value:
+                    return [(self._at(site, "gather", path, dim, axis), site.call)]
+        raise Unplaceable(
+            f"a cut tensor of {self.where(self.graph.values[value].op)} leaves where it can't be gathered"
+        )
+
+    def _checked(self, found: dict[Action, set[int]]) -> list[Action]:
+        """Every action must be due in every call of its module, or the runtime would act where it must not."""
+        calls: dict[str, int] = {}
+        for call in self.graph.calls:
+            calls[call.path] = calls.get(call.path, 0) + 1
+        for action, due in found.items():
+            path = self._full(action.module)
+            if len(due) != calls[path]:
+                raise Unplaceable(f"{path or 'the model'} is called in different ways")
+        return list(found)
+
+    def _full(self, relative: str) -> str:
+        return ".".join(part for part in (self.region.path, relative) if part)
+
+    # ---- making actions
+
+    def _of_module(self, call: Call, kind: str, path: str, dim: int, axis: str) -> Action:
+        return Action(kind=kind, module=self._relative(call.path), argument=path, dim=dim, axis=axis)  # type: ignore[arg-type]
+
+    def _at(self, site: SiteCall, kind: str, path: str, dim: int, axis: str, addend: str = "") -> Action:
+        return Action(
+            kind=kind,  # type: ignore[arg-type]
+            module=self._relative(self.graph.calls[site.call].path),
+            function=site.function,
+            occurrence=site.occurrence,
+            argument=path,
+            dim=dim,
+            axis=axis,
+            addend=addend,
+        )
+
+    def _relative(self, path: str) -> str:
+        return path[len(self.region.path) + 1 :] if self.region.path else path
+
+    def _site(self, op: int) -> SiteCall | None:
+        """The torch function call that ran an op."""
+        place = bisect_right(self._begins, op) - 1
+        if place >= 0 and op < self._sites[place].end:
+            return self._sites[place]
+        return None
+
+
+def _paths(paths: tuple[str, ...], values: tuple[int, ...], value: int) -> list[str]:
+    return [path for path, seen in zip(paths, values, strict=True) if seen == value]
+
+
+def _differentiable(graph: ModelGraph) -> set[int]:
+    """Values that a gradient may reach: parameters, floating-point inputs, and what is computed from them."""
+    found = {tensor.value for tensor in graph.tensors if tensor.kind == "parameter" and tensor.trainable}
+    found |= {value for value in graph.inputs if graph.values[value].dtype.is_floating_point}
+    for op in graph.ops:
+        if not found.isdisjoint(op.inputs):
+            found |= {value for value in op.outputs if _is_continuous(graph, value)}
+    return found
+
+
+def _is_continuous(graph: ModelGraph, value: int) -> bool:
+    dtype = graph.values[value].dtype
+    return dtype.is_floating_point or dtype.is_complex

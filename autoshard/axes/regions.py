@@ -1,0 +1,137 @@
+"""Regions: parts of a model that are analysed on their own, each once for all its repetitions.
+
+A region is an outermost element of a repeated container (a list, sequence or dict of modules) with at least two
+matrices; all that lies outside of such elements is one more region. What one region hands to another gets fresh axes
+there, so that what blocks an axis outside does not leak in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.capture.graph import ModelGraph, Op
+
+OUTSIDE = ""
+"""The path of the region that is made of everything outside of repeated elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One part of a model: the module at `path`, the indices of its ops in order, and the other paths with the same."""
+
+    path: str
+    ops: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
+    """Divide the forward ops of a graph into regions; equal ones appear once, with all their paths."""
+    return _alike(graph, _owners(graph, _elements(graph)))
+
+
+def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
+    """As `find_regions`, with every module that has parameters of its own and no children with any as an element."""
+    return _alike(graph, _owners(graph, _leaf_modules(graph)))[1:]
+
+
+def shared_tensors(graph: ModelGraph, *, by_leaf_module: bool = False) -> frozenset[int]:
+    """Values of parameters and buffers that several regions read."""
+    owner = _owners(graph, _leaf_modules(graph) if by_leaf_module else _elements(graph))
+    readers: dict[int, set[str]] = {}
+    tensors = {tensor.value for tensor in graph.tensors}
+    for op in graph.ops:
+        for value in tensors.intersection(op.inputs):
+            readers.setdefault(value, set()).add(owner[op.call])
+    return frozenset(value for value, paths in readers.items() if len(paths) > 1)
+
+
+def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
+    """For every call the element that it runs in."""
+    known: dict[str, str] = {}
+    for call in graph.calls:
+        if call.path not in known:
+            known[call.path] = next((above for above in _above(call.path) if above in elements), OUTSIDE)
+    return [known[call.path] for call in graph.calls]
+
+
+def _alike(graph: ModelGraph, owner: list[str]) -> tuple[Region, ...]:
+    """The regions of an ownership, equal ones once; what is outside comes first."""
+    ops: dict[str, list[int]] = {OUTSIDE: []}
+    for op in graph.ops:
+        if not op.backward:
+            ops.setdefault(owner[op.call], []).append(op.index)
+    alike: dict[object, list[str]] = {}
+    for path, indices in ops.items():
+        alike.setdefault(_signature(graph, path, indices) if path else OUTSIDE, []).append(path)
+    return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
+
+
+def _elements(graph: ModelGraph) -> set[str]:
+    """Outermost elements of repeated containers, where each has two matrices or more."""
+    children: dict[str, list[str]] = {}
+    for module in graph.modules:
+        if module.path:
+            children.setdefault(module.path.rpartition(".")[0], []).append(module.path)
+    matrices: dict[str, int] = {}
+    for tensor in graph.tensors:
+        if tensor.kind == "parameter" and len(tensor.shape) > 1:
+            for path in _above(tensor.module):
+                matrices[path] = matrices.get(path, 0) + 1
+    found: set[str] = set()
+    for module in graph.modules:  # parents come before their children
+        below = children.get(module.path, [])
+        if not all(path.rpartition(".")[2].isdigit() or not module.callable for path in below) or len(below) < 2:
+            continue
+        heavy = [path for path in below if matrices.get(path, 0) > 1]
+        if len(heavy) > 1 and not any(path in found for path in _above(module.path)):
+            found.update(heavy)
+    return found
+
+
+def _above(path: str) -> Iterable[str]:
+    """ "a.b.c" -> "a.b.c", "a.b", "a"."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _leaf_modules(graph: ModelGraph) -> set[str]:
+    having = {tensor.module for tensor in graph.tensors if tensor.kind == "parameter"}
+    above = {path for module in having for path in list(_above(module))[1:]}
+    return having - above - {OUTSIDE}
+
+
+def _signature(graph: ModelGraph, path: str, indices: list[int]) -> object:
+    """What two regions share if one analysis serves both: ops, arguments, shapes and how they are connected."""
+    numbers: dict[int, object] = {}
+    owned = {tensor.value: tensor.name.removeprefix(path) for tensor in graph.tensors if tensor.name.startswith(path)}
+    rows: list[object] = []
+    inside = set(indices)
+
+    def number(value: int) -> object:
+        if value not in numbers:
+            seen = graph.values[value]
+            numbers[value] = owned.get(value) or (len(numbers), seen.shape, seen.dtype, seen.op in inside)
+        return numbers[value]
+
+    for index in indices:
+        op = graph.ops[index]
+        call = graph.calls[op.call]
+        rows.append((
+            op.target, call.path.removeprefix(path), tuple(map(number, op.inputs)), tuple(map(number, op.outputs)),
+            _plain_arguments(op),
+        ))  # fmt: skip
+    first = next(call for call in graph.calls if call.path == path or call.path.startswith(f"{path}."))
+    rows.append(tuple(numbers.get(value) for value in (*first.inputs, *first.outputs)))
+    return tuple(rows)
+
+
+def _plain_arguments(op: Op) -> str:
+    """The arguments of an op that are not tensors."""
+    node = op.node
+    assert node is not None
+    return repr([
+        [item if isinstance(item, (int, float, bool, str)) else None for item in argument]
+        if isinstance(argument, (list, tuple)) else argument
+        for argument in (*node.args, *node.kwargs.values())
+        if not hasattr(argument, "meta")
+    ])  # fmt: skip

@@ -1,0 +1,125 @@
+"""The walk over the ops of one region: every tensor gets axes, and what is summed over or looked up is noted."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import autoshard.axes.reshaping  # noqa: F401 - registers its rules
+from autoshard.axes import rules
+from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, unify
+from autoshard.axes.rules import RULES, Axes, Seen
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.traits import traits_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contraction:
+    """A sum (or mean) over an axis by an op; `addend`: the value that the op adds once to the sum, -1 if none."""
+
+    op: int
+    axis: Axis
+    mean: bool = False
+    addend: int = -1
+    lookup: bool = False
+
+
+@dataclass(slots=True)
+class Walk:
+    """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`."""
+
+    graph: ModelGraph
+    axes: dict[int, Axes] = field(default_factory=dict)
+    contractions: list[Contraction] = field(default_factory=list)
+    name: str = ""
+    why: str = ""
+    shapes: Sequence[tuple[int, ...]] = ()
+    _op: int = -1
+
+    def of(self, value: int) -> Axes:
+        """The axes of a value; one that comes from outside gets fresh ones."""
+        if value not in self.axes:
+            self.axes[value] = tuple(fresh(size) for size in self.graph.values[value].shape)
+        return self.axes[value]
+
+    def unify(self, left: Axis, right: Axis) -> None:
+        unify(left, right, self.why)
+
+    def block(self, axes: Iterable[Axis], what: str = "") -> None:
+        for axis in axes:
+            if axis:
+                lose(axis, f"{self.why}{': ' if what else ''}{what}")
+
+    def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None) -> None:
+        if axis:
+            value = addend.value if isinstance(addend, Seen) else -1
+            self.contractions.append(Contraction(op=self._op, axis=axis, mean=mean, addend=value))
+
+    def lookup(self, axis: Axis) -> None:
+        if axis:
+            self.contractions.append(Contraction(op=self._op, axis=axis, lookup=True))
+
+    def run(self, op: Op) -> None:
+        """Apply the rule of one op."""
+        values = self.graph.values
+        packet = op.target.overloadpacket if isinstance(op.target, torch._ops.OpOverload) else None
+        self.name = getattr(packet, "__name__", str(op.target))
+        self.why = f"{self.name} in {self.graph.calls[op.call].path or 'the model itself'}"
+        self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
+        seen = [Seen(value, values[value].shape, values[value].dtype, self.of(value)) for value in op.inputs]
+        rule = RULES.get(packet)
+        if rule is None and traits_of(op.target).pointwise:
+            rule = rules.pointwise
+        made: Sequence[Any] | None = None
+        empty = any(0 in shape for shape in (*self.shapes, *(tensor.shape for tensor in seen)))
+        if rule is not None and op.node is not None and not empty:
+            args, kwargs = self._arguments(op, seen)
+            made = rule(self, *args, **kwargs)
+        if made is None:
+            made = rules.unknown(self, seen, self.shapes)
+        for value, axes in zip(op.outputs, made, strict=False):
+            self._give(value, axes)
+
+    def _arguments(self, op: Op, seen: list[Seen]) -> tuple[list[Any], dict[str, Any]]:
+        assert op.node is not None
+        rest = iter(seen)
+        args = [_replaced(item, rest) for item in op.node.args]
+        return args, {name: _replaced(item, rest) for name, item in op.node.kwargs.items()}
+
+    def _give(self, value: int, axes: Sequence[Axis | None]) -> None:
+        """Enter the axes of a result; one that was there before (written in place) must be the same."""
+        shape = self.graph.values[value].shape
+        made = []
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is None:
+                axis = fresh(size)
+                lose(axis, self.why)
+            made.append(axis)
+        if value in self.axes:
+            for old, new in zip(self.axes[value], made, strict=True):
+                unify(old, new, self.why)
+        else:
+            self.axes[value] = tuple(made)
+
+    def cut_dims(self, value: int, leaf: Leaf) -> list[int]:
+        """Dimensions of a value that have the leaf in them."""
+        return [dim for dim, axis in enumerate(self.axes.get(value, ())) if leaf in leaves(axis)]
+
+    def works_on(self, op: int, leaf: Leaf) -> bool:
+        """Whether an op reads or makes a tensor that has the leaf."""
+        row = self.graph.ops[op]
+        return any(self.cut_dims(value, leaf) for value in (*row.inputs, *row.outputs))
+
+    def resolve_all(self) -> None:
+        """Replace all axes by what is known at the end."""
+        self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
+
+
+def _replaced(item: Any, seen: Iterator[Seen]) -> Any:
+    """An argument of an FX node with the tensors as the walk sees them."""
+    if isinstance(item, torch.fx.Node):
+        return next(seen)
+    if isinstance(item, (list, tuple)):
+        return [next(seen) if isinstance(part, torch.fx.Node) else part for part in item]
+    return item

@@ -1,0 +1,159 @@
+"""How a module is cut over ranks: pure data, made by planning, read by the runtime.
+
+A dimension of a tensor is described by an axis: what it is made of, major to minor, with the factor that is cut marked
+by a star. Every rank keeps the slices of the starred factor that are its share, and all of what has no star.
+
+    "*32x64"              32 heads of 64 rows each; the heads are cut          rank 0 of 2: rows 0 to 1023
+    "8x*4x64"             8 groups of 4 heads; cut inside every group          rank 0 of 2: 2 heads of each group
+    "(*32x64|*8x64|512)"  three parts one after the other: 32 and 8 heads, both cut, and 512 rows that every rank keeps
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy
+
+ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One dimension of one parameter or buffer that is cut; `name` is relative to the block it belongs to."""
+
+    name: str
+    dim: int
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What the runtime does at one place of a module's forward, so that cut and uncut tensors meet correctly.
+
+    The place is the `occurrence`-th call (from 0; -1: every call) of the torch function `function` while `module` runs
+    (calls made by its children count), or, where `function` is "", the call of the module itself. `argument` is the
+    path of a tensor among the arguments or in the result, as `nested.tensors_in((args, kwargs))` or `(result)` give it.
+
+    kind      at                what
+    reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it
+    mean      result            as reduce, of a mean over the cut dimension: weighted by every rank's share first
+    enter     argument          nothing; backward: sum over ranks
+    slice     argument          this rank's part of dimension `dim`, an `axis`; backward: gather
+    gather    result            all parts of dimension `dim`, an `axis`, put in order; backward: this rank's part
+    lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
+    """
+
+    kind: ActionKind
+    module: str
+    function: str = ""
+    occurrence: int = -1
+    argument: str = ""
+    dim: int = 0
+    axis: str = ""
+    addend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """An integer attribute of a module that must be smaller on a rank: `value` is the whole, `local` one per rank.
+
+    `attribute` may be dotted ("config.num_heads"): objects on the way are copied, so other modules keep theirs.
+    """
+
+    module: str
+    attribute: str
+    value: int
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One axis, cut in the same way in each of `blocks` (module paths; names inside are relative to them).
+
+    Attributes:
+        size: how many slices the axis has; `shares`: how many of them each rank keeps, in rank order.
+        summed: replicated parameters used inside the cut; every rank has a part of their gradient.
+        proof: how it was shown to be equal, for people.
+    """
+
+    blocks: tuple[str, ...]
+    size: int
+    shares: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    actions: tuple[Action, ...] = ()
+    scales: tuple[Scale, ...] = ()
+    summed: tuple[str, ...] = ()
+    title: str = ""
+    proof: str = ""
+
+    @property
+    def degree(self) -> int:
+        """How many ranks it is cut over."""
+        return len(self.shares)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The first slice of the axis that a rank keeps, and the first that it does not."""
+        begin = sum(self.shares[:rank])
+        return begin, begin + self.shares[rank]
+
+
+def even_shares(size: int, degree: int) -> tuple[int, ...]:
+    """Divide slices as evenly as they go; the first ranks get one more."""
+    return tuple(size // degree + (rank < size % degree) for rank in range(degree))
+
+
+def kept(axis: str, shares: tuple[int, ...], rank: int) -> numpy.ndarray:
+    """Indices along a dimension that one rank keeps, ascending."""
+    coordinates = coordinates_of(axis)
+    begin = sum(shares[:rank])
+    return numpy.flatnonzero((coordinates < 0) | ((coordinates >= begin) & (coordinates < begin + shares[rank])))
+
+
+@cache
+def coordinates_of(axis: str) -> numpy.ndarray:
+    """For every index along the dimension its slice of the starred factor, -1 where it has none.
+
+    "2x*2"  ->  0 1 0 1        "(*2x2|1)"  ->  0 0 1 1 -1        Raises ValueError for what is not an axis.
+    """
+    tokens = re.findall(r"\d+|[*x()|]", axis)
+    if "".join(tokens) != axis:
+        raise ValueError(f"{axis!r} does not describe an axis.")
+    tokens.reverse()
+    made = _product(tokens)
+    if tokens:
+        raise ValueError(f"{axis!r} does not describe an axis.")
+    made.flags.writeable = False
+    return made
+
+
+def _product(tokens: list[str]) -> numpy.ndarray:
+    made = _factor(tokens)
+    while tokens and tokens[-1] == "x":
+        tokens.pop()
+        minor = _factor(tokens)
+        # (major index, minor index): the coordinate is that of the one that has a star
+        made = numpy.where(made[:, None] >= 0, made[:, None], minor[None, :]).reshape(-1)
+    return made
+
+
+def _factor(tokens: list[str]) -> numpy.ndarray:
+    token = tokens.pop() if tokens else ""
+    if token == "(":
+        parts = [_product(tokens)]
+        while tokens and tokens[-1] == "|":
+            tokens.pop()
+            parts.append(_product(tokens))
+        if not tokens or tokens.pop() != ")":
+            raise ValueError("a bracket is not closed in an axis.")
+        return numpy.concatenate(parts)
+    if token == "*":
+        size = _number(tokens.pop() if tokens else "")
+        return numpy.arange(size)
+    return numpy.full(_number(token), -1)
+
+
+def _number(token: str) -> int:
+    if not token.isdecimal():
+        raise ValueError(f"{token!r} is not a size in an axis.")
+    return int(token)
