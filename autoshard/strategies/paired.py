@@ -41,9 +41,9 @@ class PairTables:
         moved = problem.copies * problem.nbytes
         source = problem.source[found.x]
         near = (source >= 0) & (found.i_low == source + 1)  # first gap of a tensor that is used later
-        self._near = self._pair(_select(found, near, found.i_low), moved)
+        self._near = self._pair(selected(found, near, found.i_low), moved)
         far = (source == 0) & (found.j_high == problem.size)
-        self._far = self._pair(_select(found, far, found.i_high, minimum=2), moved)
+        self._far = self._pair(selected(found, far, found.i_high, minimum=2), moved)
         returned = np.zeros(len(problem.source), bool)
         returned[problem.edge_x[(problem.edge_at == 0)]] = True
         returned &= problem.source == problem.size - 1
@@ -86,7 +86,7 @@ def excess(problem: Problem, plain: StageTables, source: int, target: int) -> tu
     )
 
 
-def _select(found: Rectangles, keep: Array, i_high: Array, *, minimum: int = 0) -> Rectangles:
+def selected(found: Rectangles, keep: Array, i_high: Array, *, minimum: int = 0) -> Rectangles:
     """Keep some rectangles, cut at the last row `i_high` and the first row `minimum`."""
     low, high = np.maximum(found.i_low, minimum)[keep], i_high[keep]
     full = low <= high

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.cost import relaxed_bound
+from autoshard.strategies.any_order import AnyOrder
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
 from autoshard.strategies.lattice import SLACK, Edges, Lattice, Tables, count_nodes, make_grid, make_line, sweep, trace
 from autoshard.strategies.long import LongTables, least_limit, sweep_long
@@ -114,24 +115,39 @@ def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solu
         return _solve_long(problem, objective, order, links)
     if links is not None:
         return _solve_uniform(problem, objective, order, links)
+    return _solve_pairs(problem, objective, order)
+
+
+def _solve_pairs(problem: Problem, objective: Objective, order: Order) -> Solution | None:
+    """Solve with links that differ from pair to pair: by what the last devices say of a copy, else by search."""
+    found: Solution | None = None
+    if order == "any":
+        everywhere = AnyOrder(problem, StageTables(problem, cheapest_links(problem)), paired=True)
+        if everywhere.possible:
+            guess = everywhere.solve(objective)
+            if guess is None:
+                return None
+            found = _solution(problem, objective, *guess)
+            if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
+                return found
     lattice = make_lattice(problem, order, paired=True)
     if lattice is None:  # too many different devices: the cheapest links give a bound and a good plan
-        found = _solve_uniform(problem, objective, order, cheapest_links(problem))
-        return found
+        return found or _solve_uniform(problem, objective, order, cheapest_links(problem))
     tables = PairTables(problem, busy=objective == "throughput")
-    guess = best_stages(lattice, tables, problem.size, objective)
-    if guess is None:
-        return None
-    found = _solution(problem, objective, *guess)
-    if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
-        return found
+    if found is None:
+        guess = best_stages(lattice, tables, problem.size, objective)
+        if guess is None:
+            return None
+        found = _solution(problem, objective, *guess)
+        if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
+            return found
     budget = SEARCH_BUDGET // max(problem.size, 1)
     if budget < 20 * problem.size:  # not worth the preparation
         return found
     stages, bound = search(problem, lattice, tables, upper=found.value, budget=budget)
     if stages is None:
-        return replace(found, bound=max(bound, found.bound))
-    return _solution(problem, objective, stages, bound)
+        return replace(found, bound=min(max(bound, found.bound), found.value))
+    return _solution(problem, objective, stages, max(bound, found.bound))
 
 
 def _solve_uniform(problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array]) -> Solution | None:
@@ -141,6 +157,11 @@ def _solve_uniform(problem: Problem, objective: Objective, order: Order, links: 
     def tables(edge: Edges) -> Stages:
         return plain.stages(edge.devices[0])
 
+    if order == "any":
+        everywhere = AnyOrder(problem, plain, paired=False)
+        if everywhere.possible:
+            guess = everywhere.solve(objective)
+            return _solution(problem, objective, *guess) if guess else None
     whole = make_lattice(problem, order)
     lattices = [whole] if whole is not None else [make_line(order) for order in likely_orders(problem.chain)]
     best: Solution | None = None
