@@ -79,12 +79,14 @@ class Places:
         for contraction in self.walk.contractions:
             if leaf in leaves(contraction.axis):
                 note(self._reduction(contraction, leaf))
-        whole, summed = self._whole_readers(leaf)
-        for value, readers in whole.items():
+        entering, staying, summed = self._crossings(leaf)
+        for value, readers in entering.items():
             note(self._entering("enter", value, readers, 0, ""))
+        for value in staying:
+            note(self._leaving("leave", value, 0, ""))
         for value in self._outgoing:
             for dim in self.walk.cut_dims(value, leaf):
-                note(self._leaving(value, dim, describe(self.walk.axes[value][dim], leaf)))
+                note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], leaf)))
         return tuple(self._checked(found)), summed
 
     def reduced_bytes(self, leaf: Leaf) -> int:
@@ -98,25 +100,33 @@ class Places:
 
     # ---- what needs an action
 
-    def _whole_readers(self, leaf: Leaf) -> tuple[dict[int, list[int]], tuple[str, ...]]:
-        """Uncut differentiable values read by ops that work on cut ones: activations with those ops, and parameters."""
+    def _crossings(self, leaf: Leaf) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
+        """Where gradients change between whole (the same on every rank) and partial (their sum is the true one).
+
+        Returns uncut activations with the ops that read them together with cut ones; uncut activations made of parts
+        that all ranks keep, which leave the region; and parameters that stay whole and get partial gradients.
+        """
         addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and leaf in leaves(c.axis)}
+        summing = {c.op for c in self.walk.contractions if leaf in leaves(c.axis)}
         cut = {value for value, axes in self.walk.axes.items() if any(leaf in leaves(axis) for axis in axes)}
+        partial = set(cut)
         found: dict[int, list[int]] = {}
         for index in self.region.ops:
             op = self.graph.ops[index]
-            if not cut.intersection((*op.inputs, *op.outputs)):
+            if partial.isdisjoint((*op.inputs, *op.outputs)):
                 continue
             for value in dict.fromkeys(op.inputs):
-                if value not in cut and (index, value) not in addends and value in self._differentiable:
+                if value not in partial and (index, value) not in addends and value in self._differentiable:
                     found.setdefault(value, []).append(index)
+            if index not in summing:
+                partial |= self._differentiable.intersection(op.outputs)
         summed = []
         for value in [value for value in found if value in self._tensors]:
             readers, tensor = found.pop(value), self._tensors[value]
             if set(readers) != set(self._readers[value]):
                 raise Unplaceable(f"{tensor.name} is used both inside and outside of the cut")
             summed.append(tensor.name[len(self.region.path) + 1 :] if self.region.path else tensor.name)
-        return found, tuple(summed)
+        return found, [value for value in self._outgoing if value in partial - cut], tuple(summed)
 
     # ---- the places
 
@@ -162,18 +172,18 @@ class Places:
                     actions.append((self._at(site, kind, path, dim, axis), site.call))
         return actions
 
-    def _leaving(self, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
-        """A gather behind the smallest module call, or function, that nobody inside reads past."""
+    def _leaving(self, kind: str, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+        """An action behind the smallest module call, or function, that nobody inside reads past."""
         readers = [op for op in self._readers.get(value, ()) if op in self._inside]
         for call in sorted(self._calls, key=lambda call: call.end - call.begin):
             if value in call.outputs and value not in call.inputs and all(op < call.end for op in readers):
                 path = next(iter(_paths(call.output_paths, call.outputs, value)))
-                return [(self._of_module(call, "gather", path, dim, axis), call.index)]
+                return [(self._of_module(call, kind, path, dim, axis), call.index)]
         site = self._site(self.graph.values[value].op)
         if site is not None and not readers:
             for path, seen in site.outputs:
                 if seen == value:
-                    return [(self._at(site, "gather", path, dim, axis), site.call)]
+                    return [(self._at(site, kind, path, dim, axis), site.call)]
         raise Unplaceable(
             f"a cut tensor of {self.where(self.graph.values[value].op)} leaves where it can't be gathered"
         )
