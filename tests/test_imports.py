@@ -16,9 +16,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room may import rooms on lower floors, and its own files. Everything on floor 0 is data and may be imported by all.
 FLOORS = (
-    {"errors", "sizes", "nested", "workload", "plan", "placement", "estimate", "fingerprint", "torch_private"},
+    {
+        "errors",
+        "sizes",
+        "nested",
+        "workload",
+        "plan",
+        "placement",
+        "estimate",
+        "fingerprint",
+        "torch_private",
+        "sharding",
+    },
     {"capture", "cluster", "runtime"},
-    {"profile", "axes", "simulate"},
+    {"profile", "axes", "simulate", "collective_cost"},
     {"flow"},
     {"cost"},
     {"strategies"},
