@@ -4,13 +4,15 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoshard.errors import PlanError, SpecError
+from autoshard.plan_cuts import Whole, expect, read_cuts, read_whole
+from autoshard.sharding import Cut
 from autoshard.workload import Workload
 
 PLAN_VERSION = 1
@@ -37,7 +39,10 @@ class Plan:
     Attributes:
         placements: module path or tensor name -> device name. Paths never overlap: every parameter and buffer has
             exactly one entry that is its name or a prefix of it. It is also the `device_map` that Transformers and
-            Accelerate take.
+            Accelerate take. With cuts, {"": the first device}: see `cuts`.
+        cuts: what is cut over ranks. Rank i is `devices[i]`, all of them take part, and every rank has the whole model
+            on its device, with its share of what is cut. Empty for plans that place modules.
+        whole: matrices that a plan with cuts leaves whole on every rank, and why.
         aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
             the runtime watches their ops and moves what is elsewhere. Empty for most plans.
         unfolded: paths of modules that use a copy several times while another device uses the original later: with
@@ -63,10 +68,20 @@ class Plan:
     fingerprint: str = ""
     version: int = PLAN_VERSION
     pins: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
+    whole: tuple[Whole, ...] = ()
 
     @property
     def device_map(self) -> dict[str, str]:
-        """The dict that `from_pretrained(device_map=…)` and `accelerate.dispatch_model` take."""
+        """The dict that `from_pretrained(device_map=…)` and `accelerate.dispatch_model` take.
+
+        Raises `PlanError` for a plan with cuts: no such dict can say that parameters are cut.
+        """
+        if self.cuts:
+            raise PlanError(
+                f"this plan cuts parameters over {len(self.devices)} devices, which a device map can't say: it places "
+                'whole modules. Use autoshard.apply(model, plan), or plan with strategy="balanced".'
+            )
         return dict(self.placements)
 
     @classmethod
@@ -111,6 +126,10 @@ class Plan:
         data["workload"] = self.workload.to_dict()
         data["devices"] = [{part.name: getattr(d, part.name) for part in fields(d)} for d in self.devices]
         data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
+        for name in ("cuts", "whole"):
+            rows = [asdict(row) for row in data.pop(name)]
+            if rows:  # plans that cut nothing look as they always did
+                data[name] = rows
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -200,7 +219,7 @@ def _accelerator() -> str:
 
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
-             "reasons": [], "fingerprint": ""}  # fmt: skip
+             "reasons": [], "fingerprint": "", "cuts": [], "whole": []}  # fmt: skip
 
 
 def _read_plan(text: str) -> Plan:
@@ -226,34 +245,39 @@ def _read_plan(text: str) -> Plan:
         raise PlanError(f"this is not a plan that this version understands: {problem}. Make the plan again.")
     data = {**_OPTIONAL, **data}
     for name in ("strategy", "objective", "schedule", "fingerprint"):
-        _expect(isinstance(data[name], str), name, "a string", data[name])
+        expect(isinstance(data[name], str), name, "a string", data[name])
     count: Any = data["num_microbatches"]
-    _expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
+    expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
     for name in ("aligned", "unfolded", "written_back", "reasons"):
-        _expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
+        expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
         data[name] = tuple(data[name])
     for name in ("placements", "pins"):
-        _expect(isinstance(data[name], dict), name, "an object of path: device", data[name])
+        expect(isinstance(data[name], dict), name, "an object of path: device", data[name])
     check_placements(data["placements"])
     if data["pins"]:
-        _expect(all(isinstance(v, str) and v for v in data["pins"].values()), "pins", "path: device", data["pins"])
+        expect(all(isinstance(v, str) and v for v in data["pins"].values()), "pins", "path: device", data["pins"])
     data["workload"] = _read_workload(data["workload"])
     data["devices"] = _read_devices(data["devices"])
     listed = {device.name for device in data["devices"]}
     for path, device in data["placements"].items():
-        _expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
+        expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
+    data["cuts"] = read_cuts(data["cuts"], len(data["devices"]))
+    data["whole"] = read_whole(data["whole"])
+    if data["cuts"]:
+        first = {"": data["devices"][0].name}
+        expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])
     return Plan(**data)
 
 
 def _read_workload(data: Any) -> Workload:
     wanted = {item.name for item in fields(Workload)}
-    _expect(isinstance(data, dict) and set(data) == wanted, "workload", f"an object with {sorted(wanted)}", data)
+    expect(isinstance(data, dict) and set(data) == wanted, "workload", f"an object with {sorted(wanted)}", data)
     for name in ("batch_size", "sequence_length"):
-        _expect(data.get(name) is None or _is_int(data[name]), f"workload.{name}", "an integer or null", data.get(name))
-    _expect(_is_int(data.get("new_tokens", 0)), "workload.new_tokens", "an integer", data.get("new_tokens"))
+        expect(data.get(name) is None or _is_int(data[name]), f"workload.{name}", "an integer or null", data.get(name))
+    expect(_is_int(data.get("new_tokens", 0)), "workload.new_tokens", "an integer", data.get("new_tokens"))
     for name in ("mode", "optimizer", "dtype"):
-        _expect(isinstance(data.get(name, ""), str), f"workload.{name}", "a string", data.get(name))
-    _expect(isinstance(data.get("assumed", False), bool), "workload.assumed", "true or false", data.get("assumed"))
+        expect(isinstance(data.get(name, ""), str), f"workload.{name}", "a string", data.get(name))
+    expect(isinstance(data.get("assumed", False), bool), "workload.assumed", "true or false", data.get("assumed"))
     try:
         return Workload.from_dict(data)
     except SpecError as error:
@@ -261,30 +285,20 @@ def _read_workload(data: Any) -> Workload:
 
 
 def _read_devices(data: Any) -> tuple[PlanDevice, ...]:
-    _expect(_is_list_of(data, dict) and len(data) > 0, "devices", "a list of devices", data)
+    expect(_is_list_of(data, dict) and len(data) > 0, "devices", "a list of devices", data)
     devices = []
     for entry in data:
-        _expect(
+        expect(
             set(entry) == {item.name for item in fields(PlanDevice)}, "devices", "name, memory_bytes, kind, host", entry
         )
-        _expect(
+        expect(
             all(isinstance(entry[k], str) and entry[k] for k in ("name", "kind", "host")), "devices", "strings", entry
         )
-        _expect(_is_int(entry["memory_bytes"]) and entry["memory_bytes"] >= 0, "memory_bytes", "a size in bytes", entry)
+        expect(_is_int(entry["memory_bytes"]) and entry["memory_bytes"] >= 0, "memory_bytes", "a size in bytes", entry)
         devices.append(PlanDevice(**entry))
     names = [device.name for device in devices]
-    _expect(len(set(names)) == len(names), "devices", "different names", names)
+    expect(len(set(names)) == len(names), "devices", "different names", names)
     return tuple(devices)
-
-
-def _expect(good: bool, name: str, wanted: str, found: Any) -> None:
-    if not good:
-        raise PlanError(f"this plan is damaged: {name} should be {wanted}, found {_short(found)}. Make the plan again.")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _is_int(value: Any) -> bool:

@@ -22,6 +22,7 @@ FLOORS = (
         "nested",
         "workload",
         "plan",
+        "plan_cuts",
         "placement",
         "estimate",
         "fingerprint",
