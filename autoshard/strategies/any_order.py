@@ -7,7 +7,7 @@ what the last unit makes for unit 0 goes back to the first. For plans whose copi
 for others a lower bound.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class AnyOrder:
                 return None
             each = value * (1 + 1e-12)
             plain = plain.within(plain.seconds, plain.idle_seconds, each)
+            costs = replace(costs, idle=plain.idle_seconds)
         found = least_sum(grid, lines, costs, plain.seconds, self._prices(plain), each)
         if found is None:
             return None

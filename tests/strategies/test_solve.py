@@ -56,6 +56,10 @@ def test_equal_to_brute_force_on_ten_thousand_chains() -> None:
     assert all(count >= 300 for count in seen.values()), f"a feature was hardly tried: {seen}"
 
 
+def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
+    check(17602, random_chain(17602), "throughput", "any")
+
+
 @pytest.mark.slow
 def test_equal_to_brute_force_on_many_more_chains() -> None:
     run_many(range(10_000, 100_000))
