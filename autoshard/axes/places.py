@@ -38,7 +38,8 @@ class Places:
         self._sites = sorted(graph.sites, key=lambda site: site.begin)
         self._begins = [site.begin for site in self._sites]
         self._differentiable = _differentiable(graph)
-        made_here = {value for index in region.ops for value in graph.ops[index].outputs}
+        # Not all outputs: a cast to the dtype that a tensor has already returns the tensor itself.
+        made_here = {value for value in walk.axes if graph.values[value].op in self._inside}
         self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
         outputs = set(graph.outputs)
         self._outgoing = [
