@@ -27,11 +27,15 @@ class Contraction:
 
 @dataclass(slots=True)
 class Walk:
-    """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`."""
+    """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
+
+    `ops`: those that were walked.
+    """
 
     graph: ModelGraph
     axes: dict[int, Axes] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
+    ops: set[int] = field(default_factory=set)
     name: str = ""
     why: str = ""
     shapes: Sequence[tuple[int, ...]] = ()
@@ -62,6 +66,7 @@ class Walk:
 
     def run(self, op: Op) -> None:
         """Apply the rule of one op."""
+        self.ops.add(op.index)
         values = self.graph.values
         packet = op.target.overloadpacket if isinstance(op.target, torch._ops.OpOverload) else None
         self.name = getattr(packet, "__name__", str(op.target))

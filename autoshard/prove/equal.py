@@ -1,0 +1,113 @@
+"""The numbers: a whole block against its ranks, outputs and gradients.
+
+Sums over ranks are made in another order than in the whole block, so results agree to rounding and not bit for bit.
+What is wrongly cut differs by the size of the values themselves: the two are four orders of magnitude apart.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import nested
+from autoshard.prove.ranks import ThreadRanks, run_ranks
+from autoshard.prove.sample import Sample
+from autoshard.runtime.cuts import apply_cuts, cut_record
+from autoshard.runtime.slices import merge
+from autoshard.sharding import Cut
+
+TOLERANCE = 2e-4
+"""Largest difference relative to the largest value of a tensor, in single precision."""
+
+
+class Unequal(Exception):
+    """The ranks together do not give what the whole block gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one call of a block gave: outputs, and gradients of arguments and parameters, by name."""
+
+    tensors: dict[str, torch.Tensor]
+    differentiable: bool
+
+
+def check_equal(sample: Sample, cuts: tuple[Cut, ...]) -> bool:
+    """Compare a block with its ranks on all calls of the sample; say whether gradients could be compared too.
+
+    Raises `Unequal`, or what a rank raises.
+    """
+    differentiable = True
+    for args, kwargs in sample.calls:
+        whole = _run(copy.deepcopy(sample.block), args, kwargs, None)
+        differentiable &= whole.differentiable
+
+        def work(ranks: ThreadRanks, args: tuple = args, kwargs: dict[str, Any] = kwargs) -> Run:
+            local = copy.deepcopy(sample.block)
+            apply_cuts(local, cuts, ranks)
+            return _run(local, args, kwargs, ranks)
+
+        for rank, found in enumerate(run_ranks(work, cuts[0].degree)):
+            _compare(rank, whole, found)
+    return differentiable
+
+
+def _run(block: nn.Module, args: tuple, kwargs: dict[str, Any], ranks: ThreadRanks | None) -> Run:
+    """One forward, and a backward from random gradients if there is anything to differentiate."""
+    args, kwargs = nested.map_tensors((args, kwargs), _own)
+    random.seed(0)
+    output = block(*args, **kwargs)
+    tensors = {f"output {path}": tensor.detach() for path, tensor in nested.tensors_in(output)}
+    roots = [tensor for _, tensor in nested.tensors_in(output) if tensor.requires_grad]
+    if roots:
+        generator = torch.Generator().manual_seed(1)
+        loss = sum(
+            (root * torch.randn(root.shape, generator=generator)).sum() for root in roots if not root.is_complex()
+        )
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+        tensors.update(_gradients(block, args, kwargs, ranks))
+    return Run(tensors=tensors, differentiable=bool(roots))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _gradients(
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], ranks: ThreadRanks | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, tensor in nested.tensors_in((args, kwargs)):
+        if tensor.grad is not None:
+            yield f"the gradient of argument {path}", tensor.grad
+    record = cut_record(block) if ranks is not None else None
+    for name, parameter in block.named_parameters():
+        if parameter.grad is not None:
+            cut = record.tensors.get(name) if record is not None else None
+            gradient = parameter.grad if ranks is None else merge(parameter.grad, cut, ranks)
+            yield f"the gradient of {name}", gradient
+
+
+def _compare(rank: int, whole: Run, found: Run) -> None:
+    missing = set(whole.tensors) ^ set(found.tensors)
+    if missing:
+        raise Unequal(f"{min(missing)} exists only {'in the whole' if min(missing) in whole.tensors else 'on ranks'}")
+    for name, wanted in whole.tensors.items():
+        tensor = found.tensors[name]
+        if tensor.shape != wanted.shape:
+            raise Unequal(f"{name} has shape {tuple(tensor.shape)} on rank {rank}, {tuple(wanted.shape)} in the whole")
+        if not wanted.is_floating_point():
+            if not torch.equal(tensor, wanted):
+                raise Unequal(f"{name} differs on rank {rank}")
+            continue
+        finite = wanted.isfinite()
+        if not torch.equal(finite, tensor.isfinite()):
+            raise Unequal(f"{name} is not finite in the same places on rank {rank}")
+        scale = wanted[finite].abs().max().item() if finite.any() else 0.0
+        off = (tensor[finite] - wanted[finite]).abs().max().item() if finite.any() else 0.0
+        if off > TOLERANCE * scale + 1e-6:
+            raise Unequal(f"{name} differs by {off:.2g} on rank {rank}, of values up to {scale:.2g}")

@@ -1,0 +1,84 @@
+"""A block with random values, and random arguments for it: what a proof runs on.
+
+Real weights prove less than random ones: fresh models have biases of zero and norms of one, which hide a bias added
+twice or a norm left out.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.observe import TensorSpec
+from autoshard.nested import map_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A block of our own with random values, and arguments of some of its calls."""
+
+    block: nn.Module
+    calls: tuple[tuple[tuple, dict[str, Any]], ...]
+
+
+def sample_block(module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]], seed: int = 0) -> Sample:
+    """Copy a block with random values in place of its own; `calls` are arguments with `TensorSpec` for tensors.
+
+    Raises whatever copying raises: a block that can't be copied can't be proved.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _random_like(tensor, generator)
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _random_like(value, generator)
+    block = copy.deepcopy(module, memo)
+    made = tuple((_filled(args, generator), _filled(kwargs, generator)) for args, kwargs in calls)
+    return Sample(block=block, calls=made)
+
+
+def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values that matter: matrices scaled by their fan-in, the rest around one half; integers as they are."""
+    known = not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
+    if not tensor.is_floating_point():
+        values = tensor.detach().clone() if known else torch.zeros(tensor.shape, dtype=tensor.dtype)
+    else:
+        noise = torch.randn(tensor.shape, generator=generator)
+        fan_in = max(1, tensor[0].numel()) if tensor.dim() > 1 else 1
+        values = noise / fan_in**0.5 if tensor.dim() > 1 else 0.5 + 0.25 * noise.abs()
+        if tensor.dtype is torch.float64:
+            values = values.double()
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    made = nn.Parameter(values, requires_grad=tensor.requires_grad and values.is_floating_point())
+    made.__dict__.update(vars(tensor))
+    return made
+
+
+def _filled(value: Any, generator: torch.Generator) -> Any:
+    """Arguments with random floats for tensors of unknown values, in single precision."""
+    if isinstance(value, TensorSpec):
+        return _tensor(value, generator)
+    if isinstance(value, dict):
+        return {key: _filled(item, generator) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_filled(item, generator) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return map_tensors(value, torch.Tensor.clone)
+
+
+def _tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    if spec.value is not None:
+        value = spec.value.clone()
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if spec.dtype.is_floating_point:
+        return torch.randn(spec.shape, generator=generator).requires_grad_()
+    if spec.dtype.is_complex:
+        return torch.randn(spec.shape, generator=generator, dtype=torch.complex64)
+    return torch.zeros(spec.shape, dtype=spec.dtype)

@@ -1,0 +1,108 @@
+"""One run of one rank's block, watched: the first function whose result is not of the expected shape ends it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard import nested
+from autoshard.axes.axis import Leaf
+from autoshard.prove.expected import Expected, Key
+
+
+class Differs(Exception):
+    """A result has another shape than it should have on this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run went: `reached` counts the functions that gave what they should; `failed` is the one that did not.
+
+    `failed` is None if all went well; `message` says what was wrong with it.
+    """
+
+    reached: int
+    failed: Key | None
+    message: str = ""
+
+
+class Watch(TorchFunctionMode):
+    """Compares the results of every torch function with what one rank should see."""
+
+    def __init__(self, expected: dict[Key, list[Expected]], slices: dict[Leaf, int]) -> None:
+        super().__init__()
+        self.reached = 0
+        self.current: Key | None = None
+        self._expected, self._slices = expected, slices
+        self._stack: list[tuple[str, int, dict[str, int]]] = []
+        self._calls: dict[str, int] = {}
+
+    def enter(self, path: str) -> None:
+        """A module begins to run."""
+        time = self._calls.get(path, 0)
+        self._calls[path] = time + 1
+        self._stack.append((path, time, {}))
+
+    def leave(self) -> None:
+        """The module that began last has run."""
+        self._stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if not self._stack or name == "__get__":
+            return func(*args, **(kwargs or {}))
+        occurrence = self._stack[-1][2].get(name, 0)
+        for _, _, counts in self._stack:
+            counts[name] = counts.get(name, 0) + 1
+        path, time, _ = self._stack[-1]
+        key = (path, time, name, occurrence)
+        self.current = key
+        result = func(*args, **(kwargs or {}))
+        if key in self._expected:
+            self._compare(result, self._expected[key])
+            self.reached += 1
+        return result
+
+    def _compare(self, result: Any, expected: list[Expected]) -> None:
+        found = dict(nested.tensors_in(result))
+        for row in expected:
+            wanted = row.local_shape(self._slices)
+            if row.path in found and tuple(found[row.path].shape) != wanted:
+                raise Differs(f"{tuple(found[row.path].shape)} where {wanted} is due")
+
+
+def run_watched(block: nn.Module, args: tuple, kwargs: dict[str, Any], watch: Watch) -> Outcome:
+    """Run a block under a watch. What the block raises is an outcome, not an error."""
+    with _reported(block, watch), torch.no_grad():
+        try:
+            with watch:
+                block(*args, **kwargs)
+        except Exception as error:
+            message = " ".join(str(error).split())
+            return Outcome(reached=watch.reached, failed=watch.current or ("", 0, "", 0), message=message[:200])
+    return Outcome(reached=watch.reached, failed=None)
+
+
+@contextmanager
+def _reported(block: nn.Module, watch: Watch) -> Iterator[None]:
+    """Tell the watch when modules of the block begin and end."""
+    handles = []
+    for path, module in block.named_modules():
+
+        def enter(module: nn.Module, args: Any, path: str = path) -> None:
+            watch.enter(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            watch.leave()
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
