@@ -24,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "are_functions_transformed",
     "autograd_node",
+    "below_autograd",
     "conj_and_neg_keys",
     "count_hooks_again",
     "fake_device_read",
@@ -166,6 +167,11 @@ def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: 
 def untracked_views() -> Any:
     """A context in which views do not refer to what they are views of."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def below_autograd() -> Any:
+    """A context in which ops pass autograd by, so that dispatch modes see composite ones (`linear`) whole."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:

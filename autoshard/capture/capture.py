@@ -14,21 +14,19 @@ from torch import nn
 
 import autoshard.errors
 from autoshard.capture.decode import Decoding
-from autoshard.capture.fake import FakeFloats, ValueNeeded
+from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
 from autoshard.errors import CaptureError, SpecError
-from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from autoshard.workload import Workload
 
 Level = Literal["fake", "real", "invented"]
 REAL_BYTES = 2 << 30
 """A model without values (on meta) is run with random weights only if its tensors take no more than this."""
 
-_VALUE_ERRORS = (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException)
 _OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 
@@ -39,34 +37,41 @@ def capture(
     *,
     workload: Workload | None = None,
     level: Level | None = None,
+    composite: bool = False,
 ) -> ModelGraph:
     """Record one run of `model` (forward, and backward if `workload.training`) without allocating its weights.
 
     `inputs` is a tensor, a tuple of positional arguments, a dict of keyword arguments, or a callable returning one of
     these; left out, it is derived from the model's `config` and the workload. The model may be on meta, fake or real;
-    it and the random number generators are left as they were. `level` forces one level of the ladder.
+    it and the random number generators are left as they were. `level` forces one level of the ladder. `composite` keeps
+    ops such as `linear` whole and fills `ModelGraph.sites`; such a graph of a forward is for analysis only.
 
     Raises:
         CaptureError: the model could not be run with these inputs; the message holds its own error and the line.
+        SpecError: an unknown level, or `composite` and training.
     """
     workload = workload or Workload()
     if level not in (None, "fake", "real", "invented"):
         raise SpecError(f"unknown capture level {level!r}: use 'fake', 'real' or 'invented', or leave it out.")
+    if composite and workload.training:
+        raise SpecError("a composite graph holds a forward only: capture it with Workload(mode='inference').")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"capture needs a torch.nn.Module, got {type(model).__name__}.")
     if inputs is not None:
         args, kwargs = as_call(inputs, model)
-        return _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload), level)
-    return _first_that_runs(model, derive_inputs(model, workload), workload, level)
+        return _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite), level)
+    return _first_that_runs(model, derive_inputs(model, workload), workload, level, composite)
 
 
-def _first_that_runs(model: nn.Module, calls: list[Call], workload: Workload, level: Level | None) -> ModelGraph:
+def _first_that_runs(
+    model: nn.Module, calls: list[Call], workload: Workload, level: Level | None, composite: bool
+) -> ModelGraph:
     """Capture with derived inputs: the first of several plausible calls that the model accepts."""
     refused: CaptureError | None = None
     for args, kwargs in calls:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in kwargs.items())
         try:
-            graph = _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload), level)
+            graph = _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite), level)
         except CaptureError as error:
             refused = refused or error
         else:
@@ -89,7 +94,7 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
     notes: tuple[str, ...] = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
     if _tensor_bytes(run.model) <= REAL_BYTES or not _without_values(run.model):
         return _forced(run, "real", notes)
-    if isinstance(stopped, _VALUE_ERRORS):
+    if isinstance(stopped, VALUE_ERRORS):
         notes += ("level real left out: the model has no values and is too large to be filled with random ones",)
         return _forced(run, "invented", notes)
     raise _refusal(run, stopped) from stopped
@@ -145,7 +150,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
 def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
-    if isinstance(error, _VALUE_ERRORS):
+    if isinstance(error, VALUE_ERRORS):
         advice = "Pass a model with real weights, so that it can be run."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.capture.shapes import Shapes
 from autoshard.capture.traits import Traits, aten, swap_tensors, tensors_of, written_by
-from autoshard.torch_private import FakeTensor
+from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 REAL_ELEMENTS = 1 << 22
 """Most elements an op on known values may combine; above it, only shapes are computed."""
@@ -38,6 +38,13 @@ _FINITE_CHECKS = {
     aten.isposinf.default: False,
     aten.isneginf.default: False,
 }
+_LIKE_ANOTHER: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    aten.expand_as.default: lambda tensor, other: tensor.expand(other.shape),
+    aten.view_as.default: lambda tensor, other: tensor.view(other.shape),
+    aten.reshape_as.default: lambda tensor, other: tensor.reshape(other.shape),
+    aten.type_as.default: lambda tensor, other: tensor.to(other.dtype),
+}
+"""Composite ops that read no values of their second argument; only composite graphs have them."""
 _ELEMENTWISE_BACKWARD = (
     aten.elu_backward.default,
     aten.gelu_backward.default,
@@ -56,6 +63,10 @@ _ELEMENTWISE_BACKWARD = (
 
 class ValueNeeded(Exception):
     """The model asked for the value of a float that has none here."""
+
+
+VALUE_ERRORS = (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException)
+"""What a run on shapes raises where the model branches on a value that is not known."""
 
 
 class FakeFloats:
@@ -81,6 +92,8 @@ class FakeFloats:
                 return func(*args, **kwargs)
         elif traits.reads_value:
             return self._answer(func, args)
+        elif func in _LIKE_ANOTHER and not self.unknown(args[0]) and args[0].numel() <= REAL_ELEMENTS:
+            return _LIKE_ANOTHER[func](*args)
         if traits.view and type(inputs[0]) is torch.Tensor and not inputs[0].is_meta:
             return func(*args, **kwargs)  # a view of tainted memory: shapes only, and it must share the storage
         rule = RULES.get(func)

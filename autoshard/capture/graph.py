@@ -91,6 +91,7 @@ class Call:
     """One call of a module. Call 0 is the root; `inputs`/`outputs` are the values found by `nested.tensors_in`.
 
     `contained` is those of `inputs` found only inside lists, dicts or dataclasses: hooks do not move them.
+    `input_paths` and `output_paths` are where `tensors_in` found the values, in composite graphs; else empty.
     """
 
     index: int
@@ -102,6 +103,26 @@ class Call:
     outputs: tuple[int, ...]
     backward: bool = False
     contained: tuple[int, ...] = ()
+    input_paths: tuple[str, ...] = ()
+    output_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteCall:
+    """One call of a torch function as a torch function mode sees it: the outermost one, which ran ops `begin` to `end`.
+
+    `function` is its `__name__`, `call` the innermost module call around it. It is the `occurrence`-th call of that
+    name (from 0, functions that run no ops count) while that module runs, its children included. `inputs` and `outputs`
+    are (path, value) as `nested.tensors_in` finds them in `(args, kwargs)` and in the result.
+    """
+
+    call: int
+    function: str
+    occurrence: int
+    begin: int
+    end: int
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +176,8 @@ class ModelGraph:
         backward_begin: index of the first backward op; len(ops) if forward only.
         gradients: (parameter name, value) of what backward left in `.grad`.
         functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
+        sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
+            ran ops, in order. A composite graph is for analysis; it is never executed.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
     """
@@ -178,6 +201,7 @@ class ModelGraph:
     training: bool = False
     gradients: tuple[tuple[str, int], ...] = ()
     functions: tuple[Function, ...] = ()
+    sites: tuple[SiteCall, ...] = ()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

@@ -13,11 +13,21 @@ import torch
 import torch.fx
 
 from autoshard import nested
+from autoshard.capture.fake import VALUE_ERRORS
+from autoshard.capture.flops import COMPOSITE_FLOPS
 from autoshard.capture.graph import UNKNOWN, Call, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
-from autoshard.torch_private import TorchDispatchMode, autograd_node, flop_formulas, node_sequence, sequence_number
+from autoshard.torch_private import (
+    TorchDispatchMode,
+    autograd_node,
+    flop_formulas,
+    is_composite,
+    node_sequence,
+    run_composite,
+    sequence_number,
+)
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
@@ -49,12 +59,14 @@ class Recorder(TorchDispatchMode):
         device_source: what `Op.device_source` of a factory called now would be; kept by `sources.DeviceSources`.
         moving: the op that comes next stands for a move to `device_source`; kept by the same.
         busy: an op is being run; what reads devices now is not the model.
+        composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, composite: bool = False) -> None:
         super().__init__()
         self.engine = engine
+        self.composite = composite
         self.ledger = Ledger()
         self.calls: list[list[Any]] = []
         self.functions: list[Function] = []
@@ -72,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
         self._parameters = 0
-        self._formulas = flop_formulas()
+        self._formulas = flop_formulas() | COMPOSITE_FLOPS if composite else flop_formulas()
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops
@@ -89,6 +101,11 @@ class Recorder(TorchDispatchMode):
         busy, self.busy = self.busy, True
         try:
             return self._run(func, traits_of(func), args, kwargs)
+        except VALUE_ERRORS:
+            if not (self.composite and is_composite(func)):
+                raise
+            with self:  # in parts, as it usually runs, it may do with the values that are known
+                return run_composite(func, args, kwargs)
         finally:
             self.busy = busy
 
@@ -163,9 +180,7 @@ class Recorder(TorchDispatchMode):
             tuple(_to_nodes(value, lookup) for value in args),
             {name: _to_nodes(value, lookup) for name, value in kwargs.items()},
         )
-        mutates: tuple[int, ...] = ()
-        if traits.writes or func._schema.name == "aten::native_batch_norm":
-            mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
+        mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
         outputs = []
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(result, torch.Tensor):
@@ -257,12 +272,14 @@ class Recorder(TorchDispatchMode):
     def begin_call(self, path: str, args: tuple, kwargs: dict[str, Any]) -> int:
         row = len(self.calls)
         direct = {self.value_of(t) for item in (*args, *kwargs.values()) for t in _direct(item)}
-        inputs = tuple(self.value_of(tensor) for _, tensor in nested.tensors_in((args, kwargs)))
+        found = list(nested.tensors_in((args, kwargs)))
+        inputs = tuple(self.value_of(tensor) for _, tensor in found)
+        paths = tuple(path for path, _ in found) if self.composite else ()
         if not self._stack:
             self._root = row
         parent = self._stack[-1] if self._stack else -1
         contained = tuple(value for value in inputs if value not in direct)
-        self.calls.append([path, parent, self.ledger.now, -1, inputs, (), self.backward, contained])
+        self.calls.append([path, parent, self.ledger.now, -1, inputs, (), self.backward, contained, paths, ()])
         self._stack.append(row)
         return row
 
@@ -272,13 +289,20 @@ class Recorder(TorchDispatchMode):
             self._stack.pop()
         call = self.calls[row]
         call[3] = self.ledger.now
-        outputs = []
-        for _, tensor in nested.tensors_in(output):
+        outputs, paths = [], []
+        for path, tensor in nested.tensors_in(output):
             value = self.value_of(tensor)
             outputs.append(value)
+            paths.append(path)
             if tensor.requires_grad:
                 self.ledger.mark_differentiable(value)
         call[5] = tuple(outputs)
+        call[9] = tuple(paths) if self.composite else ()
+
+    @property
+    def running(self) -> list[int]:
+        """Module calls that have begun and not ended, the innermost last."""
+        return self._stack
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""
@@ -320,8 +344,11 @@ class Recorder(TorchDispatchMode):
                 outputs=outputs,
                 backward=backward,
                 contained=contained,
+                input_paths=input_paths,
+                output_paths=output_paths,
             )
-            for index, (path, parent, begin, end, inputs, outputs, backward, contained) in enumerate(self.calls)
+            for index, row in enumerate(self.calls)
+            for path, parent, begin, end, inputs, outputs, backward, contained, input_paths, output_paths in (row,)
         )
 
 

@@ -24,22 +24,24 @@ from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.record import Engine, Recorder
+from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
-from autoshard.torch_private import fake_device_read, no_overrides
+from autoshard.torch_private import below_autograd, fake_device_read, no_overrides
 from autoshard.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is run: a model, its arguments and what for."""
+    """What is run: a model, its arguments and what for; `composite` keeps composite ops whole."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     workload: Workload
+    composite: bool = False
 
 
 def record_run(
@@ -53,13 +55,15 @@ def record_run(
     modules = module_table(model)
     rows = tensor_rows(model)
     mark = fingerprint(model)
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, composite=run.composite)
     ledger = recorder.ledger
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
         stack.enter_context(stand_ins(model, make))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training))
+        if run.composite:
+            stack.enter_context(below_autograd())
         tensors = _enter_tensors(model, rows, recorder)
         given: Call = (run.args, run.kwargs)
         if decode is not None:
@@ -67,7 +71,7 @@ def record_run(
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
         stack.enter_context(_module_calls(model, recorder))
         stack.enter_context(_random_states(recorder))
-        sources = stack.enter_context(DeviceSources(recorder))
+        sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
         if training:
@@ -123,6 +127,7 @@ def record_run(
             training=training,
             gradients=tuple(gradients.items()),
             functions=tuple(recorder.functions),
+            sites=tuple(sources.found) if isinstance(sources, Sites) else (),
         )
 
 
@@ -254,7 +259,8 @@ def _looks_for_overrides(module: nn.Module) -> bool:
 def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
-    shy = {id(module) for module in model.modules() if _looks_for_overrides(module)}
+    # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
+    shy = {id(module) for module in model.modules() if not recorder.composite and _looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
     thread = threading.get_ident()
 

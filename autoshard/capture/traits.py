@@ -9,7 +9,10 @@ import torch
 aten = torch.ops.aten
 
 # Kernels that write arguments which their schemas do not mark, while `training` (argument 5) is true.
-_UNMARKED_WRITES = {aten.native_batch_norm.default: ((3, "running_mean"), (4, "running_var"))}
+_UNMARKED_WRITES = dict.fromkeys(
+    (aten.native_batch_norm.default, aten.batch_norm.default, aten.instance_norm.default),
+    ((3, "running_mean"), (4, "running_var")),
+)
 _READS_VALUE = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default}
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 

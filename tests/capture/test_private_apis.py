@@ -74,3 +74,18 @@ def test_flop_formulas_and_overrides():
         assert torch.overrides.has_torch_function((torch.ones(1),))
         with torch_private.no_overrides():
             assert not torch.overrides.has_torch_function((torch.ones(1),))
+
+
+def test_ops_reach_modes_whole_below_autograd():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
+    with torch_private.below_autograd(), Mode():
+        assert not torch.nn.functional.linear(x, weight).requires_grad
+    assert seen == [torch.ops.aten.linear.default]
+    assert torch.nn.functional.linear(x, weight).requires_grad

@@ -1,0 +1,57 @@
+"""Where torch functions are called: places in a module's forward that a torch function mode finds again when it runs.
+
+    block       linear(0)  child: [ linear(0)  relu(0) ]  linear(2)      name(occurrence) in the module it is called in
+
+What a function calls itself is part of it. Ops outside of every function have no place (`autograd.Function.apply`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from autoshard import nested
+from autoshard.capture.graph import SiteCall
+from autoshard.capture.record import Recorder
+from autoshard.capture.sources import DeviceSources
+
+_PROPERTIES = ("__get__", "__set__", "__delete__")
+"""Names of reads and writes of properties: not all of them are seen on fake tensors, so their counts mean nothing."""
+
+
+class Sites(DeviceSources):
+    """Lists the calls of torch functions that run ops in `found`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.found: list[SiteCall] = []
+        self._counts: Counter[tuple[int, str]] = Counter()  # calls of a function by (module call, name)
+
+    def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        recorder = self._recorder
+        name = getattr(func, "__name__", str(func))
+        if recorder.busy or not recorder.running or name in _PROPERTIES:
+            return super().__torch_function__(func, types_, args, kwargs)
+        call, begin = recorder.running[-1], recorder.ledger.now
+        occurrence = self._counts[call, name]
+        for row in recorder.running:
+            self._counts[row, name] += 1
+        result = super().__torch_function__(func, types_, args, kwargs)
+        if recorder.ledger.now > begin:
+            self.found.append(
+                SiteCall(
+                    call=call,
+                    function=name,
+                    occurrence=occurrence,
+                    begin=begin,
+                    end=recorder.ledger.now,
+                    inputs=tuple(self._values((args, kwargs or {}))),
+                    outputs=tuple(self._values(result)),
+                )
+            )
+        return result
+
+    def _values(self, arguments: Any) -> Iterator[tuple[str, int]]:
+        for path, tensor in nested.tensors_in(arguments):
+            value = self._recorder.ledger.find(tensor)
+            if value is not None:
+                yield path, value
