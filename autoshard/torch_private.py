@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -34,6 +34,7 @@ __all__ = [
     "innermost_function_mode",
     "intercept",
     "is_composite",
+    "no_modes",
     "no_overrides",
     "node_sequence",
     "release",
@@ -212,6 +213,13 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def no_overrides() -> Any:
     """A context in which no torch function is overridden, by modes or by subclasses, and none looks as if it were."""
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Inside, no mode sees what is called: neither dispatch modes nor torch function modes."""
+    with _disable_current_modes(), no_overrides():
+        yield
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from autoshard.torch_private import (
     autograd_node,
     flop_formulas,
     is_composite,
+    no_modes,
     node_sequence,
     run_composite,
     sequence_number,
@@ -148,7 +149,8 @@ class Recorder(TorchDispatchMode):
         ledger = self.ledger
         content = None
         if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel() * tensor.element_size() <= LIFT_BYTES:
-            content = tensor.detach().clone()
+            with no_modes():  # it may be met between ops: handed to a module, or returned by one
+                content = tensor.detach().clone()
         node = ledger.constant_node()
         value = ledger.add(tensor, node, born=ledger.now, kind="constant")
         node.meta.update(kind="constant", name="", value=value)

@@ -275,3 +275,26 @@ class Experts(nn.Module):
 def test_known_masks_select_and_floats_are_taken_to_be_finite():
     graph = check_forward(Experts(), (torch.randn(2, 3, 4), torch.tensor([[True, False, True], [True, True, True]])))
     assert graph.level == "fake" and any("finite" in note and __file__ in note for note in graph.notes)
+
+
+class Adder(nn.Module):
+    def forward(self, x, table):
+        return x + table
+
+
+class GivesConstant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [torch.arange(4.0)]
+        self.adder = Adder()
+
+    def forward(self, x):
+        return self.adder(x, self.tables[0])
+
+
+def test_a_constant_first_met_as_an_argument_adds_no_ops():
+    x = torch.randn(3, 4)
+    graph = capture(GivesConstant(), x)
+    assert bitwise(replay(graph, GivesConstant(), x)[0][0], GivesConstant()(x))
+    assert [op.target for op in graph.ops] == [aten.add.Tensor]
+    assert [storage.kind for storage in graph.storages].count("constant") == 1
