@@ -22,6 +22,13 @@ class Whole:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why something that could be cut by its axes is not."""
+
+    reason: str
+
+
 def read_cuts(data: Any, ranks: int) -> tuple[Cut, ...]:
     """Check and build the cuts of a plan for so many ranks. Raises `PlanError`."""
     cuts: tuple[Cut, ...] = _read(tuple[Cut, ...], data, "cuts")

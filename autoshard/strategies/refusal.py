@@ -59,7 +59,7 @@ def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluste
     lack = float(np.sum(chain.resident_bytes)) - float(np.maximum(chain.capacity_bytes, 0).sum())
     first = max(1, math.ceil(lack / max(short.budget_bytes, 1)))
     for count in range(first, min(first + 8, _MOST_MORE_DEVICES)):
-        if works(_with_copies(cluster, device, count)):
+        if works(with_copies(cluster, device, count)):
             more = "one more device" if count == 1 else f"{count} more devices"
             return f"It was checked that it fits with {more} like {short.name}."
     said = with_memory() if extra else ""
@@ -95,7 +95,7 @@ def round_up(nbytes: float) -> int:
     return math.ceil(math.ceil(value * parts) / parts * unit)
 
 
-def _with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
+def with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
     """The cluster with more devices like one of its own, on the same links."""
     model = cluster.devices[device]
     near = [link for link in cluster.links if model.name in (link.source, link.destination)]

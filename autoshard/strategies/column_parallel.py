@@ -1,0 +1,238 @@
+"""column_parallel: cut parameters over devices that all work on the same input, where that pays.
+
+    one pass  =  what is not cut, on every rank  +  for every cut: the slowest share, then its all-reduces and gathers
+
+Groups and degree are chosen together: for every set of devices worth a look the best compatible groups are found
+exactly (`cut_choice`), the best set of devices wins, and its cuts are proved. What can't be proved is out, and the
+choice is made again. One device without cuts takes part like the others, so a plan is never slower than one device by
+its own estimate unless one device can't hold the model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, PlanDevice
+from autoshard.plan_cuts import Refusal
+from autoshard.profile.profile import Profile
+from autoshard.sharding import Cut
+from autoshard.strategies.cut_choice import Option, choose
+from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
+from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_bytes, make_task, options_on
+
+MOST_DEGREE = 64
+"""Degrees above are not listed as valid; more devices than this are not used."""
+Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
+"""Groups of the same blocks, to be cut together, and the shares of each -> for each a proved cut, or why not."""
+
+
+def column_parallel(
+    profile: Profile,
+    cluster: Cluster,
+    found: AxisGroups,
+    prove: Prove,
+    *,
+    objective: str = "latency",
+    degree: int | None = None,
+    even: bool = False,
+) -> Plan:
+    """Plan what is cut over the devices of a cluster.
+
+    `found`: the axis groups of the same model. `degree`: cut over exactly so many devices, also if that is slower; None
+    takes as many as pay, one included. `even`: all ranks must keep as much, as where one process runs them all. With
+    "throughput" as with "latency" the seconds of a pass count, since all ranks work on the same pass; with "memory" as
+    much is cut as can be. Raises `PlanError` for a degree that nothing allows, with those that are possible, and for a
+    model that does not fit.
+    """
+    task = make_task(profile, cluster, found.groups, objective, even)
+    if degree is not None:
+        _check_degree(task, degree)
+    task, best, cuts = _proved_choice(task, degree, prove)
+    if degree is not None and degree > 1 and not cuts:  # nothing pays, and it is asked for all the same
+        task, best, cuts = _proved_choice(replace(task, objective="memory"), degree, prove)
+        if not cuts:
+            raise PlanError(no_such_degree(degree, valid_degrees(task), even, task.banned.values()))
+    used = {device.name for device in best.devices}
+    listed = [device for device in cluster.devices if device.name in used or not cuts]
+    compared = best_choice(task, 1) if cuts else _best_cut(task)
+    return Plan(
+        strategy="column-parallel",
+        objective=objective,
+        workload=profile.workload,
+        devices=tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in listed),
+        placements={"": best.devices[0].name},
+        reasons=explain_cuts(task, best, compared, cuts, valid_degrees(task)),
+        fingerprint=profile.graph.fingerprint,
+        cuts=cuts,
+        whole=explain_whole(task, found, best) if cuts else (),
+    )
+
+
+def _check_degree(task: Task, degree: int) -> None:
+    count = len(task.cluster.devices)
+    if not 1 <= degree <= count:
+        raise PlanError(f"a model can't be cut over {degree} devices where there are {count}. Ask for 1 to {count}.")
+    if degree > 1 and not any(allows(group, degree, task.even) for group in task.groups):
+        raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
+
+
+def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]]:
+    """Choose, prove, and choose again without what was refused, until all is proved. Raises `PlanError`."""
+    by_index = {group.index: group for group in task.groups}
+    known: dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]] = {}
+    while True:
+        best = best_choice(task, degree)
+        if best is None:
+            raise PlanError(_refusal(task, degree))
+        together: dict[tuple[str, ...], list[Option]] = {}
+        for option in best.picked:
+            together.setdefault(by_index[option.index].blocks, []).append(option)
+        outcomes: dict[tuple[int, Shares], Cut | Refusal] = {}
+        for options in together.values():
+            key = tuple((option.index, option.shares) for option in options)
+            if key not in known:
+                known[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])
+            outcomes.update(zip(key, known[key], strict=True))
+        refused = {key: found.reason for key, found in outcomes.items() if isinstance(found, Refusal)}
+        if not refused:
+            return task, best, tuple(found for found in outcomes.values() if isinstance(found, Cut))
+        task = replace(task, banned={**task.banned, **refused})
+
+
+def best_choice(task: Task, degree: int | None = None) -> Choice | None:
+    """The best set of devices with the best groups for it; between equals the fewest devices. None if none fits."""
+    best: Choice | None = None
+    for devices in device_sets(task, degree):
+        found = choice_on(task, devices)
+        if found is not None and (best is None or _is_less(found.value(task.objective), best.value(task.objective))):
+            best = found
+    return best
+
+
+def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    if one[0] < other[0] * (1 - 1e-9):
+        return True
+    return one[0] <= other[0] * (1 + 1e-9) and one[1] < other[1] * (1 - 1e-9)
+
+
+def device_sets(task: Task, degree: int | None = None) -> Iterator[tuple[Device, ...]]:
+    """Sets of devices worth a look, the smallest first, in the cluster's order: the fastest, the fastest of one host,
+    those with the most memory."""
+    devices = task.cluster.devices
+    orders = [sorted(devices, key=lambda device: task.whole_seconds[device.name])]
+    for host in dict.fromkeys(device.host for device in devices):
+        orders.append([device for device in orders[0] if device.host == host])
+    orders.append(sorted(devices, key=lambda device: -device.budget_bytes))
+    for count in range(1, min(len(devices), MOST_DEGREE) + 1) if degree is None else [degree]:
+        seen = set()
+        for order in orders:
+            chosen = {device.name for device in order[:count]}
+            if len(chosen) == count and frozenset(chosen) not in seen:
+                seen.add(frozenset(chosen))
+                yield tuple(device for device in devices if device.name in chosen)
+
+
+def choice_on(task: Task, devices: tuple[Device, ...]) -> Choice | None:
+    """The best groups for these devices; None if the model does not fit on them whatever is cut.
+
+    Shares follow the devices' speed. Where that does not fit they follow speed within what each device has room for.
+    """
+    found = [_chosen(task, devices, options_on(task, devices))]
+    if found[0] is None or task.objective == "memory":
+        options = options_on(task, devices, by_memory=True)
+        found.append(_chosen(task, devices, options))
+        most = _chosen(replace(task, objective="memory"), devices, options, limited=False)
+        assert most is not None
+        parts = _room(task, devices, most)
+        if parts is not None:
+            found.append(_chosen(task, devices, options_on(task, devices, most=parts)))
+    fitting = [choice for choice in found if choice is not None]
+    return min(fitting, key=lambda choice: choice.value(task.objective), default=None)
+
+
+def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limited: bool = True) -> Choice | None:
+    seconds = [task.whole_seconds[device.name] for device in devices]
+    budget = [device.budget_bytes if limited else task.whole_bytes for device in devices]
+    picked = choose(options, seconds, task.whole_bytes, budget, task.objective)
+    if picked is None:
+        return None
+    rest = max(own - sum(option.whole_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
+    collectives = sum(option.collective_seconds for option in picked)
+    return Choice(
+        devices=devices,
+        picked=picked,
+        seconds=max(rest, 0.0) + sum(option.share_seconds for option in picked) + collectives,
+        collective_seconds=collectives,
+        peak_bytes=tuple(
+            task.whole_bytes - sum(option.saved_bytes[rank] for option in picked) for rank in range(len(devices))
+        ),
+    )
+
+
+def _room(task: Task, devices: tuple[Device, ...], most: Choice) -> list[float] | None:
+    """The part of what is cut that each device has room for, if as much is cut as can be."""
+    by_index = {group.index: group for group in task.groups}
+    cut = sum(cut_bytes(task, by_index[option.index]) for option in most.picked)
+    if not cut:
+        return None
+    return [(device.budget_bytes - task.whole_bytes + cut) / cut for device in devices]
+
+
+def valid_degrees(task: Task) -> tuple[int, ...]:
+    """Degrees up to `MOST_DEGREE` at which as many bytes can be cut as at any, by sizes: nothing is proved here."""
+    known: dict[tuple[int, ...], int] = {}
+    cut: dict[int, int] = {}
+    for degree in range(2, MOST_DEGREE + 1):
+        allowed = tuple(group.index for group in task.groups if allows(group, degree, task.even))
+        if allowed not in known:
+            known[allowed] = sum(cut_bytes(task, group) for group in _largest(task, allowed))
+        cut[degree] = known[allowed]
+    most = max(cut.values())
+    return tuple(degree for degree, nbytes in cut.items() if nbytes >= most * (1 - 1e-6) and nbytes > 0)
+
+
+def _best_cut(task: Task) -> Choice | None:
+    """The best choice with cuts, though it be slower than one device or not fit: what one device is compared with."""
+    best: Choice | None = None
+    most = replace(task, objective="memory")
+    for count in range(2, min(len(task.cluster.devices), MOST_DEGREE) + 1):
+        for devices in device_sets(task, count):
+            options = options_on(task, devices)
+            for posed in (task, most):
+                found = _chosen(posed, devices, options, limited=False)
+                if found is not None and found.picked and (best is None or found.seconds < best.seconds):
+                    best = found
+    return best
+
+
+def _largest(task: Task, allowed: Sequence[int]) -> list[AxisGroup]:
+    """The compatible groups, among those allowed, with the most bytes."""
+    options = [
+        Option(
+            index=group.index, shares=(), whole_seconds=(0.0,), share_seconds=0.0, collective_seconds=0.0,
+            saved_bytes=(cut_bytes(task, group),), places=0, conflicts=conflicts,
+        )
+        for group, conflicts in zip(task.groups, task.conflicts, strict=True) if group.index in allowed
+    ]  # fmt: skip
+    picked = choose(options, [1.0], task.whole_bytes, [task.whole_bytes], "memory") or ()
+    chosen = {option.index for option in picked}
+    return [group for group in task.groups if group.index in chosen]
+
+
+def _refusal(task: Task, degree: int | None) -> str:
+    """Why nothing fits, with one change that was tried and works."""
+    count = len(task.cluster.devices) if degree is None else degree
+    closest: Choice | None = None
+    for devices in device_sets(task, count):
+        found = _chosen(replace(task, objective="memory"), devices, options_on(task, devices, by_memory=True), False)
+        if found is not None and (closest is None or found.value("memory") < closest.value("memory")):
+            closest = found
+    assert closest is not None
+
+    def works(cluster: Cluster, degree: int | None) -> bool:
+        posed = make_task(task.profile, cluster, task.groups, task.objective, task.even)
+        return best_choice(replace(posed, banned=task.banned), degree) is not None
+
+    return lacking_memory(task, closest, degree, works)

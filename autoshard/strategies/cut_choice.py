@@ -1,0 +1,109 @@
+"""Choose which axis groups to cut: the exact optimum among compatible ones, within the memory of every rank.
+
+With y[g] = 1 if group g is cut, and everything that is not cut done by every rank:
+
+    seconds    max over ranks of (whole model - sum y[g] whole group g)  +  sum y[g] (its slowest share + collectives)
+    memory     of rank d: whole model - sum y[g] (what d does not keep of g)  <=  its budget
+    conflicts  y[g] + y[h] <= 1
+
+which is a small mixed integer program; blocks that are alike are one variable.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_MARGIN = 1e-6
+"""Part of the model by which memory limits are taken tighter than they are: the solver's tolerance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A group with shares for some devices. Figures are of all its blocks together.
+
+    Attributes:
+        index: of the group.
+        whole_seconds: per rank, what all of the group takes there.
+        share_seconds: what the slowest rank takes for its share.
+        collective_seconds: all-reduces and gathers.
+        saved_bytes: per rank, what it need not hold.
+        places: how many actions the runtime has to carry out; between equals the fewest are taken.
+        conflicts: indices of groups that can't be cut as well.
+    """
+
+    index: int
+    shares: tuple[int, ...]
+    whole_seconds: tuple[float, ...]
+    share_seconds: float
+    collective_seconds: float
+    saved_bytes: tuple[int, ...]
+    places: int
+    conflicts: frozenset[int]
+
+
+def choose(
+    options: Sequence[Option],
+    whole_seconds: Sequence[float],
+    whole_bytes: int,
+    budget_bytes: Sequence[int],
+    objective: str,
+) -> tuple[Option, ...] | None:
+    """Return the options with the fewest seconds, or with "memory" the emptiest fullest rank; None if none fits.
+
+    `whole_seconds`, `budget_bytes`: per rank, of the model on one device and of the device.
+    """
+    count, ranks = len(options), len(whole_seconds)
+    if not count:
+        return () if all(whole_bytes <= budget for budget in budget_bytes) else None
+    second, byte = max(*whole_seconds, 1e-30), max(whole_bytes, 1)
+    budget = np.maximum(np.array(budget_bytes, float), 1.0)
+    spent = np.array([option.share_seconds + option.collective_seconds for option in options]) / second
+    freed = np.array([option.whole_seconds for option in options]).T / second
+    saved = np.array([option.saved_bytes for option in options], float).T / byte
+    # variables: y, z = seconds of what is not cut, u = fullness of the fullest rank
+    seconds = np.concatenate([spent, [1.0, 0.0]])
+    fullness = np.concatenate([np.zeros(count + 1), [1.0]])
+    order = np.concatenate([[option.places + rank / count for rank, option in enumerate(options)], [0.0, 0.0]])
+    rows = [np.concatenate([freed[rank], [1.0, 0.0]]) for rank in range(ranks)]
+    least = [own / second for own in whole_seconds]
+    rows += [np.concatenate([saved[rank], [0.0, budget[rank] / byte]]) for rank in range(ranks)]
+    least += [whole_bytes / byte] * ranks
+    tight = [(rank, (whole_bytes - budget[rank]) / byte) for rank in range(ranks) if whole_bytes > budget_bytes[rank]]
+    rows += [np.concatenate([saved[rank], [0.0, 0.0]]) for rank, _ in tight]
+    least += [need + _MARGIN for _, need in tight]
+    place = {option.index: position for position, option in enumerate(options)}
+    pairs = {
+        tuple(sorted((place[option.index], place[other])))
+        for option in options
+        for other in option.conflicts
+        if other in place
+    }
+    for one, other in sorted(pairs):
+        row = np.zeros(count + 2)
+        row[[one, other]] = -1.0
+        rows.append(row)
+        least.append(-1.0)
+    first, then = (fullness, seconds) if objective == "memory" else (seconds, order)
+    picked = _solve(first, then, np.array(rows), np.array(least), count)
+    return None if picked is None else tuple(options[position] for position in picked)
+
+
+def _solve(
+    first: np.ndarray, then: np.ndarray, rows: np.ndarray, least: np.ndarray, count: int
+) -> tuple[int, ...] | None:
+    """Minimise one figure, then among its optima another; variables up to `count` are 0 or 1."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    integrality = np.concatenate([np.ones(count), np.zeros(2)])
+    bounds = Bounds(np.concatenate([np.zeros(count), [0.0, 0.0]]), np.concatenate([np.ones(count), [np.inf] * 2]))
+    settings = {"mip_rel_gap": 0.0}
+    constraints = [LinearConstraint(rows, least, np.inf)]
+    found = milp(first, constraints=constraints, integrality=integrality, bounds=bounds, options=settings)
+    if found.x is None:
+        return None
+    best = float(first @ found.x)
+    constraints.append(LinearConstraint(first[None, :], -np.inf, best + 1e-9 * max(abs(best), 1.0)))
+    again = milp(then, constraints=constraints, integrality=integrality, bounds=bounds, options=settings)
+    x = found.x if again.x is None else again.x
+    return tuple(np.flatnonzero(x[:count] > 0.5).tolist())

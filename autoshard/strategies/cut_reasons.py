@@ -1,0 +1,201 @@
+"""Why a model is cut as it is, or not: sentences for people, and what stays whole."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.cluster.cluster import Cluster
+from autoshard.plan_cuts import Whole
+from autoshard.sharding import Cut
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.strategies.cut_task import Choice, Task, allows, full_names
+from autoshard.strategies.refusal import round_up, with_copies
+
+_MOST_MORE_DEVICES = 16
+
+
+def explain_cuts(
+    task: Task, best: Choice, compared: Choice | None, cuts: Sequence[Cut], degrees: Sequence[int]
+) -> tuple[str, ...]:
+    """Say what the plan costs against one device, or what the best cut would, how much is cut, and other degrees.
+
+    `compared`: one device, where there are cuts, None if it can't hold the model; else the best cut, None if there is
+    none.
+    """
+    if not cuts:
+        return (*_one_device(task, best, compared), *_other_degrees(degrees, 0))
+    count = len(best.devices)
+    reduces, gathers = collectives(cuts)
+    shared = " and ".join(
+        f"{number} {name}{'s' if number > 1 else ''}"
+        for number, name in ((reduces, "all-reduce"), (gathers, "all-gather"))
+        if number
+    )
+    cost = f"{format_seconds(best.seconds)} per pass over {count} devices"
+    if shared:
+        cost += f", of which {format_seconds(best.collective_seconds)} in {shared} of a forward"
+    reasons = [f"{cost}; {_against_one(task, best, compared)}"]
+    saved = task.whole_bytes - max(best.peak_bytes)
+    fullest = max(zip(best.peak_bytes, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
+    reasons.append(
+        f"{fullest[1].name} is the fullest device: {format_bytes(fullest[0])} at its peak, {format_bytes(saved)} less "
+        "than all of the model; activations are counted whole"
+    )
+    uneven = sum(len(set(cut.shares)) > 1 for cut in cuts)
+    if uneven:
+        what = "one cut is" if uneven == 1 else f"{uneven} cuts are"
+        reasons.append(f"{what} uneven: the slices don't divide, or the devices differ in speed or memory")
+    return (*reasons, *_other_degrees(degrees, count))
+
+
+def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
+    """All-reduces and all-gathers of one forward in which every place of every cut is passed once."""
+    kinds = [action.kind for cut in cuts for action in cut.actions for _ in cut.blocks]
+    return sum(kind in ("reduce", "mean", "lookup") for kind in kinds), kinds.count("gather")
+
+
+def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
+    if alone is None:
+        seconds = min(task.whole_seconds.values())
+        need = format_bytes(task.whole_bytes)
+        if best.seconds > seconds:
+            return f"one device would be faster, and none has room for the {need} of the model"
+        return f"no device alone has room for the {need} of the model"
+    one = f"{format_seconds(alone.seconds)} on {alone.devices[0].name} alone"
+    if best.seconds > alone.seconds:
+        return f"that is slower than {one}, and what was asked for"
+    return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
+
+
+def _one_device(task: Task, best: Choice, cut: Choice | None) -> list[str]:
+    name = best.devices[0].name
+    if len(task.cluster.devices) == 1:
+        return [f"everything is on {name}, the only device"]
+    if cut is None:
+        why = f"; {next(iter(task.banned.values()))}" if task.banned else ""
+        return [f"everything is on {name}: nothing in the model can be cut over the other devices{why}"]
+    collective = f", {format_seconds(cut.collective_seconds)} of them in collectives" if cut.collective_seconds else ""
+    return [
+        f"one device is best: {name} takes {format_seconds(best.seconds)} per pass, and cut over {len(cut.devices)} "
+        f"devices it would take {format_seconds(cut.seconds)}{collective}"
+    ]
+
+
+def _other_degrees(degrees: Sequence[int], used: int) -> list[str]:
+    others = [degree for degree in degrees if degree != used]
+    if not others:
+        return []
+    return [f"by its sizes the model can be cut as well over {runs(degrees)} devices"]
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """2, 3, 4, 8 -> "2 to 4, 8"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in found)
+
+
+def no_such_degree(degree: int, degrees: Sequence[int], even: bool, why: Iterable[str] = ()) -> str:
+    """Say that nothing can be cut over so many devices, and over how many it can."""
+    reason = next(iter(why), "")
+    equal = " into equal parts" if even else ""
+    said = f"nothing in this model can be cut{equal} over {degree} devices{': ' + reason if reason else ''}. "
+    others = [other for other in degrees if other != degree]
+    if others:
+        return said + f"Degrees that its sizes allow: {runs(others)}."
+    return said + 'Use strategy="balanced", which places whole modules.'
+
+
+def lacking_memory(
+    task: Task, closest: Choice, degree: int | None, works: Callable[[Cluster, int | None], bool]
+) -> str:
+    """Say which device lacks how much though all is cut that can be, and one change for which `works` came out true."""
+    over = [peak - device.budget_bytes for peak, device in zip(closest.peak_bytes, closest.devices, strict=True)]
+    rank = max(range(len(over)), key=lambda index: over[index])
+    device, need = closest.devices[rank], closest.peak_bytes[rank]
+    profile = task.profile
+    parts = {
+        "activations": profile.activation_peak_bytes, "cache": profile.cache_bytes,
+        "parameters": need - (profile.peak_bytes - profile.parameter_bytes),
+    }  # fmt: skip
+    named = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > 0
+    )
+    lack = f", {format_bytes(over[rank])} too little" if over[rank] > 0 else ""
+    return (
+        f"the model does not fit: cut as far as it can be, {device.name} needs {format_bytes(need)} and has "
+        f"{format_bytes(device.budget_bytes)} for tensors{lack} (there: {named}). "
+        + _remedy(task, closest, max(over), degree, works)
+    )
+
+
+def _remedy(
+    task: Task, closest: Choice, lack: int, degree: int | None, works: Callable[[Cluster, int | None], bool]
+) -> str:
+    first = task.cluster.names.index(closest.devices[0].name)
+    for count in (1, 2, 3, 4, 6, 8, 12, _MOST_MORE_DEVICES):
+        asked = None if degree is None else degree + count
+        if works(with_copies(task.cluster, first, count), asked):
+            more = "one more device" if count == 1 else f"{count} more devices"
+            return f"It was checked that it fits with {more} like {closest.devices[0].name}."
+    for factor in (1.0, 1.1, 1.5, 2.0):
+        extra = round_up(max(lack, 1) * factor)
+        limits = {device.name: device.memory_bytes + extra for device in task.cluster.devices}
+        if works(task.cluster.with_memory(limits), degree):
+            return f"It was checked that it fits if every device has {format_bytes(extra)} more."
+    return 'Take larger devices, or use strategy="balanced", which keeps each module on one device only.'
+
+
+def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, ...]:
+    """List the matrices that are on every rank whole, with the reason, once for all blocks that are alike."""
+    degree = len(best.devices)
+    picked = {option.index for option in best.picked}
+    chosen = [group for group in task.groups if group.index in picked]
+    against = frozenset(index for option in best.picked for index in option.conflicts)
+    cut = {name for group in chosen for name in full_names(group)}
+    storages = {tensor.storage for tensor in task.profile.graph.tensors if tensor.name in cut}
+    owner = {path: region.paths for region in found.regions for path in region.paths}
+    blocked: dict[str, str] = {}
+    for row in found.blocked:
+        blocked.setdefault(row.name, row.reason)
+    offers: dict[str, list[AxisGroup]] = {}
+    for group in task.groups:
+        for name in full_names(group):
+            offers.setdefault(name, []).append(group)
+    rows: dict[tuple[tuple[str, ...], str], dict[str, None]] = {}
+    for tensor in task.profile.graph.tensors:
+        if tensor.kind != "parameter" or len(tensor.shape) < 2 or tensor.storage in storages:
+            continue
+        path = next((above for above in _above(tensor.name) if above in owner), "")
+        blocks = owner.get(path, ("",))
+        inside = tensor.name[len(path) + 1 :] if path else tensor.name
+        first = f"{blocks[0]}.{inside}" if blocks[0] else inside
+        reason = _why_whole(task, offers.get(tensor.name, []), against, degree)
+        reason = reason or blocked.get(first) or blocked.get(tensor.name) or "no dimension of it can be followed"
+        rows.setdefault((blocks, reason), {})[inside] = None
+    return tuple(Whole(blocks=blocks, names=tuple(names), reason=reason) for (blocks, reason), names in rows.items())
+
+
+def _why_whole(task: Task, offers: Sequence[AxisGroup], against: frozenset[int], degree: int) -> str:
+    """Why groups that would cut a parameter were not taken; `against`: those that what was taken excludes."""
+    if not offers:
+        return ""
+    indices = {group.index for group in offers}
+    for (index, shares), reason in task.banned.items():
+        if index in indices and len(shares) == degree:
+            return reason
+    possible = [group for group in offers if allows(group, degree, task.even)]
+    if not possible:
+        size = max(group.size for group in offers)
+        return f"{size} slices can't be shared by {degree} devices"
+    if any(group.index in against for group in possible):
+        return "what is cut instead, in the same tensors, saves more"
+    return "its all-reduces and gathers would take longer than they save"
+
+
+def _above(name: str) -> Iterable[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
