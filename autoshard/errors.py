@@ -23,3 +23,7 @@ class ApplyError(AutoshardError):
 
 class VerifyError(AutoshardError):
     """The applied model could not be compared with the original."""
+
+
+class RankError(AutoshardError):
+    """The processes that share a model do not agree, or one of them is gone."""

@@ -54,6 +54,46 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def tensor_at(value: Any, path: str) -> torch.Tensor | None:
+    """Return the tensor at a path, as `tensors_in` gives it, None if there is none."""
+    if not path:
+        return value if isinstance(value, torch.Tensor) else None
+    key, item = _step(value, path)
+    return None if key is None else tensor_at(item, path[len(str(key)) + 1 :])
+
+
+def replace_at(value: Any, path: str, tensor: torch.Tensor) -> Any:
+    """Return `value` with the tensor at a path, which must be there, replaced; containers on the way are copied."""
+    if not path:
+        return tensor
+    key, item = _step(value, path)
+    item = replace_at(item, path[len(str(key)) + 1 :], tensor)
+    if isinstance(value, dict):
+        changed = {**value, key: item}
+        return changed if type(value) is dict else _rebuild_mapping(value, changed)
+    if isinstance(value, (list, tuple)):
+        items = [item if at == key else other for at, other in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return dataclasses.replace(value, **{key: item})
+
+
+def _step(value: Any, path: str) -> tuple[Any, Any]:
+    """The (key, item) of a container that a path leads to first, (None, None) if there is none."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if path == str(key) or path.startswith(f"{key}."):  # a key may have dots
+                return key, item
+        return None, None
+    first = path.partition(".")[0]
+    if isinstance(value, (list, tuple)):
+        inside = first.isdecimal() and int(first) < len(value)
+        return (int(first), value[int(first)]) if inside else (None, None)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return (first, getattr(value, first, None)) if first in names else (None, None)
+    return None, None
+
+
 def _rebuild_mapping(value: dict, changed: dict) -> Any:
     """Rebuild a dict subclass (OrderedDict, an output dataclass that is also a dict) around changed items."""
     if dataclasses.is_dataclass(value):

@@ -109,10 +109,10 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     if tensor.device == data.device or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
         tensor.data = data
     else:
-        _swap(tensor, data)
+        swap(tensor, data)
 
 
-def _swap(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def swap(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Turn `tensor` into another type of tensor (a simulated one, say) without changing which object it is."""
     made = set(vars(tensor.detach())) | {"_is_param"}  # what the type itself keeps; the rest was put there by users
     extra = {name: value for name, value in vars(tensor).items() if name not in made}

@@ -1,0 +1,376 @@
+"""Carry out the actions of a cut: at calls of modules by their hooks, at calls of torch functions by a function mode.
+
+    Before / After    pre-hook and hook: actions at the call of the module itself
+    Open / Close      pre-hook and hook: a mode around the module's forward, which counts calls and acts on some
+
+Layers of torch that make one call (`nn.Linear` calls `linear`) need no mode: the call's result is the module's. So an
+all-reduce behind such a layer costs a hook on it, and nothing else of the model is wrapped.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import replace_at, tensor_at, tensors_in
+from autoshard.runtime.collectives import Axis, Ranks, enter, reduce, tracked
+from autoshard.sharding import Action
+
+_SINGLE = {
+    nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+}  # fmt: skip
+"""Layers whose result is that of one call of a function, with (input, weight, bias)."""
+_FRESH = {*_SINGLE.values(), "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
+"""Functions whose result is new memory, which a sum over ranks may overwrite."""
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
+"""Functions that multiply by a random mask of the shape of their first argument."""
+
+
+class Memo:
+    """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it."""
+
+    __slots__ = ("entered",)
+
+    def __init__(self) -> None:
+        self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def enter(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return the alias of a tensor whose gradient is summed over ranks."""
+        if not tracked(tensor):
+            return tensor
+        if torch.compiler.is_compiling():
+            return enter(tensor, ranks)
+        known = self.entered.get(id(tensor))
+        if known is None or known[0] is not tensor or known[2] != tensor._version:
+            known = self.entered[id(tensor)] = tensor, enter(tensor, ranks), tensor._version
+        return known[1]
+
+    def __deepcopy__(self, memo: dict) -> "Memo":
+        return Memo()
+
+
+class Step:
+    """One action, ready to be carried out. `where` names its place for messages."""
+
+    __slots__ = ("action", "axis", "fresh", "memo", "paths", "ranks", "weight", "where")
+
+    def __init__(self, action: Action, shares: tuple[int, ...], ranks: Ranks, memo: Memo, where: str) -> None:
+        self.action = action
+        self.ranks = ranks
+        self.memo = memo
+        self.where = where
+        self.axis = Axis.of(ranks, action.axis, shares) if action.axis else None
+        self.weight = shares[ranks.rank or 0] / sum(shares)
+        self.paths: tuple[str, ...] = (action.argument,)
+        self.fresh = action.function in _FRESH
+
+    def before(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
+        """Act on the arguments of a call; one that was left out, or is None, needs nothing."""
+        if self.action.kind == "enter":
+            return self._changed(arguments, lambda tensor: self.memo.enter(tensor, self.ranks))
+        if self.action.kind == "slice":
+            return self._changed(arguments, self._slice)
+        return arguments
+
+    def _changed(self, arguments: tuple[tuple, dict], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        for path in self.paths:
+            tensor = tensor_at(arguments, path)
+            if tensor is not None:
+                changed = change(tensor)
+                return arguments if changed is tensor else replace_at(arguments, path, changed)
+        return arguments
+
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.axis is not None
+        if tensor.shape[self.action.dim] != self.axis.where.size:
+            raise ApplyError(
+                f"{self.where} was given a tensor of shape {list(tensor.shape)}, and the plan is for "
+                f"{self.axis.where.size} in dimension {self.action.dim}. Was it made before the model was cut?"
+            )
+        return self.axis.take(self.memo.enter(tensor, self.ranks), self.action.dim)
+
+    def after(self, result: Any) -> Any:
+        """Act on the result of a call."""
+        if self.action.kind not in ("reduce", "mean", "gather"):
+            return result
+        tensor = tensor_at(result, self.action.argument)
+        if tensor is None:
+            raise ApplyError(
+                f"{self.where} gave no tensor at {self.action.argument or 'its result'!r} this time, and the plan adds "
+                "or gathers one there. Plan again with inputs like these."
+            )
+        return replace_at(result, self.action.argument, self._after(tensor))
+
+    def _after(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.action.kind == "gather":
+            assert self.axis is not None
+            return self.axis.gather(tensor, self.action.dim, self.ranks)
+        if self.action.kind == "mean":
+            return reduce(tensor * self.weight, self.ranks, fresh=True)
+        return reduce(tensor, self.ranks, self.fresh)
+
+    def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Act on one call of a torch function. Only the call itself is seen by the modes around this one."""
+        if self.action.kind == "lookup":
+            return self._lookup(call, args, kwargs)
+        if self.action.kind == "dropout":
+            return self._dropout(call, args, kwargs)
+        addend = None
+        with torch_private.no_overrides():
+            args, kwargs = self.before((args, kwargs))
+            if self.action.addend:
+                addend = tensor_at((args, kwargs), self.action.addend)
+            if addend is not None:
+                args, kwargs = replace_at((args, kwargs), self.action.addend, torch.zeros_like(addend))
+        result = call(*args, **kwargs)
+        with torch_private.no_overrides():
+            written = any(result is tensor for _, tensor in tensors_in((args, kwargs)))
+            changed = self.after(result)
+            if addend is not None:
+                changed = changed + _broadcast(addend, self.action.function, args) * kwargs.get("beta", 1)
+            return result.copy_(changed) if written and changed is not result else changed
+
+    def _lookup(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`embedding` with a table of which this rank has some rows."""
+        given = dict(zip(_EMBEDDING, args, strict=False)) | kwargs
+        if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+            raise ApplyError(
+                f"{self.where} can't look up in a cut table with max_norm, scale_grad_by_freq or sparse gradients: "
+                "they depend on which rows others look up. Plan with this table whole."
+            )
+        ids, padding = given["input"], given.get("padding_idx")
+        with torch_private.no_overrides():
+            assert self.axis is not None
+            rows, missing = self.axis.rows(ids, self.ranks)
+        found = call(rows, given["weight"])
+        with torch_private.no_overrides():
+            found = found.masked_fill(missing.unsqueeze(-1), 0)
+            if padding is not None and tracked(found):  # the row that is never learned
+                at = padding % self.axis.where.size
+                found = torch.where((ids == at).unsqueeze(-1), found.detach(), found)
+            return reduce(found, self.ranks, fresh=True)
+
+    def _dropout(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Draw the mask of the whole tensor, as the model did before it was cut, and keep this rank's part of it."""
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+        if not given.get("training", given.get("train", True)):
+            return call(*args, **kwargs)
+        tensor = given["input"]
+        with torch_private.no_overrides():
+            assert self.axis is not None
+            whole = _ones_like(tensor, self.action.dim, self.axis.where.size)
+        mask = call(whole, given.get("p", 0.5), True)
+        with torch_private.no_overrides():
+            mask = self.axis.take(mask, self.action.dim)
+            return tensor.mul_(mask) if given.get("inplace") else tensor * mask
+
+
+def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Ones in the shape of a tensor, but for one dimension, in the same order in memory: masks are drawn in it."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tensor.detach().new_ones([shape[at] for at in order]).permute([order.index(at) for at in range(len(order))])
+
+
+def _broadcast(addend: torch.Tensor, function: str, args: tuple) -> torch.Tensor:
+    """Shape what is added so that it broadcasts against the result: a convolution's bias belongs to the channels."""
+    if function.startswith("conv") and len(args) > 1:
+        return addend.view(-1, *[1] * (args[1].dim() - 2))
+    return addend
+
+
+class Watch(TorchFunctionMode):
+    """While entered, counts the calls of some functions and carries out the steps at the listed ones.
+
+    `frame` is that of the module's call: when it has ended and the mode is still entered, an interrupt was in between.
+    """
+
+    def __init__(self, steps: dict[str, list[Step]], frame: Any) -> None:
+        super().__init__()
+        self.steps = steps
+        self.frame = frame
+        self.seen: dict[str, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        steps = self.steps.get(name)
+        if steps is None:
+            return func(*args, **(kwargs or {}))
+        occurrence = self.seen.get(name, 0)
+        self.seen[name] = occurrence + 1
+        call = func
+        for step in steps:
+            if step.action.occurrence in (-1, occurrence):
+                call = functools.partial(step.around, call)
+        return call(*args, **(kwargs or {}))
+
+
+class Before:
+    """Pre-hook: the steps on a module's arguments."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        arguments = args, kwargs
+        with torch_private.no_overrides():
+            for step in self.steps:
+                arguments = step.before(arguments)
+        return arguments
+
+
+class After:
+    """Hook: the steps on a module's result."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        with torch_private.no_overrides():
+            for step in self.steps:
+                result = step.after(result)
+        return result
+
+
+class Open:
+    """Pre-hook: begin to watch the functions that a module calls."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: dict[str, list[Step]]) -> None:
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling():
+            Watch(self.steps, None).__enter__()
+            return
+        _drop_interrupted()
+        Watch(self.steps, sys._getframe(1)).__enter__()
+
+
+class Close:
+    """Hook, also after an exception: end what `Open` began."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: dict[str, list[Step]]) -> None:
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        watch = torch_private.innermost_function_mode()
+        if isinstance(watch, Watch) and watch.steps is self.steps:
+            watch.__exit__(None, None, None)
+
+
+class Forget:
+    """Hook, also after an exception: a block has run, its tensors enter anew next time."""
+
+    __slots__ = ("memo",)
+
+    def __init__(self, memo: Memo) -> None:
+        self.memo = memo
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        self.memo.entered.clear()
+
+
+def _drop_interrupted() -> None:
+    """Leave modes whose module's call was interrupted: for KeyboardInterrupt torch calls no hooks."""
+    watch = torch_private.innermost_function_mode()
+    while isinstance(watch, Watch) and watch.frame is not None and not _runs(watch.frame):
+        watch.__exit__(None, None, None)
+        watch = torch_private.innermost_function_mode()
+
+
+def _runs(frame: Any) -> bool:
+    current: Any = sys._getframe(1)
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False
+
+
+def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
+    """Put the hooks for some steps on their module; returns the handles that take them off again."""
+    at_call: list[Step] = []
+    at_functions: dict[str, list[Step]] = {}
+    for step in steps:
+        if step.action.function and not _at_module(module, step.action):
+            at_functions.setdefault(step.action.function, []).append(step)
+        else:
+            step.paths = _paths(module, step.action)
+            at_call.append(step)
+    handles: list[Any] = []
+    before = [step for step in at_call if step.action.kind in ("enter", "slice")]
+    after = [step for step in at_call if step.action.kind not in ("enter", "slice")]
+    if before:
+        handles.append(module.register_forward_pre_hook(Before(before), with_kwargs=True))
+    if at_functions:
+        handles.append(module.register_forward_pre_hook(Open(at_functions)))
+        handles.append(module.register_forward_hook(Close(at_functions), always_call=True))
+    if after:
+        handles.append(module.register_forward_hook(After(after)))
+    return handles
+
+
+def _at_module(module: nn.Module, action: Action) -> bool:
+    """Whether an action at a function call can as well be carried out at the call of the layer that makes it."""
+    if _SINGLE.get(type(module)) != action.function or action.occurrence not in (-1, 0):
+        return False
+    if action.kind in ("enter", "slice"):
+        return action.argument == "0.0" and getattr(module, "padding_mode", "zeros") == "zeros"
+    return not action.argument and (not action.addend or getattr(module, "bias", None) is None)
+
+
+def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
+    """The paths under which a module may be given an argument: by its place and by its name.
+
+    "0.1" or "1.mask"  ->  both of them        "1.mask.0"  ->  with the rest of the path
+    """
+    if action.kind not in ("enter", "slice"):
+        return (action.argument,)
+    names = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    kind, _, rest = action.argument.partition(".")
+    first, dot, rest = rest.partition(".")
+    if kind == "0" and first.isdecimal() and int(first) < len(names):
+        return action.argument, f"1.{names[int(first)]}{dot}{rest}"
+    if kind == "1" and first in names:
+        return action.argument, f"0.{names.index(first)}{dot}{rest}"
+    return (action.argument,)
+
+
+def check(action: Action, where: str) -> None:
+    """Raise `PlanError` for an action that makes no sense."""
+    problem = ""
+    if action.kind in ("slice", "gather", "lookup", "dropout") and not action.axis:
+        problem = "says no axis"
+    elif action.kind in ("lookup", "dropout") and not action.function:
+        problem = "names no function"
+    elif action.kind == "lookup" and action.function != "embedding":
+        problem = f"is at {action.function!r}; only embedding can look up in a cut table"
+    elif action.kind == "dropout" and action.function not in _DROPOUTS:
+        problem = f"is at {action.function!r}; only {', '.join(sorted(_DROPOUTS))} can be drawn in parts"
+    elif action.addend and (action.kind != "reduce" or not action.function):
+        problem = "has an addend without being the sum of a function's results"
+    if problem:
+        raise PlanError(f"the {action.kind} action at {where} {problem}. Make the plan again.")

@@ -1,0 +1,94 @@
+"""Processes tell each other what they are about to do, before the first collective: a difference would be a hang.
+
+Every rank sends what it has, or the error that stopped it, and every rank raises if anything differs.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.errors import RankError
+from autoshard.fingerprint import fingerprint
+from autoshard.runtime.collectives import ProcessRanks, Ranks, lost
+from autoshard.runtime.moves import named_tensors
+from autoshard.sharding import Cut
+
+_SAMPLE = 16  # values of each tensor that are compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generator."""
+
+    plan: str = ""
+    model: str = ""
+    weights: str = ""
+    error: str = ""
+    random: torch.Tensor | None = None
+
+
+def mark_of(model: nn.Module, cuts: Sequence[Cut]) -> Mark:
+    """Describe what this process is about to run."""
+    return Mark(
+        plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
+        model=fingerprint(model),
+        weights=_sampled(model),
+        random=torch.get_rng_state(),
+    )
+
+
+def agree(ranks: Ranks, mark: Mark, error: Exception | None = None) -> None:
+    """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
+
+    Afterwards all ranks draw the random numbers that rank 0 does: what is replicated must be dropped alike, and
+    sampled alike.
+    """
+    if isinstance(ranks, ProcessRanks):
+        mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
+        marks: list[Mark] = [mark] * ranks.size
+        try:
+            dist.all_gather_object(marks, mark, group=ranks.group)
+        except RuntimeError as problem:
+            raise (error or lost(ranks, problem)) from problem
+        if error is None:
+            _compare(marks)
+        random = marks[0].random
+        if error is None and random is not None:
+            torch.set_rng_state(random)
+    if error is not None:
+        raise error
+
+
+def _compare(marks: list[Mark]) -> None:
+    for rank, mark in enumerate(marks):
+        if mark.error:
+            raise RankError(f"rank {rank} can't take part: {mark.error}")
+    for what, remedy in (
+        ("plan", "Start all ranks with the same plan file."),
+        ("model", "Build the same model on all ranks."),
+        ("weights", "Load the same checkpoint on all ranks, or set the same seed before the model is made."),
+    ):
+        differing = [rank for rank, mark in enumerate(marks) if getattr(mark, what) != getattr(marks[0], what)]
+        if differing:
+            verb = "has another" if len(differing) == 1 else "have another"
+            verb = verb.replace("another", "other") if what == "weights" else verb
+            listed = ", ".join(map(str, differing))
+            raise RankError(f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank 0. {remedy}")
+
+
+def _sampled(model: nn.Module) -> str:
+    """Hash a few values of every tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors(model).items():
+        digest.update(name.encode())
+        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_quantized:
+            values = tensor.detach()
+            while values.dim() > 1:  # the last of each dimension but one: no copy, whatever the strides
+                values = values.select(0, values.shape[0] - 1)
+            values = values.reshape(-1)[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+            digest.update(values.to("cpu", torch.float64).numpy().tobytes())
+    return digest.hexdigest()

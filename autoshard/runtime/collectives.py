@@ -1,0 +1,274 @@
+"""What ranks do together: sum, gather, take one's part; and what gradients do there on their way back.
+
+    Ranks            what actions use; one of
+      ProcessRanks   one process per device: a group of torch.distributed
+      LocalRanks     one process, all devices (`local_ranks.py`)
+
+Between where a replicated tensor enters a cut and where its results leave it, a gradient is partial: the true one is
+the sum over ranks. That alone says what each function does in backward:
+
+    forward                     backward
+    enter    nothing            sum
+    reduce   sum                nothing: every summand has the gradient of the sum
+    take     this rank's part   zeros elsewhere, then sum (take what has entered)
+    gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from autoshard.errors import RankError
+from autoshard.sharding import coordinates_of, kept
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """One dimension, cut over ranks.
+
+    Attributes:
+        kept: per rank, the indices it keeps; `width`: the most that any rank keeps.
+        order: for each index of the whole, its place among the parts one after another, each padded to `width`.
+        common: per rank, where in its part the indices are that all ranks keep.
+        size: length of the whole; `in_order`: whether the parts, one after another, are the whole.
+    """
+
+    kept: tuple[numpy.ndarray, ...]
+    order: numpy.ndarray
+    width: int
+    common: tuple[numpy.ndarray, ...]
+    size: int
+    in_order: bool
+
+
+@cache
+def layout(axis: str, shares: tuple[int, ...]) -> Layout:
+    """Work out how an axis is divided. Raises ValueError for what is not an axis."""
+    coordinates = coordinates_of(axis)
+    parts = tuple(kept(axis, shares, rank) for rank in range(len(shares)))
+    width = max(len(part) for part in parts)
+    order = numpy.empty(len(coordinates), dtype=numpy.int64)
+    for rank in reversed(range(len(shares))):  # what all keep is taken from rank 0
+        order[parts[rank]] = rank * width + numpy.arange(len(parts[rank]))
+    common = tuple(numpy.flatnonzero(coordinates[part] < 0) for part in parts)
+    size = len(order)
+    in_order = width * len(shares) == size and bool((order == numpy.arange(size)).all())
+    return Layout(kept=parts, order=order, width=width, common=common, size=size, in_order=in_order)
+
+
+class Ranks(Protocol):
+    """Who shares a cut model, without any autograd: the functions below add that."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def rank(self) -> int | None:
+        """Which of them this process is, None if it is all of them."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks. May use the memory of `tensor`, which nobody may need any more."""
+
+    def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
+        """Put the parts of all ranks together along a dimension; `order` is `where.order` as a tensor."""
+
+    def own(self, values: "tuple[torch.Tensor, ...]") -> torch.Tensor:
+        """Return this rank's of one tensor per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRanks:
+    """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Any = None) -> "ProcessRanks":
+        """The ranks of a group, by default of all processes. Raises `RankError` where there is none."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise RankError(
+                "this process belongs to no group. Start with torchrun and call torch.distributed.init_process_group()."
+            )
+        group = dist.group.WORLD if group is None else group
+        return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        if torch.compiler.is_compiling():
+            dist.all_reduce(tensor, group=self.group)
+            return tensor
+        try:
+            dist.all_reduce(tensor, group=self.group)
+        except RuntimeError as error:
+            raise lost(self, error) from error
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
+        part = tensor.movedim(dim, 0)
+        if part.shape[0] < where.width:
+            part = torch.cat([part, part.new_zeros((where.width - part.shape[0], *part.shape[1:]))])
+        part = part.contiguous()
+        parts = part.new_empty((self.size * where.width, *part.shape[1:]))
+        if torch.compiler.is_compiling():
+            dist.all_gather_into_tensor(parts, part, group=self.group)
+        else:
+            try:
+                dist.all_gather_into_tensor(parts, part, group=self.group)
+            except RuntimeError as error:
+                raise lost(self, error) from error
+        whole = parts if where.in_order else parts.index_select(0, order)
+        return whole.movedim(0, dim)
+
+    def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return values[self.rank]
+
+    def __deepcopy__(self, memo: dict) -> "ProcessRanks":
+        return self  # a copy of a cut model runs on the same ranks
+
+
+def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
+    """Describe a collective that failed: mostly because another process ended, or waits for something else."""
+    others = [str(rank) for rank in range(ranks.size) if rank != ranks.rank]
+    who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return RankError(
+        f"rank {ranks.rank} lost {who} in a collective: that process ended, or it runs something else than this one "
+        f"({reason}). Look at the first error among the ranks, then start them all again."
+    )
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        return ranks.all_reduce(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.ranks.all_reduce(gradient.clone()), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, where: Layout, order: torch.Tensor,
+        index: torch.Tensor, owned: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.dim = dim
+        ctx.save_for_backward(index, owned)
+        return ranks.gather(tensor, dim, where, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        index, owned = ctx.saved_tensors
+        part = gradient.index_select(ctx.dim, index)
+        shape = [1] * part.dim()
+        shape[ctx.dim] = -1
+        return part * owned.to(part.dtype).view(shape), None, None, None, None, None, None
+
+
+def tracked(tensor: torch.Tensor) -> bool:
+    """Whether what is made from a tensor now has a history."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False) -> torch.Tensor:
+    """Sum over ranks. `fresh`: nobody else has the tensor, so its memory may be used."""
+    if tracked(tensor):
+        return _Reduce.apply(tensor, ranks)
+    return ranks.all_reduce(tensor.detach() if fresh else tensor.detach().clone())
+
+
+def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return an alias whose gradient is summed over ranks; the very tensor if it has no gradient."""
+    return _Enter.apply(tensor, ranks) if tracked(tensor) else tensor
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Axis:
+    """A layout with its indices as tensors, on the device of the tensors that were last seen.
+
+    Attributes:
+        begin: where this rank's part begins, if it is one piece.
+        index: what this rank keeps; `owned`: 1 where its gradient counts, 0 where rank 0 keeps the same.
+        places: for each index of the whole, where it is in this rank's part, -1 where it is not (or rank 0's counts).
+    """
+
+    where: Layout
+    begin: int | None
+    order: torch.Tensor
+    index: torch.Tensor
+    owned: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, ranks: Ranks, axis: str, shares: tuple[int, ...]) -> "Axis":
+        """Prepare an axis for these ranks."""
+        where = layout(axis, shares)
+        index, owned, places = [], [], []
+        for rank, part in enumerate(where.kept):
+            mine = torch.from_numpy(part.copy())
+            common = torch.from_numpy(where.common[rank])
+            index.append(mine)
+            owned.append(torch.ones(len(mine)))
+            places.append(torch.full((where.size,), -1))
+            places[rank][mine] = torch.arange(len(mine))
+            if rank:
+                owned[rank][common] = 0
+                places[rank][mine[common]] = -1
+        begin = None
+        if ranks.rank is not None and len(where.kept[ranks.rank]):
+            one = where.kept[ranks.rank]
+            begin = int(one[0]) if one[-1] - one[0] + 1 == len(one) else None
+        order, (own, first, place) = (
+            torch.from_numpy(where.order),
+            [ranks.own(tuple(x)) for x in (index, owned, places)],
+        )
+        return cls(where=where, begin=begin, order=order, index=own, owned=first, places=place)
+
+    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        if self.begin is not None:
+            return tensor.narrow(dim, self.begin, len(self.index))
+        self._follow(tensor)
+        return tensor.index_select(dim, self.index)
+
+    def gather(self, tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+        """The whole of a tensor of which this is this rank's part."""
+        self._follow(tensor)
+        dim = dim % tensor.dim()
+        if tracked(tensor):
+            return _Gather.apply(tensor, ranks, dim, self.where, self.order, self.index, self.owned)
+        return ranks.gather(tensor, dim, self.where, self.order)
+
+    def rows(self, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows of a table that `ids` name are in this rank's part, and which of them it does not have.
+
+        Of rows that all ranks keep, rank 0 has them and the others do not: they are summed.
+        """
+        if self.places.device != ids.device:
+            self.places = self.places.to(ids.device)
+        rows = self.places.index_select(0, ids.reshape(-1)).view(ids.shape)
+        return rows.clamp(min=0), rows < 0
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        if self.index.device != tensor.device:
+            self.index, self.owned = self.index.to(tensor.device), self.owned.to(tensor.device)
+            self.order = self.order.to(tensor.device)

@@ -1,0 +1,332 @@
+"""Cut a model over ranks, in place, and undo it.
+
+apply_cuts:   check, agree with the other ranks  ──▶  cut tensors, set scales, install actions, all or nothing
+remove_cuts:  actions off, old integers back     ◀──  put the tensors together again, with the values they have now
+
+`ranks` is `ProcessRanks.of(group)`, one process per device, or `LocalRanks.of(devices)`, all of them in this process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import map_tensors
+from autoshard.runtime.actions import Forget, Memo, Step, check, install
+from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
+from autoshard.runtime.scales import Old, find_scales, restore, set_scales
+from autoshard.runtime.slices import (
+    CutTensor,
+    Undo,
+    cut_tensors,
+    find_cut_tensors,
+    join,
+    merge,
+    merge_tensors,
+    slice_of,
+)
+from autoshard.sharding import Cut, Scale
+
+
+@dataclass(slots=True, kw_only=True)
+class CutRecord:
+    """What was applied to a model, and what undoes it.
+
+    Attributes:
+        tensors: name -> how it is cut; `devices`: name -> where it was before.
+        partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
+            indices are.
+        scales, handles: undo the integers and the hooks.
+    """
+
+    cuts: tuple[Cut, ...]
+    ranks: Ranks
+    tensors: dict[str, CutTensor]
+    devices: dict[str, torch.device]
+    partial: dict[str, CutTensor | None]
+    scales: list[Old] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+
+
+def apply_cuts(
+    model: nn.Module, cuts: Sequence[Cut], ranks: Ranks, *, device: torch.device | str | None = None
+) -> nn.Module:
+    """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
+
+    All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
+    the model is. Raises `PlanError` if the cuts don't belong to the model, `RankError` if the ranks don't agree, and
+    `ApplyError` if it can't be done; the model is then as it was.
+    """
+    ready: _Ready | None = None
+    mark, error = Mark(), None
+    try:
+        ready = _prepare(model, tuple(cuts), ranks)
+        mark = mark_of(model, ready.record.cuts)
+    except Exception as problem:
+        error = problem
+    agree(ranks, mark, error)
+    assert ready is not None
+    log: list[Undo] = []
+    try:
+        try:
+            cut_tensors(model, ready.record.tensors, ranks, None if device is None else torch.device(device), log)
+            set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
+            _install(model, ready)
+        except Exception as problem:
+            error = problem
+        agree(ranks, Mark(), error)
+    except BaseException:
+        _undo(model, ready.record, log)
+        raise
+    return model
+
+
+def remove_cuts(model: nn.Module) -> nn.Module:
+    """Put the whole parameters back, with the values they have now, and take all hooks off; all ranks call it.
+
+    Raises `ApplyError` if nothing is cut.
+    """
+    record = cut_record(model)
+    if record is None:
+        raise ApplyError("nothing to remove: this model is not cut.")
+    log: list[Undo] = []
+    try:
+        merge_tensors(model, record.tensors, record.ranks, record.devices, log)
+    except BaseException:
+        _revert(log)
+        raise
+    _undo(model, record, [])
+    return model
+
+
+def cut_record(model: nn.Module) -> CutRecord | None:
+    """What was cut in a model, None if nothing was."""
+    return next((h.record for h in torch_private.forward_pre_hooks(model) if isinstance(h, Arrive)), None)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of the model as it is when not cut: whole, ordinary tensors; all ranks call it."""
+    record = cut_record(model)
+    state = model.state_dict()
+    if record is None:
+        return state
+    ranks = record.ranks
+    return {
+        name: merge(value, record.tensors.get(name), ranks) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole state dict, for `model.load_state_dict`."""
+    record = cut_record(model)
+    if record is None:
+        return dict(state)
+    if isinstance(record.ranks, LocalRanks):
+        devices = record.ranks.devices
+        return {
+            name: RankTensor(
+                [
+                    (slice_of(value, record.tensors[name], rank) if name in record.tensors else value).to(one)
+                    for rank, one in enumerate(devices)
+                ],
+                devices,
+            )
+            for name, value in state.items()
+        }
+    rank = record.ranks.rank or 0
+    return {
+        name: slice_of(value, record.tensors[name], rank) if name in record.tensors else value
+        for name, value in state.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What was checked and can be done: steps by module path, memos by block, and the integers to set."""
+
+    record: CutRecord
+    steps: dict[str, list[Step]]
+    memos: dict[str, Memo]
+    scales: list[tuple[str, Scale]]
+
+
+def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks) -> _Ready:
+    """Check everything there is to check; the model is not touched."""
+    if cut_record(model) is not None:
+        raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta" or isinstance(tensor, torch_private.FakeTensor):
+            raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
+    for cut in cuts:
+        _check_cut(cut, ranks)
+    found = find_cut_tensors(model, cuts)
+    record = CutRecord(
+        cuts=cuts,
+        ranks=ranks,
+        tensors=found,
+        devices={name: tensor.device for name, tensor in tensors.items()},
+        partial=_find_partial(cuts, tensors, found),
+    )
+    steps, memos = _find_steps(model, cuts, ranks)
+    return _Ready(record=record, steps=steps, memos=memos, scales=find_scales(model, cuts))
+
+
+def _check_cut(cut: Cut, ranks: Ranks) -> None:
+    if cut.degree != ranks.size:
+        raise PlanError(
+            f"the plan cuts {cut.title or 'an axis'} over {cut.degree} ranks, and {ranks.size} run. "
+            f"Start {cut.degree} processes (torchrun --nproc-per-node {cut.degree}), or plan for {ranks.size}."
+        )
+    if sum(cut.shares) != cut.size or min(cut.shares) < 0:
+        raise PlanError(
+            f"the shares {cut.shares} of a cut do not add up to its {cut.size} slices. Make the plan again."
+        )
+    if isinstance(ranks, LocalRanks) and len(set(cut.shares)) > 1:
+        raise PlanError(
+            f"the plan cuts {cut.title or 'an axis'} unevenly ({':'.join(map(str, cut.shares))}), which takes one "
+            "process per rank: start it with torchrun, or plan for a number of devices that divides the axis."
+        )
+    if any(len(scale.local) != cut.degree for scale in cut.scales):
+        raise PlanError("a scale of the plan does not have one value per rank. Make the plan again.")
+
+
+def _find_partial(
+    cuts: Sequence[Cut], tensors: Mapping[str, torch.Tensor], found: Mapping[str, CutTensor]
+) -> dict[str, CutTensor | None]:
+    """Parameters that have a part of their gradient on every rank: used whole inside of a cut, or in part whole."""
+    partial: dict[str, CutTensor | None] = {}
+    for cut in cuts:
+        for block in cut.blocks:
+            for name in cut.summed:
+                full = join(block, name)
+                if full not in tensors or full in found:
+                    reason = "does not have" if full not in tensors else "is also told to cut"
+                    raise PlanError(f"the plan sums the gradient of {full!r}, which this model {reason}.")
+                partial[full] = None
+    for name, cut_tensor in found.items():
+        if len(layout(cut_tensor.axis, cut_tensor.shares).common[0]):
+            partial[name] = cut_tensor
+    return {name: how for name, how in partial.items() if isinstance(tensors[name], nn.Parameter)}
+
+
+def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[dict[str, list[Step]], dict[str, Memo]]:
+    """Module path -> what happens there; block -> what its steps remember of a forward."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    memos: dict[str, Memo] = {}
+    steps: dict[str, list[Step]] = {}
+    for cut in cuts:
+        for block in cut.blocks:
+            if block not in modules:
+                raise PlanError(f"the plan cuts {block!r}, which this {type(model).__name__} does not have.")
+            memo = memos.setdefault(block, Memo())
+            for action in cut.actions:
+                path = join(block, action.module)
+                where = f"{action.function} in {path or 'the model'}" if action.function else path or "the model"
+                if path not in modules:
+                    raise PlanError(f"the plan acts at {path!r}, which this {type(model).__name__} does not have.")
+                check(action, where)
+                try:
+                    steps.setdefault(path, []).append(Step(action, cut.shares, ranks, memo, where))
+                except ValueError as error:
+                    raise PlanError(
+                        f"the plan has an action at {where} with something that is no axis: {error}"
+                    ) from None
+    return steps, memos
+
+
+def _install(model: nn.Module, ready: _Ready) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    handles = ready.record.handles
+    for path, steps in ready.steps.items():
+        handles += install(modules[path], steps)
+    for block, memo in ready.memos.items():
+        for path in {block, ""}:  # a block may be a container that is never called itself
+            handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
+    handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
+    if isinstance(ready.record.ranks, LocalRanks):
+        handles.append(model.register_forward_hook(Leave(), always_call=True))
+    _sum_gradients(model, ready.record)
+
+
+def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
+    for handle in record.handles:
+        handle.remove()
+    record.handles.clear()
+    for tensor in named_tensors(model).values():
+        torch_private.drop_gradient_hooks(tensor, _SumGradient)
+    restore(model, record.scales)
+    _revert(log)
+
+
+def _revert(log: list[Undo]) -> None:
+    while log:
+        log.pop()()
+
+
+class _SumGradient:
+    """Hook of a parameter: sum its gradient over ranks, or only that of the indices that all ranks keep."""
+
+    def __init__(self, ranks: Ranks, cut: CutTensor | None) -> None:
+        self.ranks, self.cut = ranks, cut
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.cut is None:
+            return self.ranks.all_reduce(gradient.clone())
+        places = layout(self.cut.axis, self.cut.shares).common
+        index = self.ranks.own(tuple(torch.from_numpy(place) for place in places)).to(gradient.device)
+        total = self.ranks.all_reduce(gradient.index_select(self.cut.dim, index))
+        return gradient.index_copy(self.cut.dim, index, total)
+
+    def __deepcopy__(self, memo: dict) -> "_SumGradient":
+        return self
+
+
+def _sum_gradients(model: nn.Module, record: CutRecord) -> None:
+    """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later."""
+    tensors = named_tensors(model)
+    for name, how in record.partial.items():
+        tensor = tensors[name]
+        if tensor.requires_grad and not any(isinstance(h, _SumGradient) for h in torch_private.gradient_hooks(tensor)):
+            tensor.register_hook(_SumGradient(record.ranks, how))
+
+
+class Arrive:
+    """Pre-hook of the root: where the record of the cut is kept, and where a forward begins."""
+
+    def __init__(self, record: CutRecord) -> None:
+        self.record = record
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        record = self.record
+        if record.partial and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _sum_gradients(module, record)
+        if not isinstance(record.ranks, LocalRanks):
+            return None
+        devices = record.ranks.devices
+        left = torch_private.innermost_dispatch_mode()
+        if isinstance(left, RanksMode):  # by a forward that was interrupted: torch calls no hooks then
+            left.__exit__(None, None, None)
+        given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
+        RanksMode(devices).__enter__()
+        return given
+
+
+class Leave:
+    """Hook of the root, also after an exception: a forward on all ranks in this process ends."""
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        mode = torch_private.innermost_dispatch_mode()
+        if not isinstance(mode, RanksMode):
+            return None
+        mode.__exit__(None, None, None)
+        return map_tensors(result, collect)

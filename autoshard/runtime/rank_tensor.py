@@ -1,0 +1,382 @@
+"""A tensor that is one local tensor per rank, for all ranks in one process: each op runs on every rank's own.
+
+    RankTensor  shape, strides, dtype and device of rank 0's part, autograd history: what the model's code sees
+      └─ parts  one ordinary tensor per rank, on its device, no history
+
+An ordinary tensor that meets one is read by every rank, as a copy on its device. What Python reads (`item`, `bool`, a
+shape that depends on values) must be the same on all ranks. Random numbers are drawn once, by rank 0. Nothing is ever
+written into an ordinary tensor: that raises.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.torch_private import TorchDispatchMode
+
+aten = torch.ops.aten
+_set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
+"""Ops besides the tagged ones after which the tensor written to has another shape."""
+_SHAPED_ONLY = ("_like", "new_")
+"""In the names of ops that read the shape of a tensor, never its values."""
+
+
+class RankTensor(torch.Tensor):
+    """One tensor per rank. `parts`: their values; `devices`: where each rank lives."""
+
+    parts: tuple[torch.Tensor, ...]
+    devices: tuple[torch.device, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> "RankTensor":
+        first = parts[0]
+        for rank, part in enumerate(parts):
+            if part.shape != first.shape or part.dtype != first.dtype:
+                raise ApplyError(
+                    f"rank {rank} has a tensor of shape {list(part.shape)} where rank 0 has {list(first.shape)}. All "
+                    "ranks run in one process here, so their shapes must be the same: cut evenly, or start one process "
+                    "per rank."
+                )
+        keys = torch_private.conj_and_neg_keys(first) if first.is_conj() or first.is_neg() else None
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, first.stride(), first.storage_offset(), dtype=first.dtype, device=first.device,
+            _extra_dispatch_keys=keys,
+        )  # fmt: skip
+        self.parts = tuple(parts)
+        self.devices = tuple(devices)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return run_op(func, args, kwargs or {})
+
+    # What torch would read from memory that this tensor, seen from C++, does not have.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self.parts[0]!r} on rank 0 of {len(self.parts)}"
+
+    def __format__(self, spec: str) -> str:
+        return self.agreed().__format__(spec)
+
+    def agreed(self) -> torch.Tensor:
+        """Rank 0's tensor, which must be that of all ranks."""
+        if not same(self.parts):
+            raise ApplyError(
+                "the ranks have different values where the model's code reads one. Plan with this part of it whole."
+            )
+        return self.parts[0]
+
+    def tolist(self) -> Any:
+        return self.agreed().tolist()
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray:
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.agreed().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        return self.parts[0].data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.parts[0].untyped_storage()
+
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        made = torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+        return made.requires_grad_(requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> "RankTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol.")
+        made = type(self)([copy.deepcopy(part, memo) for part in self.parts], self.devices)
+        for name, value in self.__dict__.items():
+            if name not in ("parts", "devices"):
+                setattr(made, name, copy.deepcopy(value, memo))
+        made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ApplyError("a model that is cut over devices can't be saved as it is. Save autoshard's whole state dict.")
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RankTensor):
+            raise ApplyError("can't set the data of a tensor that is cut over devices. Call autoshard.remove first.")
+        _set_metadata(self, value)
+        self.parts = tuple(part.detach() for part in value.parts)
+        self.devices = value.devices
+
+
+def same(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same values; of large tensors, a sample of 65,536 is compared."""
+    first = parts[0].detach().reshape(-1)[:: max(1, parts[0].numel() >> 16)]
+    for part in parts[1:]:
+        other = part.detach().reshape(-1)[:: max(1, part.numel() >> 16)].to(first.device)
+        if not torch.equal(first, other) and not (
+            first.is_floating_point() and torch.allclose(first, other, rtol=0, atol=0, equal_nan=True)
+        ):
+            return False
+    return True
+
+
+def spread(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
+    """Give every rank a copy of an ordinary tensor; rank 0's shares its memory if it is there."""
+    first = tensor.detach().to(devices[0])
+    return RankTensor([first, *(first.to(device, copy=True) for device in devices[1:])], devices)
+
+
+def _copies(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
+    """Give every rank a copy: on its device if the tensor is on rank 0's, else where the tensor is."""
+    here = tensor.device == devices[0]
+    others = [tensor.to(device if here else tensor.device, copy=True) for device in devices[1:]]
+    return RankTensor([tensor, *others], devices)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
+        ctx.device = tensor.device
+        first = tensor.detach().to(devices[0], copy=True)
+        return RankTensor([first, *(first.to(device, copy=True) for device in devices[1:])], devices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part = gradient.agreed() if isinstance(gradient, RankTensor) else gradient
+        return part.to(ctx.device), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RankTensor) -> torch.Tensor:
+        ctx.devices = tensor.devices
+        return tensor.parts[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if isinstance(gradient, RankTensor) else spread(gradient, ctx.devices)
+
+
+def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
+    """Spread an input of the model, with the way back of its gradient."""
+    if isinstance(tensor, RankTensor):
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Spread.apply(tensor, tuple(devices))
+    return spread(tensor, devices)
+
+
+def collect(tensor: torch.Tensor) -> torch.Tensor:
+    """Turn an output of the model into an ordinary tensor; what differs between ranks (a cache) stays as it is."""
+    if not isinstance(tensor, RankTensor) or not same(tensor.parts):
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Collect.apply(tensor)
+    return tensor.parts[0]
+
+
+class RanksMode(TorchDispatchMode):
+    """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.devices = tuple(devices)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler and asks it at every op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run_op(func, args, kwargs or {}, self.devices)
+
+
+class _Found:
+    """What is among the arguments of an op."""
+
+    __slots__ = ("cut", "ordinary")
+
+    def __init__(self, args: tuple, kwargs: dict) -> None:
+        self.cut: list[RankTensor] = []
+        self.ordinary: list[torch.Tensor] = []
+        self.look(args)
+        if kwargs:
+            self.look(kwargs.values())
+
+    def look(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, RankTensor):
+                self.cut.append(value)
+            elif isinstance(value, torch.Tensor):
+                self.ordinary.append(value)
+            elif isinstance(value, (list, tuple)):
+                self.look(value)
+
+
+def run_op(func: Any, args: tuple, kwargs: dict, devices: tuple[torch.device, ...] = ()) -> Any:
+    """Run one op on every rank's tensors; on ordinary ones, as it is. `devices`: of the mode, where there is one."""
+    found = _Found(args, kwargs)
+    if found.cut:
+        devices = found.cut[0].devices
+    elif found.ordinary:
+        made = func(*args, **kwargs)
+        return _copies(made, devices) if func is aten.lift_fresh.default else made
+    elif not devices or not _makes_tensor(func):
+        return func(*args, **kwargs)
+    written = _written(func, args, kwargs)
+    if any(not isinstance(tensor, RankTensor) for tensor in written):
+        raise ApplyError(
+            f"{func} writes what is cut over devices into a tensor of shape {list(written[0].shape)} that was made "
+            "outside of the model's forward. Let the model make it (a cache made in its first forward), or start one "
+            "process per rank."
+        )
+    if _draws(func, args, kwargs):
+        return _draw(func, args, kwargs, devices, found, written)
+    results = [func(*_part(args, rank, devices), **_part(kwargs, rank, devices)) for rank in range(len(devices))]
+    return _join(func, results, devices, found)
+
+
+def _makes_tensor(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any("Tensor" in str(result.type) for result in schema.returns)
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an op draws random numbers this time: those that may drop only if they do."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout", "train", "training"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            if given is not None and not given:
+                return False
+    return True
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that an op writes into, by its schema."""
+    found: list[torch.Tensor] = []
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one is not None]
+    return found
+
+
+def _part(value: Any, rank: int, devices: tuple[torch.device, ...]) -> Any:
+    """The arguments of one rank."""
+    if isinstance(value, RankTensor):
+        return value.parts[rank]
+    if isinstance(value, torch.Tensor):
+        return value if rank == 0 or value.device != devices[0] else value.to(devices[rank], copy=True)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_part(item, rank, devices) for item in value])
+    if isinstance(value, dict):
+        return {key: _part(item, rank, devices) for key, item in value.items()}
+    if rank and isinstance(value, torch.device) and value == devices[0]:
+        return devices[rank]
+    return value
+
+
+def _join(func: Any, results: list, devices: tuple[torch.device, ...], found: _Found) -> Any:
+    """One result from those of all ranks."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        for tensor in found.cut:
+            if first is tensor.parts[0]:
+                _take_over_shape(func, tensor)
+                return tensor
+        return _wrapped(results, devices, found)
+    if isinstance(first, (list, tuple)):
+        return type(first)(_join(func, list(items), devices, found) for items in zip(*results, strict=True))
+    if any(result != first and not (result != result and first != first) for result in results):
+        raise ApplyError(
+            f"the model's code reads a value that differs between ranks ({', '.join(map(str, results))}; in {func}). "
+            "Plan with this part of the model whole."
+        )
+    return first
+
+
+def _wrapped(parts: list[torch.Tensor], devices: tuple[torch.device, ...], found: _Found) -> RankTensor:
+    if torch.is_inference_mode_enabled():
+        # Views of tensors made outside of inference mode track versions, as their base does.
+        storage = parts[0].untyped_storage()._cdata
+        for base in found.cut:
+            if not base.is_inference() and base.parts[0].untyped_storage()._cdata == storage:
+                with torch.inference_mode(False):
+                    return RankTensor(parts, devices)
+    return RankTensor(parts, devices)
+
+
+def _take_over_shape(func: Any, tensor: RankTensor) -> None:
+    """Let a tensor whose parts were reshaped in place say so; its history and version stay."""
+    packet = getattr(func, "overloadpacket", None)
+    if torch.Tag.inplace_view in func.tags or packet in _RESHAPING or any(a.is_out for a in func._schema.arguments):
+        part = tensor.parts[0]
+        same_strides = tensor.shape == part.shape and tensor.stride() == part.stride()
+        if not same_strides or tensor.storage_offset() != part.storage_offset():
+            _set_metadata(tensor, RankTensor(tensor.parts, tensor.devices))
+
+
+def _draw(
+    func: Any,
+    args: tuple,
+    kwargs: dict,
+    devices: tuple[torch.device, ...],
+    found: _Found,
+    written: list[torch.Tensor],
+) -> Any:
+    """Run an op that draws random numbers on rank 0, and give its result to the others."""
+    if func is aten.native_dropout.default:
+        tensor, p, train = (*args, *kwargs.values())[:3]
+        return _native_dropout(tensor, p, train, devices)
+    shaped_only = any(word in func.name() for word in _SHAPED_ONLY)
+    for tensor in found.cut:
+        if not shaped_only and not any(tensor is one for one in written) and not same(tensor.parts):
+            raise ApplyError(
+                f"{func} draws random numbers for values that differ between ranks. Plan with this part whole."
+            )
+    result = func(*_part(args, 0, devices), **_part(kwargs, 0, devices))
+    for target in written:
+        assert isinstance(target, RankTensor)
+        for part in target.parts[1:]:
+            part.copy_(target.parts[0])
+    if written:
+        return _join(func, [result] * len(devices), devices, found)
+    return _map(result, lambda tensor: _copies(tensor, devices))
+
+
+def _map(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return change(result)
+    return type(result)(_map(item, change) for item in result) if isinstance(result, (list, tuple)) else result
+
+
+def _native_dropout(tensor: RankTensor, p: float, train: bool | None, devices: tuple[torch.device, ...]) -> Any:
+    """Drop the same elements on every rank: tensors that differ are cut, or about to be summed."""
+    first, mask = aten.native_dropout.default(tensor.parts[0], p, train)
+    masks = [mask, *(mask.to(device, copy=True) for device in devices[1:])]
+    scale = 1.0 if train is False else 0.0 if p >= 1 else 1 / (1 - p)
+    others = [part * kept * scale for part, kept in zip(tensor.parts[1:], masks[1:], strict=True)]
+    return RankTensor([first, *others], devices), RankTensor(masks, devices)

@@ -1,0 +1,191 @@
+"""Cut parameters and buffers in place, under their own names and as the same objects, and put them together again.
+
+    q.weight  [4096, 4096]   "*32x128", rank 1 of 2   ──cut──▶   q.weight  [2048, 4096]   rows 2048 to 4095
+                                                     ◀─merge──
+
+Tied names stay tied: what shares memory is cut once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import PlanError
+from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.runtime.moves import named_tensors, swap, tied_groups
+from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.sharding import Cut, coordinates_of
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTensor:
+    """How one tensor of a model is cut: dimension `dim` of the whole, which is `axis`, in `shares`."""
+
+    dim: int
+    axis: str
+    shares: tuple[int, ...]
+
+
+def join(path: str, name: str) -> str:
+    """The full name of something in a block."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTensor]:
+    """Name -> how it is cut, with every name of a tied tensor.
+
+    Raises `PlanError` for what the model does not have, what does not fit its shape, and what is cut in two ways.
+    """
+    tensors = named_tensors(model)
+    groups = {name: names for names in tied_groups(tensors) for name in names}
+    found: dict[str, CutTensor] = {}
+    for cut in cuts:
+        for block in cut.blocks:
+            for shard in cut.shards:
+                name = join(block, shard.name)
+                if name not in tensors:
+                    raise PlanError(f"the plan cuts {name!r}, which this {type(model).__name__} does not have.")
+                _check_fits(name, tensors[name], shard.dim, shard.axis, cut)
+                one = CutTensor(dim=shard.dim, axis=shard.axis, shares=cut.shares)
+                for tied in groups[name]:
+                    _check_tied(name, tensors[name], tied, tensors[tied])
+                    if found.setdefault(tied, one) != one:
+                        raise PlanError(
+                            f"the plan cuts {name!r} in two ways: dimension {found[tied].dim} as {found[tied].axis} "
+                            f"and dimension {one.dim} as {one.axis}. Make the plan again."
+                        )
+    return found
+
+
+def _check_fits(name: str, tensor: torch.Tensor, dim: int, axis: str, cut: Cut) -> None:
+    try:
+        coordinates = coordinates_of(axis)
+    except ValueError as error:
+        raise PlanError(f"the plan cuts {name!r} along something that is no axis: {error}") from None
+    if dim >= tensor.dim() or dim < 0 or tensor.shape[dim] != len(coordinates):
+        raise PlanError(
+            f"the plan cuts dimension {dim} of {name!r} as {axis}, and its shape is {list(tensor.shape)}. The plan was "
+            "made for another model; make a new one."
+        )
+    if int(coordinates.max(initial=-1)) + 1 != cut.size:
+        raise PlanError(f"the plan cuts {name!r} as {axis}, which does not have {cut.size} slices. Make it again.")
+
+
+def _check_tied(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor) -> None:
+    if tensor is not other and _geometry(tensor) != _geometry(other):
+        raise PlanError(
+            f"the plan cuts {name!r}, and {tied!r} is a different view of the same memory. Plan with both whole."
+        )
+
+
+def cut_tensors(
+    model: nn.Module, cuts: Mapping[str, CutTensor], ranks: Ranks, device: torch.device | None, log: list[Undo]
+) -> None:
+    """Give every tensor its part, or a replica, on `device` (None: where it is); `log` takes what undoes it."""
+    tensors = named_tensors(model)
+
+    def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        return _part(whole, cuts.get(name), ranks, device)
+
+    _replace_all(tensors, part, log)
+
+
+def merge_tensors(
+    model: nn.Module, cuts: Mapping[str, CutTensor], ranks: Ranks, devices: Mapping[str, torch.device], log: list[Undo]
+) -> None:
+    """Put the whole of every tensor in place again, on the device it was on; all ranks must do it at once."""
+    tensors = named_tensors(model)
+
+    def whole(name: str, part: torch.Tensor) -> torch.Tensor:
+        merged = merge(part, cuts.get(name), ranks)
+        return merged.to(devices[name]) if name in devices else merged
+
+    _replace_all(tensors, whole, log)
+
+
+def _replace_all(
+    tensors: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor], log: list[Undo]
+) -> None:
+    with torch.no_grad():
+        for names in tied_groups(tensors):
+            group = list({id(tensors[name]): tensors[name] for name in names}.values())
+            old = [tensor.detach() for tensor in group]
+            grads = [tensor.grad if tensor.is_leaf else None for tensor in group]
+            new = _changed(names[0], old, change)
+            for tensor, before, data, grad in zip(group, old, new, grads, strict=True):
+                if data is not before:
+                    log.append(_setter(tensor, before, grad))
+                    _set(tensor, data, None if grad is None else change(names[0], grad.detach()))
+
+
+def _changed(
+    name: str, tensors: list[torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Change tensors that share memory, so that the changed ones do."""
+    first = tensors[0]
+    if all(_geometry(tensor) == _geometry(first) for tensor in tensors):
+        data = change(name, first)
+        return tensors if data is first else [data] * len(tensors)
+    whole = first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
+    data = change(name, whole)
+    if data is whole:
+        return tensors
+    return [data.view(one.dtype).as_strided(one.shape, one.stride(), one.storage_offset()) for one in tensors]
+
+
+def _geometry(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _setter(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> Undo:
+    return lambda: _set(tensor, data, grad)
+
+
+def _set(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Exchange the values of a tensor: the object, its names and its ties stay."""
+    if tensor.is_leaf:
+        tensor.grad = None
+    ordinary = not isinstance(tensor, RankTensor) and not isinstance(data, RankTensor)
+    if ordinary and tensor.device == data.device and not (tensor.requires_grad and torch_private.is_held(tensor)):
+        tensor.data = data
+    else:
+        swap(tensor, data)
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _part(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None) -> torch.Tensor:
+    if isinstance(ranks, LocalRanks):
+        if cut is None:
+            first = whole.to(ranks.devices[0])
+            return RankTensor([first, *(first.to(one, copy=True) for one in ranks.devices[1:])], ranks.devices)
+        parts = [slice_of(whole, cut, rank).to(one) for rank, one in enumerate(ranks.devices)]
+        return RankTensor(parts, ranks.devices)
+    if cut is not None:
+        assert ranks.rank is not None
+        whole = slice_of(whole, cut, ranks.rank)
+    return whole if device is None else whole.to(device)
+
+
+def slice_of(whole: torch.Tensor, cut: CutTensor, rank: int) -> torch.Tensor:
+    """Copy the part of a tensor that a rank keeps."""
+    index = layout(cut.axis, cut.shares).kept[rank]
+    if len(index) and index[-1] - index[0] + 1 == len(index):
+        return whole.narrow(cut.dim, int(index[0]), len(index)).clone(memory_format=torch.contiguous_format)
+    return whole.index_select(cut.dim, torch.from_numpy(index.copy()).to(whole.device))
+
+
+def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks) -> torch.Tensor:
+    """The whole of a tensor of which this is this rank's part, as an ordinary tensor."""
+    part = part.detach()
+    if cut is not None:
+        where = layout(cut.axis, cut.shares)
+        order = torch.from_numpy(where.order).to(part.device)
+        part = ranks.gather(part, cut.dim, where, order).contiguous()
+    return part.parts[0] if isinstance(part, RankTensor) else part

@@ -1,0 +1,116 @@
+"""What must hold of a cut model, on any kind of ranks. Run in one process, or on each of several."""
+
+import copy
+
+import torch
+
+from autoshard.nested import tensors_in
+from autoshard.runtime.cuts import apply_cuts, cut_record, full_state_dict, local_state_dict, remove_cuts
+from autoshard.runtime.slices import merge
+from tests.runtime.cut_models import CASES
+
+# float32, and sums over ranks are in another order than sums over the whole dimension
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+def make(name):
+    torch.manual_seed(0)
+    return CASES[name].make()
+
+
+def given(case):
+    return tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in case.inputs)
+
+
+def loss_of(result):
+    tensors = [tensor for _, tensor in tensors_in(result)]
+    return sum((tensor * torch.linspace(-1, 1, tensor.numel()).view_as(tensor)).sum() for tensor in tensors)
+
+
+def check_case(name, ranks, count=None):
+    """Outputs, gradients and three AdamW steps equal to the original's; bit-equal again when removed."""
+    case = CASES[name]
+    model, original = make(name), make(name)
+    before = copy.deepcopy(original.state_dict())
+    parameters = dict(model.named_parameters())
+    apply_cuts(model, case.cuts(ranks.size), ranks)
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    assert list(model.state_dict()) == list(before)
+    assert_same_state(full_state_dict(model), before)
+    check_outputs(model, original, case, count)
+    check_training(model, original, case, count)
+    state = full_state_dict(model)
+    remove_cuts(model)
+    assert cut_record(model) is None
+    assert_same_state(model.state_dict(), state)
+    for n, parameter in model.named_parameters():
+        assert parameter is parameters[n]
+        torch.testing.assert_close(parameter, original.get_parameter(n), **TOLERANCE, msg=lambda m, n=n: f"{n}: {m}")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model.load_state_dict(before)
+    original.load_state_dict(before)
+    torch.manual_seed(5)
+    expected = original.eval()(*case.inputs)
+    torch.manual_seed(5)
+    assert_equal(model.eval()(*case.inputs), expected, rtol=0, atol=0)
+
+
+def check_outputs(model, original, case, count):
+    model.eval(), original.eval()
+    with torch.no_grad():
+        before = count() if count else 0
+        found = model(*case.inputs)
+        assert count is None or count() - before == case.forward
+        assert_equal(found, original(*case.inputs), **TOLERANCE)
+    with torch.inference_mode():
+        assert_equal(model(*case.inputs), original(*case.inputs), **TOLERANCE)
+    model.train(), original.train()
+
+
+def check_training(model, original, case, count):
+    # eps: without it, a step divides gradients that are but rounding by themselves
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3) for one in (model, original)]
+    record = cut_record(model)
+    for _ in range(3):
+        inputs = [given(case), given(case)]
+        before = count() if count else 0
+        for one, optimizer, own in zip((model, original), optimizers, inputs, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(2)
+            result = one(*own)
+            assert all(type(tensor) is torch.Tensor for _, tensor in tensors_in(result))
+            loss_of(result).backward()
+            if one is model:
+                assert count is None or count() - before == case.both
+        for found, expected in zip(*inputs, strict=True):
+            if expected.grad is not None:
+                torch.testing.assert_close(found.grad, expected.grad, **TOLERANCE)
+        for n, parameter in model.named_parameters():
+            whole = merge(parameter.grad, record.tensors.get(n), record.ranks)
+            torch.testing.assert_close(
+                whole, original.get_parameter(n).grad, rtol=1e-5, atol=1e-5, msg=lambda m, n=n: n + m
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def check_checkpoint(ranks):
+    """A whole state dict goes into a cut model."""
+    model, other = make("attention"), CASES["attention"].make()
+    apply_cuts(model, CASES["attention"].cuts(ranks.size), ranks)
+    model.load_state_dict(local_state_dict(model, other.state_dict()))
+    assert_same_state(full_state_dict(model), other.state_dict())
+
+
+def assert_same_state(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert type(found[name]) is torch.Tensor
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_equal(found, expected, **tolerance):
+    found, expected = dict(tensors_in(found)), dict(tensors_in(expected))
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        torch.testing.assert_close(found[path], tensor, **tolerance, msg=lambda m, path=path: f"{path}: {m}")

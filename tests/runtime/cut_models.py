@@ -1,0 +1,319 @@
+"""Small models with the cuts that planning would find in them, written by hand."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard.sharding import Action, Cut, Scale, Shard, even_shares
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its inputs, its cuts for a number of ranks, and the collectives it needs: forward, with gradients."""
+
+    make: type
+    inputs: tuple
+    cuts: object
+    forward: int
+    both: int
+
+
+class Perceptron(nn.Module):
+    """Two layers with biases, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)}) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](F.gelu(block["up"](x)))
+        return x
+
+
+def cut_perceptron(ranks):
+    return (
+        Cut(
+            blocks=("blocks.0", "blocks.1"),
+            size=24,
+            shares=even_shares(24, ranks),
+            shards=(
+                Shard(name="up.weight", dim=0, axis="*24"),
+                Shard(name="up.bias", dim=0, axis="*24"),
+                Shard(name="down.weight", dim=1, axis="*24"),
+            ),
+            actions=(
+                Action(kind="enter", module="up", function="linear", occurrence=0, argument="0.0"),
+                Action(kind="reduce", module="down", function="linear", occurrence=0, addend="0.2"),
+            ),
+            title="hidden units",
+        ),
+    )
+
+
+class Attention(nn.Module):
+    """Grouped heads, a norm over each head, sizes in a config that others share, maps handed out if asked."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.groups = config.groups
+        width = config.heads * 4
+        self.q, self.k = nn.Linear(8, width, bias=False), nn.Linear(8, config.groups * 4, bias=False)
+        self.v, self.o = nn.Linear(8, config.groups * 4), nn.Linear(width, 8, bias=False)
+        self.norm = nn.RMSNorm(4)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x, bias=None, past=None):
+        batch, length, _ = x.shape
+        q = self.norm(self.q(x).view(batch, length, self.config.heads, 4)).transpose(1, 2)
+        k = self.norm(self.k(x).view(batch, length, self.groups, 4)).transpose(1, 2)
+        v = self.v(x).view(batch, length, self.groups, 4).transpose(1, 2)
+        repeats = self.config.heads // self.groups
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        weights = q @ k.transpose(-1, -2)
+        weights = (weights if bias is None else weights + bias).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).reshape(batch, length, -1)), weights
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(heads=12, groups=6)
+        self.layers = nn.ModuleList([Attention(self.config), Attention(self.config)])
+        self.bias = nn.Parameter(torch.randn(12, 5, 5))
+
+    def forward(self, x):
+        maps = []
+        for layer in self.layers:
+            y, weights = layer(x, bias=self.bias)
+            x = x + y
+            maps.append(weights)
+        return {"x": x, "maps": maps, "heads": self.config.heads}
+
+
+def cut_decoder(ranks):
+    shares = even_shares(6, ranks)
+    return (
+        Cut(
+            blocks=("layers.0", "layers.1"),
+            size=6,
+            shares=shares,
+            shards=(
+                Shard(name="q.weight", dim=0, axis="*6x8"),
+                Shard(name="k.weight", dim=0, axis="*6x4"),
+                Shard(name="v.weight", dim=0, axis="*6x4"),
+                Shard(name="v.bias", dim=0, axis="*6x4"),
+                Shard(name="o.weight", dim=1, axis="*6x8"),
+            ),
+            actions=(
+                *(Action(kind="enter", module=name, function="linear", occurrence=0, argument="0.0") for name in "qkv"),
+                Action(kind="slice", module="", argument="0.1", dim=0, axis="*6x2"),
+                Action(kind="reduce", module="o", function="linear", occurrence=0),
+                Action(kind="gather", module="", argument="1", dim=1, axis="*6x2"),
+            ),
+            scales=(
+                Scale(module="", attribute="config.heads", value=12, local=tuple(2 * share for share in shares)),
+                Scale(module="", attribute="groups", value=6, local=shares),
+            ),
+            summed=("norm.weight",),
+        ),
+    )
+
+
+class Words(nn.Module):
+    """A table that is looked up and, tied, multiplied with; `padding_idx` is never learned from the lookup."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(25, 8, padding_idx=3)
+        self.head = nn.Linear(8, 25, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).tanh())
+
+
+def cut_words(ranks):
+    return (
+        Cut(
+            blocks=("",),
+            size=25,
+            shares=even_shares(25, ranks),
+            shards=(
+                Shard(name="embed.weight", dim=0, axis="*25"),
+                Shard(name="head.weight", dim=0, axis="*25"),
+            ),
+            actions=(
+                Action(kind="lookup", module="embed", function="embedding", occurrence=0, axis="*25"),
+                Action(kind="enter", module="head", function="linear", occurrence=0, argument="0.0"),
+                Action(kind="gather", module="head", function="linear", occurrence=0, dim=-1, axis="*25"),
+            ),
+        ),
+    )
+
+
+class EvenWords(Words):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(24, 8, padding_idx=3)
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def cut_even_words(ranks):
+    (cut,) = cut_words(ranks)
+    actions = (*cut.actions[:1], cut.actions[1], cut.actions[2])
+    return (
+        Cut(
+            blocks=cut.blocks,
+            size=24,
+            shares=even_shares(24, ranks),
+            shards=tuple(Shard(name=shard.name, dim=0, axis="*24") for shard in cut.shards),
+            actions=tuple(
+                Action(
+                    kind=action.kind, module=action.module, function=action.function, occurrence=action.occurrence,
+                    argument=action.argument, dim=action.dim, axis=action.axis and "*24",
+                )
+                for action in actions
+            ),
+        ),
+    )  # fmt: skip
+
+
+class Fused(nn.Module):
+    """q, k and v from one `addmm`; in the second layer k and v are the same for all heads.
+
+    The tanh is there because a bias of k alone has no gradient but rounding, which AdamW makes large.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first = nn.ParameterDict({"w": torch.randn(8, 72) / 4, "b": torch.randn(72)})
+        self.out = nn.ParameterDict({"w": torch.randn(24, 8) / 4, "b": torch.randn(8)})
+        self.second = nn.Linear(8, 32)
+        self.back = nn.Linear(24, 8)
+        self.heads = 6
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        fused = torch.addmm(self.first["b"], x.view(-1, 8), self.first["w"]).tanh().view(batch, length, -1)
+        q, k, v = (part.view(batch, length, self.heads, 4).transpose(1, 2) for part in fused.chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch * length, -1)
+        x = x + torch.addmm(self.out["b"], mixed, self.out["w"]).view(batch, length, -1)
+        q, k, v = self.second(x).tanh().split([self.heads * 4, 4, 4], -1)
+        q = q.view(batch, length, self.heads, 4).transpose(1, 2)
+        mixed = (q @ k.unsqueeze(1).transpose(-1, -2)).softmax(-1) @ v.unsqueeze(1)
+        return x + self.back(mixed.transpose(1, 2).reshape(batch, length, -1)) * self.scale
+
+
+def cut_fused(ranks):
+    shares = even_shares(6, ranks)
+    return (
+        Cut(
+            blocks=("",),
+            size=6,
+            shares=shares,
+            shards=(
+                Shard(name="first.w", dim=1, axis="(*6x4|*6x4|*6x4)"),
+                Shard(name="first.b", dim=0, axis="(*6x4|*6x4|*6x4)"),
+                Shard(name="out.w", dim=0, axis="*6x4"),
+                Shard(name="second.weight", dim=0, axis="(*6x4|4|4)"),
+                Shard(name="second.bias", dim=0, axis="(*6x4|4|4)"),
+                Shard(name="back.weight", dim=1, axis="*6x4"),
+            ),
+            actions=(
+                Action(kind="enter", module="", function="addmm", occurrence=0, argument="0.1"),
+                Action(kind="reduce", module="", function="addmm", occurrence=1, addend="0.0"),
+                Action(kind="enter", module="second", function="linear", occurrence=0, argument="0.0"),
+                Action(kind="reduce", module="back", function="linear", occurrence=0, addend="0.2"),
+            ),
+            scales=(Scale(module="", attribute="heads", value=6, local=shares),),
+        ),
+    )
+
+
+class Means(nn.Module):
+    """Statistics over the cut dimension, and a convolution with a bias after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Conv1d(4, 12, 3, padding=1)
+        self.down = nn.Conv1d(12, 4, 3, padding=1)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        power = h.square().mean(1, keepdim=True)
+        total = torch.einsum("bcl->bl", h)
+        return self.down(h) * torch.rsqrt(power + 1e-5) + total.unsqueeze(1)
+
+
+def cut_means(ranks):
+    return (
+        Cut(
+            blocks=("",),
+            size=12,
+            shares=even_shares(12, ranks),
+            shards=(
+                Shard(name="up.weight", dim=0, axis="*12"),
+                Shard(name="up.bias", dim=0, axis="*12"),
+                Shard(name="down.weight", dim=1, axis="*12"),
+            ),
+            actions=(
+                Action(kind="enter", module="up", function="conv1d", occurrence=0, argument="0.0"),
+                Action(kind="mean", module="", function="mean", occurrence=0),
+                Action(kind="reduce", module="", function="einsum", occurrence=0),
+                Action(kind="reduce", module="down", function="conv1d", occurrence=0, addend="0.2"),
+            ),
+        ),
+    )
+
+
+class Dropped(nn.Module):
+    """Dropout inside of the cut and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        inside = F.dropout(self.up(x).transpose(0, 1), 0.3, self.training).transpose(0, 1)
+        return F.dropout(self.down(inside), 0.5, self.training)
+
+
+def cut_dropped(ranks):
+    (cut,) = cut_perceptron(ranks)
+    return (
+        Cut(
+            blocks=("",),
+            size=24,
+            shares=cut.shares,
+            shards=cut.shards,
+            actions=(
+                *cut.actions,
+                Action(kind="dropout", module="", function="dropout", occurrence=0, argument="0.0", dim=2, axis="*24"),
+            ),
+        ),
+    )
+
+
+def batch(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+# forward: all-reduces and gathers; both: these and the conjugates in backward, where the input needs a gradient
+CASES = {
+    "perceptron": Case(Perceptron, (batch(2, 5, 8),), cut_perceptron, 2, 4),
+    # per layer: o and the maps; back: one for q, k and v, one for the bias; and the two summed norms
+    "attention": Case(Decoder, (batch(2, 5, 8),), cut_decoder, 4, 10),
+    "words": Case(Words, (torch.tensor([[1, 3, 24, 7], [0, 3, 12, 13]]),), cut_words, 2, 3),
+    "even words": Case(EvenWords, (torch.tensor([[1, 3, 23, 7], [0, 3, 12, 13]]),), cut_even_words, 2, 3),
+    # back: two tensors enter, and the rows of k and v that every rank keeps (weight and bias) are summed
+    "fused": Case(Fused, (batch(2, 5, 8),), cut_fused, 2, 6),
+    "means": Case(Means, (batch(2, 4, 5),), cut_means, 3, 4),
+    "dropout": Case(Dropped, (batch(2, 5, 8),), cut_dropped, 1, 2),
+}
