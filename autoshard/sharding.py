@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy
 
-ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout"]
+ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Action:
     enter     argument          nothing; backward: sum over ranks
     slice     argument          this rank's part of dimension `dim`, an `axis`; backward: gather
     gather    result            all parts of dimension `dim`, an `axis`, put in order; backward: this rank's part
+    leave     result            nothing; backward: only rank 0 hands the gradient on, since all computed the same
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
     """

@@ -41,7 +41,8 @@ class Places:
         # Not all outputs: a cast to the dtype that a tensor has already returns the tensor itself.
         made_here = {value for value in walk.axes if graph.values[value].op in self._inside}
         self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
-        outputs = set(graph.outputs)
+        outputs = {value for call in self._calls if call.path == region.path for value in call.outputs}
+        outputs.update(graph.outputs)
         self._outgoing = [
             value for value in walk.axes
             if value in made_here and (value in outputs or not self._inside.issuperset(self._readers.get(value, ())))

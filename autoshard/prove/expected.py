@@ -39,6 +39,10 @@ class Expected:
             local_size(axis, leaves) if axis else size for axis, size in zip(self.axes, self.shape, strict=True)
         )
 
+    def cut_dims(self, slices: dict[Leaf, int]) -> list[int]:
+        """Its dimensions that are smaller on a rank."""
+        return [dim for dim, axis in enumerate(self.axes) if any(leaf in slices for leaf in leaves(axis))]
+
 
 def local_size(axis: Axis, slices: dict[Leaf, int]) -> int:
     """The size of an axis on a rank that keeps so many slices of each leaf."""
@@ -93,9 +97,7 @@ def sites_of(graph: ModelGraph, block: Call) -> Iterator[tuple[Key, SiteCall]]:
 def expected_results(graph: ModelGraph, walk: Walk, block: Call) -> dict[Key, list[Expected]]:
     """Results of the functions that one call of a block ran, those of other regions inside of it left out."""
     found: dict[Key, list[Expected]] = {}
-    for key, site in sites_of(graph, block):
-        if not walk.ops.issuperset(range(site.begin, site.end)):
-            continue
+    for key, site in _walked(graph, walk, block):
         for path, value in site.outputs:
             if value in walk.axes:
                 row = Expected(path=path, axes=walk.axes[value], shape=graph.values[value].shape)
@@ -106,7 +108,14 @@ def expected_results(graph: ModelGraph, walk: Walk, block: Call) -> dict[Key, li
 def axes_near(graph: ModelGraph, walk: Walk, block: Call, leaf: Leaf) -> dict[Key, list[Axis]]:
     """For every function, the axes with a leaf in what it reads and makes."""
     found: dict[Key, list[Axis]] = {}
-    for key, site in sites_of(graph, block):
+    for key, site in _walked(graph, walk, block):
         axes = [axis for _, value in (*site.inputs, *site.outputs) for axis in walk.axes.get(value, ())]
         found[key] = list(dict.fromkeys(axis for axis in axes if leaf in leaves(axis)))
     return found
+
+
+def _walked(graph: ModelGraph, walk: Walk, block: Call) -> Iterator[tuple[Key, SiteCall]]:
+    """The function calls of a block without those of other regions inside of it."""
+    for key, site in sites_of(graph, block):
+        if walk.ops.issuperset(range(site.begin, site.end)):
+            yield key, site

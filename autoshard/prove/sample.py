@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.observe import TensorSpec
-from autoshard.nested import map_tensors
+from autoshard.capture.observe import TensorSpec, fill_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ def sample_block(module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _random_like(value, generator)
     block = copy.deepcopy(module, memo)
-    made = tuple((_filled(args, generator), _filled(kwargs, generator)) for args, kwargs in calls)
+    made = tuple(fill_specs(call, lambda spec: _tensor(spec, generator)) for call in calls)
     return Sample(block=block, calls=made)
 
 
@@ -61,19 +60,8 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
     return made
 
 
-def _filled(value: Any, generator: torch.Generator) -> Any:
-    """Arguments with random floats for tensors of unknown values, in single precision."""
-    if isinstance(value, TensorSpec):
-        return _tensor(value, generator)
-    if isinstance(value, dict):
-        return {key: _filled(item, generator) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_filled(item, generator) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return map_tensors(value, torch.Tensor.clone)
-
-
 def _tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """An argument: known values as they were, random floats in their place where they are not, in single precision."""
     if spec.value is not None:
         value = spec.value.clone()
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import replace_at, tensor_at, tensors_in
-from autoshard.runtime.collectives import Axis, Ranks, enter, reduce, tracked
+from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
 from autoshard.sharding import Action
 
 _SINGLE = {
@@ -101,7 +101,7 @@ class Step:
 
     def after(self, result: Any) -> Any:
         """Act on the result of a call."""
-        if self.action.kind not in ("reduce", "mean", "gather"):
+        if self.action.kind not in ("reduce", "mean", "gather", "leave"):
             return result
         tensor = tensor_at(result, self.action.argument)
         if tensor is None:
@@ -115,6 +115,8 @@ class Step:
         if self.action.kind == "gather":
             assert self.axis is not None
             return self.axis.gather(tensor, self.action.dim, self.ranks)
+        if self.action.kind == "leave":
+            return leave(tensor, self.ranks)
         if self.action.kind == "mean":
             return reduce(tensor * self.weight, self.ranks, fresh=True)
         return reduce(tensor, self.ranks, self.fresh)
@@ -134,7 +136,9 @@ class Step:
                 args, kwargs = replace_at((args, kwargs), self.action.addend, torch.zeros_like(addend))
         result = call(*args, **kwargs)
         with torch_private.no_overrides():
-            written = any(result is tensor for _, tensor in tensors_in((args, kwargs)))
+            # Not whatever is handed back: dropout that drops nothing returns what it was given.
+            in_place = self.action.function.endswith("_")
+            written = in_place and any(result is tensor for _, tensor in tensors_in((args, kwargs)))
             changed = self.after(result)
             if addend is not None:
                 changed = changed + _broadcast(addend, self.action.function, args) * kwargs.get("beta", 1)

@@ -11,6 +11,7 @@ the sum over ranks. That alone says what each function does in backward:
     enter    nothing            sum
     reduce   sum                nothing: every summand has the gradient of the sum
     take     this rank's part   zeros elsewhere, then sum (take what has entered)
+    leave    nothing            rank 0 has the gradient, the others zero: every rank computed the same
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
 """
 
@@ -163,6 +164,19 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.ranks.all_reduce(gradient.clone()), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks = ctx.ranks
+        first = ranks.own(tuple(torch.ones((), dtype=gradient.dtype) * (rank == 0) for rank in range(ranks.size)))
+        return gradient * first.to(gradient.device), None
 
 
 class _Gather(torch.autograd.Function):
