@@ -27,13 +27,17 @@ __all__ = [
     "below_autograd",
     "conj_and_neg_keys",
     "count_hooks_again",
+    "drop_gradient_hooks",
     "fake_device_read",
     "fake_from_meta",
     "flop_formulas",
     "forward_pre_hooks",
+    "gradient_hooks",
+    "innermost_dispatch_mode",
     "innermost_function_mode",
     "intercept",
     "is_composite",
+    "is_held",
     "no_modes",
     "no_overrides",
     "node_sequence",
@@ -118,6 +122,12 @@ def innermost_function_mode() -> Any:
     return torch._C._get_function_stack_at(count - 1) if count else None
 
 
+def innermost_dispatch_mode() -> Any:
+    """The torch dispatch mode entered last in this thread, None if there is none."""
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None
+
+
 class Interceptor:
     """What `intercept` calls; both as torch does unless a subclass says otherwise."""
 
@@ -191,6 +201,23 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     torch._C._swap_tensor_impl(left, right)
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether something besides the Python object refers to a tensor: a backward graph, mostly."""
+    return _use_count(tensor) > 1
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The hooks registered with `tensor.register_hook`, in calling order."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def drop_gradient_hooks(tensor: torch.Tensor, kind: type) -> None:
+    """Take the hooks of one class off a tensor."""
+    hooks = tensor._backward_hooks or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+        del hooks[key]
 
 
 def _use_count(tensor: Any) -> int:
