@@ -4,9 +4,11 @@ A ladder of levels: "fake" first (floats have no values), "real" where the model
 to run, "invented" where it is not. The level used and what stopped the ones above are in the graph.
 """
 
+import dataclasses
 import inspect
 import pathlib
 import traceback
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
+from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
 from autoshard.errors import CaptureError, SpecError
@@ -55,29 +58,52 @@ def capture(
         raise SpecError(f"unknown capture level {level!r}: use 'fake', 'real' or 'invented', or leave it out.")
     if composite and workload.training:
         raise SpecError("a composite graph holds a forward only: capture it with Workload(mode='inference').")
+    return _captured(model, inputs, workload, level, composite)
+
+
+def observe_calls(
+    model: nn.Module, inputs: Any, workload: Workload | None, paths: Iterable[str]
+) -> dict[str, list[tuple[tuple, dict[str, Any]]]]:
+    """Run a forward as `capture(…, composite=True)` does and return what the modules at `paths` were called with.
+
+    By path, (args, kwargs) of up to two calls in the first forward, with `observe.TensorSpec` for tensors; none of a
+    module that was not called. Raises as `capture` does.
+    """
+    observer = Observer(model, paths)
+    workload = dataclasses.replace(workload or Workload(), mode="inference")
+    _captured(model, inputs, workload, None, True, observer)
+    return observer.calls
+
+
+def _captured(
+    model: nn.Module,
+    inputs: Any,
+    workload: Workload,
+    level: Level | None,
+    composite: bool,
+    observer: Observer | None = None,
+) -> ModelGraph:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"capture needs a torch.nn.Module, got {type(model).__name__}.")
-    if inputs is not None:
-        args, kwargs = as_call(inputs, model)
-        return _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite), level)
-    return _first_that_runs(model, derive_inputs(model, workload), workload, level, composite)
+
+    args, kwargs = ((), {}) if inputs is None else as_call(inputs, model)
+    run = Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite, observer=observer)
+    return _climb(run, level) if inputs is not None else _first_that_runs(run, derive_inputs(model, workload), level)
 
 
-def _first_that_runs(
-    model: nn.Module, calls: list[Call], workload: Workload, level: Level | None, composite: bool
-) -> ModelGraph:
+def _first_that_runs(run: Run, calls: list[Call], level: Level | None) -> ModelGraph:
     """Capture with derived inputs: the first of several plausible calls that the model accepts."""
     refused: CaptureError | None = None
     for args, kwargs in calls:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in kwargs.items())
         try:
-            graph = _climb(Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite), level)
+            graph = _climb(dataclasses.replace(run, args=args, kwargs=kwargs), level)
         except CaptureError as error:
             refused = refused or error
         else:
             return graph.with_notes((f"inputs derived from the config: {shapes}",))
     raise CaptureError(
-        f"no inputs that the config suggests fit {type(model).__name__}; pass inputs=. {refused}"
+        f"no inputs that the config suggests fit {type(run.model).__name__}; pass inputs=. {refused}"
     ) from refused
 
 

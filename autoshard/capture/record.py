@@ -37,7 +37,9 @@ LIFT_BYTES = 1 << 26
 
 
 class Engine(Protocol):
-    """Runs ops: with values, or on shapes."""
+    """Runs ops: with values, or on shapes. `unknown` says that the values of a tensor mean nothing."""
+
+    def unknown(self, tensor: torch.Tensor) -> bool: ...
 
     def run(
         self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]
@@ -46,6 +48,10 @@ class Engine(Protocol):
 
 class RealValues:
     """The engine of the level "real": every op simply runs."""
+
+    def unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are not known: they are."""
+        return False
 
     def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)

@@ -23,6 +23,7 @@ from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
+from autoshard.capture.observe import Observer
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
@@ -35,13 +36,17 @@ from autoshard.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is run: a model, its arguments and what for; `composite` keeps composite ops whole."""
+    """What is run: a model, its arguments and what for; `composite` keeps composite ops whole.
+
+    `observer` is told of every call of a module.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     workload: Workload
     composite: bool = False
+    observer: Observer | None = None
 
 
 def record_run(
@@ -57,6 +62,8 @@ def record_run(
     mark = fingerprint(model)
     recorder = Recorder(engine, composite=run.composite)
     ledger = recorder.ledger
+    if run.observer is not None:
+        run.observer.begin(recorder)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
         stack.enter_context(stand_ins(model, make))
@@ -69,7 +76,7 @@ def record_run(
         if decode is not None:
             given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
-        stack.enter_context(_module_calls(model, recorder))
+        stack.enter_context(_module_calls(model, recorder, run.observer))
         stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
@@ -256,7 +263,7 @@ def _looks_for_overrides(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | None) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
@@ -268,6 +275,8 @@ def _module_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         path = paths.get(id(self))
         if path is None or threading.get_ident() != thread:
             return call(self, *args, **kwargs)
+        if observer is not None:
+            observer.note(path, args, kwargs)
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
