@@ -215,6 +215,11 @@ def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return _Enter.apply(tensor, ranks) if tracked(tensor) else tensor
 
 
+def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return an alias whose gradient only rank 0 hands on; the very tensor if it has no gradient."""
+    return _Leave.apply(tensor, ranks) if tracked(tensor) else tensor
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Axis:
     """A layout with its indices as tensors, on the device of the tensors that were last seen.
