@@ -31,7 +31,7 @@ FLOORS = (
     },
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost"},
-    {"flow"},
+    {"flow", "prove"},
     {"cost"},
     {"strategies"},
     {"verify"},

@@ -1,7 +1,9 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
+import contextlib
 import gc
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,9 +126,13 @@ def profile_command(
     train: TrainOption = False,
     optimizer: OptimizerOption = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Levels of the module tree to show.")] = 3,
+    axes: Annotated[bool, typer.Option("--axes", help="Show what can be cut over devices, and what can't.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show memory and compute of TARGET, module by module. Nothing is allocated."""
+    if axes:
+        _show_axes(_load(target, _workload(batch, seq, new_tokens, train, optimizer)), as_json)
+        return
     loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
     profile = _profile(loaded)
     if as_json:
@@ -307,11 +313,36 @@ def _load(target: str, workload: Workload, *, with_weights: bool = False) -> "Ta
 def _profile(target: "Target") -> "Profile":
     from autoshard.api import profile
 
+    with _capturing(target):
+        return profile(target.model, target.inputs, workload=target.workload)
+
+
+def _show_axes(target: "Target", as_json: bool) -> None:
+    from autoshard.axes.groups import find_groups
+    from autoshard.capture.capture import capture
+    from autoshard.profile.measure import profile_graph
+    from autoshard.report.axes import axes_document, print_axes
+
+    if target.workload.training:
+        raise SpecError("--axes looks at a forward: what can be cut is the same for training. Leave out --train.")
+    with _capturing(target):
+        graph = capture(target.model, target.inputs, workload=target.workload, composite=True)
+        found = find_groups(graph)
+    profile = profile_graph(graph, target.workload)
+    if as_json:
+        print_json(axes_document(profile, found, title=target.title, notes=target.notes))
+    else:
+        print_axes(output(), profile, found, title=target.title, notes=target.notes)
+
+
+@contextlib.contextmanager
+def _capturing(target: "Target") -> Iterator[None]:
+    """Say that the model runs, and add to what goes wrong how to help."""
     # What torch logs about a failing op is in the error already.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with step("running the model without its weights"):
-            return profile(target.model, target.inputs, workload=target.workload)
+            yield
     except CaptureError as error:
         raise CaptureError(f"{error} {target.hint}".strip()) from error
 

@@ -79,7 +79,7 @@ def print_plan(
     notes: Iterable[str] = (),
 ) -> None:
     """Print a plan and what it costs: devices, modules, times, transfers, reasons, notes."""
-    _print_heading(console, title, profile)
+    print_heading(console, title, profile)
     used = [device for device in estimate.devices if device.peak_bytes > 0]
     how = "as the device map says" if plan.strategy == "device_map" else f"{plan.strategy}, for {plan.objective}"
     sentence = f"{how}: {len(used)} of {len(estimate.devices)} devices used"
@@ -98,7 +98,7 @@ def print_profile(
     console: Console, profile: Profile, *, title: str = "", depth: int = 3, notes: Iterable[str] = ()
 ) -> None:
     """Print memory and compute module by module, repeated blocks folded, and the totals on one device."""
-    _print_heading(console, title, profile)
+    print_heading(console, title, profile)
     training = profile.workload.training
     rows, tied = module_rows(profile, depth), tied_modules(profile)
     columns = [
@@ -155,7 +155,8 @@ def describe_workload(workload: Workload, dtype: str) -> str:
     return f"{sentence} (assumed)" if workload.assumed else sentence
 
 
-def _print_heading(console: Console, title: str, profile: Profile) -> None:
+def print_heading(console: Console, title: str, profile: Profile) -> None:
+    """Print what the model is and what the figures are valid for."""
     root = profile.modules[0]
     by_storage = {t.storage: t for t in reversed(profile.graph.tensors) if t.kind == "parameter"}
     parameters = sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())

@@ -1,0 +1,124 @@
+"""What can be cut, in words: a model with grouped heads as it is printed, as JSON, and how names are folded."""
+
+import json
+
+import pytest
+
+from autoshard.report.axes import fold, fold_paths, members
+from tests.cli.test_commands import command
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Mixer(nn.Module):
+    def __init__(self, width=64, count=8, groups=2):
+        super().__init__()
+        self.count, self.groups, self.size = count, groups, width // count
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, groups * self.size)
+        self.c, self.d = nn.Linear(width, groups * self.size), nn.Linear(width, width)
+
+    def forward(self, x):
+        a, b, c = (m(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for m in (self.a, self.b, self.c))
+        b, c = (y.repeat_interleave(self.count // self.groups, dim=1) for y in (b, c))
+        return self.d(F.scaled_dot_product_attention(a, b, c).transpose(1, 2).flatten(2))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.mixer, self.up, self.down = Mixer(), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        x = x + self.mixer(self.first(x))
+        return x + self.down(self.up(self.second(x)).relu())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(50, 64), nn.ModuleList(Block() for _ in range(3))
+        self.sorted = nn.Parameter(torch.ones(5, 7))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.sorted.sort().values.cumsum(0).sort(0).values.sum()
+
+model = Model()
+example_inputs = torch.zeros(2, 10, dtype=torch.long)
+"""
+PRINTED = """
+outside of repeated blocks  12.6 KiB of matrices
+  50 slices: table rows
+    99 % of the bytes; one all-reduce of 5.00 KiB
+  or 64 slices: table columns
+    99 % of the bytes; one all-gather of 5.00 KiB
+
+blocks.0-2  3 x, 88.0 KiB of matrices each
+  96 slices: up rows; down columns
+    55 % of the bytes; one all-reduce of 5.00 KiB
+  2 slices: mixer: a, b, c rows; d columns
+    46 % of the bytes; one all-reduce of 5.00 KiB
+  or 4 slices in each of 2: mixer: a rows; d columns
+    37 % of the bytes; one all-reduce of 5.00 KiB
+  or 8 slices in each of 2: mixer: c rows; d columns
+    23 % of the bytes; one all-reduce of 5.00 KiB
+
+Can't be cut
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_axes_are_printed_in_words(file):
+    printed = command("profile", file, "--axes").stdout
+    assert PRINTED in printed
+    assert "sorted columns (whole on every device)\n    sort in the model itself" in printed
+    assert "blocks.0-2.mixer: a, b rows\n    scaled_dot_product_attention in blocks.0-2.mixer: " in printed
+    assert max(map(len, printed.splitlines())) <= 80 and not any(line.endswith(" ") for line in printed.splitlines())
+
+
+def test_axes_as_json(file):
+    document = json.loads(command("profile", file, "--axes", "--json").stdout)
+    assert document["format"] == "autoshard axes report" and document["model"]["class"] == "Model"
+    (group,) = [group for group in document["groups"] if group["text"] == "96 slices: up rows; down columns"]
+    assert group["blocks"] == ["blocks.0", "blocks.1", "blocks.2"] and group["all_reduces"] == 1
+    assert {"name": "up.weight", "dim": 0, "axis": "*96"} in group["shards"]
+    assert any(row["name"] == "sorted" for row in document["blocked"])
+    assert [block["paths"] for block in document["blocks"]] == [[""], ["blocks.0", "blocks.1", "blocks.2"]]
+
+
+def test_axes_are_those_of_a_forward(file):
+    assert "--train" in command("profile", file, "--axes", "--train", expect=2).stderr
+
+
+@pytest.mark.parametrize(
+    "paths, folded",
+    [
+        (["a.0", "a.1", "a.2"], ["a.0-2"]),
+        (["a.0", "a.2", "a.3"], ["a.{0,2-3}"]),
+        (["e.0.up", "e.0.down", "e.1.up", "e.1.down"], ["e.0-1.up", "e.0-1.down"]),
+        (["s.0.l.0", "s.0.l.1", "s.1.l.0", "s.1.l.1"], ["s.0-1.l.0-1"]),
+        (["conv1", "conv2", "x"], ["conv1", "conv2", "x"]),
+        ([""], [""]),
+    ],
+)
+def test_numbers_are_folded(paths, folded):
+    assert fold(paths) == folded
+
+
+def test_many_paths_are_cut_short():
+    assert fold_paths(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def test_members_in_words():
+    heads = [("s.q.weight", 0, 2, False), ("s.q.bias", 0, 1, False), ("s.o.weight", 1, 2, False)]
+    assert members(heads) == ("s", "q rows; o columns")
+    assert members([("s.fused", 0, 3, True), ("bias", 0, 1, False)]) == ("s", "a part of the dimension 0 of fused")
