@@ -3,6 +3,7 @@
 The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,40 @@ def plan(
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
     cluster = parse_devices(devices)
+    measured = profile(model, inputs, workload=workload)
+    if strategy == "column-parallel":
+        limits, _ = _limits_and_pins(cluster, max_memory, None)
+        if pins:
+            raise SpecError(
+                'modules can\'t be pinned with strategy="column-parallel": every device has a part of each.'
+            )
+        limited = cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
+        return _plan_cuts(model, inputs, measured, limited, objective)
     return plan_profile(
-        profile(model, inputs, workload=workload),
+        measured,
         cluster,
         strategy=strategy,
         objective=objective,
         max_memory=max_memory,
         pins=pins,
     )
+
+
+def _plan_cuts(model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str) -> Plan:
+    """Find what can be cut, prove it, and choose."""
+    import torch.distributed as dist
+
+    from autoshard.axes.groups import find_groups
+    from autoshard.capture.capture import capture as record
+    from autoshard.prove.prove import make_prover
+    from autoshard.strategies.column_parallel import column_parallel
+
+    forward = dataclasses.replace(profile.workload, mode="inference", new_tokens=0)
+    graph = record(model, inputs, workload=forward, composite=True)
+    found = find_groups(graph)
+    prove = make_prover(model, inputs, forward, graph, found)
+    even = not (dist.is_available() and dist.is_initialized())  # one process runs all ranks on the same local shapes
+    return column_parallel(profile, cluster, found, prove, objective=objective, even=even)
 
 
 def plan_profile(
@@ -82,18 +109,27 @@ def plan_profile(
     pins: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan from a profile that exists already, with limits and pins in the forms people write."""
+    from autoshard.strategies import make_plan
+
+    limits, fixed = _limits_and_pins(cluster, max_memory, pins)
+    return make_plan(
+        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None
+    )
+
+
+def _limits_and_pins(
+    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
     from autoshard.cluster.parse import canonical_name
     from autoshard.sizes import parse_bytes
-    from autoshard.strategies import make_plan
 
     limits = {
         _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
         for name, size in (max_memory or {}).items()
     }
     fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
-    return make_plan(
-        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None
-    )
+    return limits, fixed
 
 
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:

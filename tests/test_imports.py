@@ -33,6 +33,7 @@ FLOORS = (
     {"profile", "axes", "simulate", "collective_cost"},
     {"flow", "prove"},
     {"cost"},
+    {"cut_cost"},
     {"strategies"},
     {"verify"},
     {"api"},

@@ -72,21 +72,53 @@ class AxisGroups:
     regions: tuple[Region, ...]
 
 
-def find_groups(graph: ModelGraph, *, by_leaf_module: bool = False) -> AxisGroups:
+def find_groups(graph: ModelGraph) -> AxisGroups:
     """Find what can be cut in a graph that was captured with `composite=True`.
 
-    `by_leaf_module` takes every module that has parameters of its own as a region: what it makes is gathered behind it,
-    so less can be in the way, and more is sent.
+    First in regions (`regions.find_regions`); then in every module that has parameters of its own, for itself: what
+    such a module makes is gathered right behind it, so less can be in the way, and more is sent.
     """
-    regions = leaf_regions(graph) if by_leaf_module else find_regions(graph)
-    shared = shared_tensors(graph, by_leaf_module=by_leaf_module)
+    regions = find_regions(graph)
+    shared = shared_tensors(graph)
     groups: list[AxisGroup] = []
     blocked: list[Blocked] = []
     for region in regions:
         found, refused = _groups_of(graph, region, shared, len(groups))
         groups += found
         blocked += refused
-    return AxisGroups(groups=tuple(groups), blocked=tuple(blocked), regions=regions)
+    alone: list[AxisGroup] = []
+    shared = shared_tensors(graph, by_leaf_module=True)
+    for region in leaf_regions(graph):
+        alone += _groups_of(graph, region, shared, len(groups) + len(alone))[0]
+    return AxisGroups(groups=_excluding(graph, groups, alone), blocked=tuple(blocked), regions=regions)
+
+
+def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup]) -> tuple[AxisGroup, ...]:
+    """All groups; one of a module alone conflicts with those that have cut what the module reads or makes."""
+    values: dict[str, set[int]] = {}
+    for call in graph.calls:
+        read = {value for op in graph.ops[call.begin : call.end] for value in (*op.inputs, *op.outputs)}
+        values.setdefault(call.path, set()).update(call.inputs, call.outputs, read)
+    conflicts: dict[int, set[int]] = {group.index: set(group.conflicts) for group in (*groups, *alone)}
+    for one in alone:
+        for group in groups:
+            places = {_in_first(path, group.blocks) for path in one.blocks} - {None}
+            if any(group.walk.cut_dims(value, group.leaf) for place in places for value in values.get(place or "", ())):
+                conflicts[one.index].add(group.index)
+                conflicts[group.index].add(one.index)
+    return tuple(
+        dataclasses.replace(group, conflicts=tuple(sorted(conflicts[group.index]))) for group in (*groups, *alone)
+    )
+
+
+def _in_first(path: str, blocks: tuple[str, ...]) -> str | None:
+    """The same module in the first of equal blocks, which is the one that was analysed; None if it is in none."""
+    for block in blocks:
+        if not block:
+            return path
+        if path == block or path.startswith(f"{block}."):
+            return blocks[0] + path[len(block) :]
+    return None
 
 
 def _groups_of(

@@ -5,6 +5,7 @@ matrices; all that lies outside of such elements is one more region. What one re
 there, so that what blocks an axis outside does not leak in.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,8 +30,12 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
 
 
 def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
-    """As `find_regions`, with every module that has parameters of its own and no children with any as an element."""
-    return _alike(graph, _owners(graph, _leaf_modules(graph)))[1:]
+    """As `find_regions`, with every module that has parameters of its own and no children with any as an element.
+
+    Equal ones count as one only where their paths differ in numbers alone: one attention's queries, but not its keys
+    with them, since each may be cut in another way.
+    """
+    return _alike(graph, _owners(graph, _leaf_modules(graph)), by_place=True)[1:]
 
 
 def shared_tensors(graph: ModelGraph, *, by_leaf_module: bool = False) -> frozenset[int]:
@@ -53,7 +58,7 @@ def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
     return [known[call.path] for call in graph.calls]
 
 
-def _alike(graph: ModelGraph, owner: list[str]) -> tuple[Region, ...]:
+def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
     for op in graph.ops:
@@ -61,7 +66,9 @@ def _alike(graph: ModelGraph, owner: list[str]) -> tuple[Region, ...]:
             ops.setdefault(owner[op.call], []).append(op.index)
     alike: dict[object, list[str]] = {}
     for path, indices in ops.items():
-        alike.setdefault(_signature(graph, path, indices) if path else OUTSIDE, []).append(path)
+        place = re.sub(r"\d+", "*", path) if by_place else ""
+        key = (place, _signature(graph, path, indices)) if path else OUTSIDE
+        alike.setdefault(key, []).append(path)
     return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
 
 

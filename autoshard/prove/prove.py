@@ -6,14 +6,16 @@ backward, and must agree. What can't be shown is refused with the reason, and st
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autoshard.axes.groups import AxisGroup
+from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.capture.capture import observe_calls
 from autoshard.capture.graph import ModelGraph
+from autoshard.plan_cuts import Refusal
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
 from autoshard.prove.ranks import LoneRank
@@ -22,52 +24,47 @@ from autoshard.prove.search import NotFound, Question, Scales, find_scales
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, Scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A group that can't be cut in these shares, and why."""
-
-    group: int
-    shares: tuple[int, ...]
-    reason: str
+from autoshard.workload import Workload
 
 
 class Prover:
     """Proves groups of one model; remembers what it has made for each block."""
 
-    def __init__(
-        self, model: nn.Module, graph: ModelGraph, calls: dict[str, list[tuple[tuple, dict[str, Any]]]]
-    ) -> None:
+    def __init__(self, model: nn.Module, graph: ModelGraph, calls: Mapping[str, Sequence[tuple[tuple, dict]]]) -> None:
         self._model, self._graph, self._calls = model, graph, calls
         self._samples: dict[str, Sample] = {}
         self._results: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
+
+    def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+        """Prove groups of the same blocks, each alone and then all at once; one outcome for each."""
+        outcomes = [self.prove(group, share) for group, share in zip(groups, shares, strict=True)]
+        cuts = [outcome for outcome in outcomes if isinstance(outcome, Cut)]
+        if len(cuts) < 2:
+            return outcomes
+        reason = _tried(lambda: self._proved(groups[0].blocks[0], tuple(cuts)))
+        if reason:  # each is right alone: the one that saves least stays whole
+            least = min(range(len(groups)), key=lambda index: groups[index].nbytes)
+            outcomes[least] = Refusal(reason=f"not together with others: {reason}")
+        return outcomes
 
     def prove(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
         """Find the scales of one group in these shares and prove the cut, or say why not."""
         key = (group.index, shares)
         if key not in self._results:
-            try:
-                cut = self._with_scales(group, shares)
-                self._results[key] = self._proved(group.blocks[0], (cut,))[0]
-            except (NotFound, Unequal) as error:
-                self._results[key] = Refusal(group=group.index, shares=shares, reason=str(error))
-            except Exception as error:  # the block's own code stumbles over what a rank has, in whatever way
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                self._results[key] = Refusal(group=group.index, shares=shares, reason=reason)
-        return self._results[key]
+            made: list[Cut] = []
 
-    def prove_together(self, cuts: Sequence[Cut]) -> str:
-        """Prove cuts of the same blocks at once; "" if they agree, else why not."""
-        try:
-            self._proved(cuts[0].blocks[0], tuple(cuts))
-        except Exception as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return ""
+            def work() -> None:
+                made.extend(self._proved(group.blocks[0], (self._with_scales(group, shares),)))
+
+            reason = _tried(work)
+            self._results[key] = Refusal(reason=reason) if reason else made[0]
+        return self._results[key]
 
     def _sample(self, block: str) -> Sample:
         if block not in self._samples:
             module = self._model.get_submodule(block)
+            if not self._calls.get(block):
+                raise NotFound(f"{block} was not called")
             self._samples[block] = sample_block(module, self._calls[block])
         return self._samples[block]
 
@@ -112,6 +109,17 @@ class Prover:
         return [replace(cut, proof=proof) for cut in cuts]
 
 
+def _tried(work: Callable[[], Any]) -> str:
+    """Run a proof; "" if it holds, else why not. A block's own code may stumble over what a rank has in any way."""
+    try:
+        work()
+    except (NotFound, Unequal) as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
 def _scales(scales: Scales, shares: tuple[int, ...]) -> tuple[Scale, ...]:
     return tuple(
         Scale(
@@ -122,3 +130,11 @@ def _scales(scales: Scales, shares: tuple[int, ...]) -> tuple[Scale, ...]:
         )
         for (module, attribute), number in scales.items()
     )
+
+
+def make_prover(
+    model: nn.Module, inputs: Any, workload: Workload | None, graph: ModelGraph, found: AxisGroups
+) -> Prover:
+    """Observe how the blocks of a model are called, and return what proves their groups."""
+    paths = dict.fromkeys(group.blocks[0] for group in found.groups)
+    return Prover(model, graph, observe_calls(model, inputs, workload, paths))

@@ -1,0 +1,75 @@
+"""The entries of the runtime: a plan either places whole modules or cuts parameters, and is applied accordingly."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.errors import ApplyError, PlanError
+from autoshard.fingerprint import fingerprint
+from autoshard.plan import Plan
+from autoshard.runtime import apply as placing
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.devices import check_copies, resolve_device
+from autoshard.runtime.local_ranks import LocalRanks
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
+    """Carry out a plan on a model, in place, and return it.
+
+    A plan with cuts uses the processes of torch.distributed where there are several, one device each, and else all its
+    devices from this one process. Applying over an applied model is as removing first. Raises `PlanError` if the plan
+    does not belong to the model, `ApplyError` if it can't be carried out here and `RankError` if processes disagree;
+    the model is then as it was.
+    """
+    if not plan.cuts:
+        _check_not_cut(model)
+        return placing.apply_plan(model, plan)
+    if plan.fingerprint and plan.fingerprint != fingerprint(model):
+        raise PlanError(
+            f"this plan was made for another model: the names, shapes or dtypes of this {type(model).__name__} are "
+            "different. Make a new plan."
+        )
+    if is_applied(model):
+        remove(model)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = ProcessRanks.of()
+        if ranks.size != len(plan.devices):
+            raise PlanError(
+                f"the plan is for {len(plan.devices)} devices, and {ranks.size} processes run. Start as many as it has "
+                f"devices (torchrun --nproc-per-node {len(plan.devices)}), or plan for {ranks.size}."
+            )
+        return apply_cuts(model, plan.cuts, ranks, device=_own_device(plan, ranks.rank))
+    devices = [resolve_device(device.name) for device in plan.devices]
+    check_copies(devices)
+    return apply_cuts(model, plan.cuts, LocalRanks.of(devices))
+
+
+def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
+    """Apply a `device_map`; see `runtime.apply.apply_device_map`."""
+    _check_not_cut(model)
+    return placing.apply_device_map(model, device_map)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Undo `apply_plan`: the same module, whole, where it was. Raises `ApplyError` if nothing is applied."""
+    return remove_cuts(model) if cut_record(model) is not None else placing.remove(model)
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a plan is applied to this very module."""
+    return cut_record(model) is not None or placing.is_applied(model)
+
+
+def _check_not_cut(model: nn.Module) -> None:
+    if cut_record(model) is not None:
+        raise ApplyError("this model is cut over ranks. Call autoshard.remove(model) first, on all of them.")
+
+
+def _own_device(plan: Plan, rank: int) -> torch.device:
+    """The device of one of several processes: on the CPU each has all of it."""
+    device = torch.device(plan.devices[rank].name)
+    return torch.device("cpu") if device.type == "cpu" else device
