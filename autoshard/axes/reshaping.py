@@ -1,26 +1,66 @@
 """Rules of ops that compute nothing: views, parts, concatenations, lookups by index, constants."""
 
 from collections.abc import Sequence
-from math import prod
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, concatenate, cut, every, fresh, reshape
-from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, lost, rule
+from autoshard.axes.axis import Axis, concatenate, cut, every, fresh, leaves, reshape, size_of
+from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, lost, rule
 
 # ---- the same elements in another shape
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze", "squeeze_",
-      "unsqueeze_", "_reshape_alias", "atleast_1d", "ravel", "reshape_as")  # fmt: skip
+@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "_reshape_alias", "ravel",
+      "reshape_as")  # fmt: skip
 def _reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
     if args and isinstance(args[0], torch.dtype):
         return None
+    made = reshape(x.axes, walk.shapes[0], walk.why)
+    if args and isinstance(args[0], Seen):  # view_as
+        for axis, other in zip(made, args[0].axes, strict=True):
+            walk.unify(axis, other)
+    return [tuple(made)]
+
+
+@rule("squeeze")
+def _squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
+    """A dimension that stays since it is longer would go where a rank has one slice of it: one with a single factor."""
+    for d in dims_of(dim, len(x.shape)):
+        if x.shape and sum(1 for _ in leaves(x.axes[d])) == 1:
+            walk.block([x.axes[d]], "a share of 1 would be squeezed")
     return [tuple(reshape(x.axes, walk.shapes[0], walk.why))]
 
 
-@rule("permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "mT", "moveaxis", "transpose_", "t_")
+@rule("pixel_shuffle")
+def _shuffled(walk: Context, x: Seen, factor: int) -> list[Axes]:
+    """(channels x factor x factor, height, width) -> (channels, height x factor, width x factor)."""
+    channels, height, width = reshape([x.axes[-3]], [x.shape[-3] // factor**2, factor, factor], walk.why)
+    walk.block([height, width], "one number says how much both are")
+    return [(*x.axes[:-3], channels, (*x.axes[-2], *height), (*x.axes[-1], *width))]
+
+
+@rule("pixel_unshuffle")
+def _unshuffled(walk: Context, x: Seen, factor: int) -> list[Axes]:
+    height, down = reshape([x.axes[-2]], [x.shape[-2] // factor, factor], walk.why)
+    width, right = reshape([x.axes[-1]], [x.shape[-1] // factor, factor], walk.why)
+    walk.block([down, right], "one number says how much both are")
+    return [(*x.axes[:-3], (*x.axes[-3], *down, *right), height, width)]
+
+
+@rule("view_as_real")
+def _as_real(walk: Context, x: Seen) -> list[Sequence[Axis | None]]:
+    return [(*x.axes, None)]
+
+
+@rule("view_as_complex")
+def _as_complex(walk: Context, x: Seen) -> list[Axes]:
+    walk.block([x.axes[-1]], "it is the two parts of a complex number")
+    return [x.axes[:-1]]
+
+
+@rule("permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "mH", "adjoint", "moveaxis")
 def _permuted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     order = torch.empty((*range(2, 2 + len(x.shape)),), device="meta")
     return [tuple(x.axes[size - 2] for size in getattr(aten, walk.name)(order, *args, **kwargs).shape)]
@@ -66,31 +106,48 @@ def _broadcast_tensors(walk: Context, tensors: Sequence[Seen]) -> list[Axes] | N
 # ---- parts and concatenations
 
 
-@rule("slice", "narrow", "slice_scatter", "select", "unbind", "split", "split_with_sizes", "chunk", "tensor_split",
-      "unsafe_split", "unsafe_chunk", "hsplit")  # fmt: skip
-def _parts(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
-    name = walk.name
-    if name == "slice":
-        return [_sliced(walk, x, *args, **kwargs)]
-    if name == "narrow":
-        dim, start, length = args
-        return [_sliced(walk, x, dim, start, start + length)] if isinstance(start, int) else None
-    if name == "select":
-        dim, index = args[0] % len(x.shape), args[1] % x.shape[args[0]]
-        part = _sliced(walk, x, dim, index, index + 1)
-        return [tuple(axis for d, axis in enumerate(part) if d != dim)]
-    if name == "unbind":
-        dim = (args[0] if args else kwargs.get("dim", 0)) % len(x.shape)
-        parts = [_sliced(walk, x, dim, index, index + 1) for index in range(x.shape[dim])]
-        return [tuple(axis for d, axis in enumerate(part) if d != dim) for part in parts]
-    if name in ("tensor_split", "hsplit", "slice_scatter"):
+@rule("slice")
+def _slice(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+    return [_sliced(walk, x, *args, **kwargs)]
+
+
+@rule("narrow")
+def _narrow(walk: Context, x: Seen, dim: int, start: Any, length: int) -> list[Axes] | None:
+    if not isinstance(start, int):
         return None
-    sizes, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(x.shape)
-    if isinstance(sizes, int):
-        step = -(-x.shape[dim] // sizes) if "chunk" in name else sizes
-        sizes = [min(step, x.shape[dim] - begin) for begin in range(0, x.shape[dim], max(step, 1))]
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [_sliced(walk, x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    start %= x.shape[dim]
+    return [_sliced(walk, x, dim, start, start + length)]
+
+
+@rule("select")
+def _select(walk: Context, x: Seen, dim: int, index: int) -> list[Axes]:
+    return [_without(_sliced(walk, x, dim, index % x.shape[dim], index % x.shape[dim] + 1), dim)]
+
+
+@rule("unbind")
+def _unbind(walk: Context, x: Seen, dim: int = 0) -> list[Axes]:
+    return [_without(_sliced(walk, x, dim, index, index + 1), dim) for index in range(x.shape[dim])]
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk")
+def _split(walk: Context, x: Seen, sizes: Any, dim: int = 0) -> list[Axes]:
+    """Parts of sizes given one by one are independent. Where one number makes them all, they are cut alike."""
+    total = x.shape[dim]
+    if not isinstance(sizes, int):
+        ends = list(accumulate(sizes))
+        return [_sliced(walk, x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    step = -(-total // sizes) if "chunk" in walk.name else sizes
+    made = [_sliced(walk, x, dim, begin, begin + step) for begin in range(0, total, step)]
+    for part in made[1:]:
+        if total % step:
+            walk.block([made[0][dim], part[dim]], "the last part is smaller")
+        else:
+            walk.unify(made[0][dim], part[dim])
+    return made
+
+
+def _without(axes: Axes, dim: int) -> Axes:
+    return tuple(axis for d, axis in enumerate(axes) if d != dim % len(axes))
 
 
 def _sliced(walk: Context, x: Seen, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Axes:
@@ -125,26 +182,27 @@ def _cat(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
 
 @rule("stack")
 def _stack(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
+    """One after the other: a list is not shorter on a rank."""
     axes = broadcast(walk, [seen.axes for seen in tensors], [seen.shape for seen in tensors])
     d = dim % (len(axes) + 1)
-    return [(*axes[:d], fresh(len(tensors)), *axes[d:])]
+    return [(*axes[:d], concatenate([()] * len(tensors)), *axes[d:])]
 
 
-@rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
-def _pad(walk: Context, x: Seen, amounts: Sequence[int], mode: str = "constant", *args: Any) -> list[Axes] | None:
-    """Zeros before and after are parts of their own; other modes repeat elements."""
+@rule("pad", "constant_pad_nd")
+def _pad(walk: Context, x: Seen, amounts: Sequence[int], mode: Any = "constant", *args: Any) -> list[Axes]:
+    """What comes before and after is whole on every rank; modes other than "constant" repeat elements."""
     axes = list(x.axes)
     for index in range(len(amounts) // 2):
         before, after = amounts[2 * index], amounts[2 * index + 1]
         d = len(axes) - 1 - index
         if before == after == 0:
             continue
-        if mode != "constant" or walk.name.startswith(("reflection", "replication")):
+        if isinstance(mode, str) and mode != "constant":  # `constant_pad_nd` has the constant there
             walk.block([axes[d]], "padded with its own elements")
             axes[d] = lost(walk, (x.shape[d] + before + after,))[0]
             continue
         axis = _sliced(walk, x, d, max(0, -before), x.shape[d] + min(0, after))[d]
-        axes[d] = concatenate([fresh(max(0, before)), axis, fresh(max(0, after))])
+        axes[d] = concatenate([lost(walk, (max(0, before),))[0], axis, lost(walk, (max(0, after),))[0]])
     return [tuple(axes)]
 
 
@@ -159,44 +217,61 @@ def _embedding(walk: Context, table: Seen, indices: Seen, *args: Any, **kwargs: 
 
 @rule("index", "_unsafe_index")
 def _index(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> list[Axes] | None:
-    """x[:, i, :]: indexed dimensions are blocked, the others pass; the indices broadcast where the first one stands."""
+    picked = _picked(walk, x, indices)
+    return None if picked is None else [picked]
+
+
+def _picked(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> Axes | None:
+    """x[:, i, :]: indexed dimensions are blocked, the others pass; the indices broadcast where the first one stands.
+
+    None for a mask: it takes several dimensions, and as many rows as it likes.
+    """
     given = [d for d, index in enumerate(indices) if index is not None]
     tensors = [index for index in indices if index is not None]
-    if any(
-        tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors
-    ):  # a mask takes several dimensions, and as many rows as it likes
+    if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
         return None
     walk.block([x.axes[d] for d in given], "picked by index")
     picked = broadcast(walk, [seen.axes for seen in tensors], [seen.shape for seen in tensors])
     rest = [axis for d, axis in enumerate(x.axes) if d not in given]
     together = given == list(range(given[0], given[-1] + 1))
     place = given[0] if together else 0
-    return [(*rest[:place], *picked, *rest[place:])]
+    return (*rest[:place], *picked, *rest[place:])
 
 
 @rule("index_select")
 def _index_select(walk: Context, x: Seen, dim: int, index: Seen) -> list[Axes]:
     d = dim % len(x.shape)
     walk.block([x.axes[d]], "picked by index")
-    return [tuple(index.axes[0] if i == d else axis for i, axis in enumerate(x.axes))]
+    picked = index.axes[0] if index.shape else ()
+    return [tuple(picked if i == d else axis for i, axis in enumerate(x.axes))]
 
 
-@rule("gather", "take_along_dim")
-def _gather(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
-    dim, index = args[:2] if isinstance(args[0], int) else (args[1] if len(args) > 1 else None, args[0])
-    if dim is None:
-        return None
+@rule("gather")
+def _gather(walk: Context, x: Seen, dim: int, index: Seen, **kwargs: Any) -> list[Axes]:
     d = dim % len(x.shape)
     walk.block([x.axes[d]], "picked by index")
     _pair_others(walk, x, index, d)
     return [index.axes]
 
 
+@rule("take_along_dim")
+def _take_along(walk: Context, x: Seen, index: Seen, dim: int | None = None) -> list[Axes] | None:
+    """As `gather`, but dimensions of size 1 are spread."""
+    if dim is None or len(x.shape) != len(index.shape):
+        return None
+    d = dim % len(x.shape)
+    walk.block([x.axes[d]], "picked by index")
+    others = broadcast(walk, [_without(x.axes, d), _without(index.axes, d)], [
+        tuple(size for i, size in enumerate(shape) if i != d) for shape in (x.shape, index.shape)
+    ])  # fmt: skip
+    return [(*others[:d], index.axes[d], *others[d:])]
+
+
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
-def _scatter(
-    walk: Context, x: Seen, dim: int, index: Seen, source: Any = None, *args: Any, **kwargs: Any
-) -> list[Axes]:
-    d = dim % max(len(x.shape), 1)
+def _scatter(walk: Context, x: Seen, dim: int, index: Seen, source: Any, *args: Any, **kw: Any) -> list[Axes] | None:
+    if not (x.shape and index.shape):
+        return None
+    d = dim % len(x.shape)
     walk.block([x.axes[d], index.axes[d]], "written by index")
     _pair_others(walk, x, index, d)
     if isinstance(source, Seen) and source.shape:
@@ -225,25 +300,32 @@ def _index_add(walk: Context, x: Seen, dim: int, index: Seen, source: Any = None
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: Seen, *args: Any) -> list[Axes] | None:
-    place = _index(walk, x, indices)
+    """A rank that has some of the indices only would leave what the others write."""
+    place = _picked(walk, x, indices)
     if place is None:
         return None
-    sizes = tuple(prod(factor.size for factor in axis) for axis in place[0])
-    broadcast(walk, [place[0], source.axes], [sizes, source.shape])
+    broadcast(walk, [place, source.axes], [tuple(map(size_of, place)), source.shape])
+    walk.block([axis for index in indices if index is not None for axis in index.axes], "written by index")
     return [x.axes]
 
 
 @rule("one_hot")
-def _one_hot(walk: Context, x: Seen, *args: Any) -> list[Sequence[Axis | None]]:
+def _one_hot(walk: Context, x: Seen, classes: int = -1) -> list[Sequence[Axis | None]]:
+    """Without a number of classes, the largest element tells it."""
+    if classes < 0:
+        walk.block(x.axes, "its largest element is looked for")
     return [(*x.axes, None)]
 
 
-@rule("bucketize", "searchsorted")
-def _bucketize(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
-    first, second = args[:2]
-    values, bounds = (first, second) if walk.name == "bucketize" else (second, first)
+@rule("bucketize")
+def _bucketize(walk: Context, values: Any, bounds: Seen, **kwargs: Any) -> list[Axes]:
     walk.block(bounds.axes)
-    return [values.axes]
+    return [values.axes if isinstance(values, Seen) else ()]
+
+
+@rule("searchsorted")
+def _search(walk: Context, bounds: Seen, values: Any, **kwargs: Any) -> list[Axes] | None:
+    return _bucketize(walk, values, bounds) if len(bounds.shape) == 1 else None  # type: ignore[return-value]
 
 
 # ---- made from nothing

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-import autoshard.axes.reshaping  # noqa: F401 - registers its rules
-from autoshard.axes import rules
-from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, unify
+from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - they register their rules
+from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.traits import traits_of
@@ -29,12 +28,13 @@ class Contraction:
 class Walk:
     """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
 
-    `ops`: those that were walked.
+    `ops`: those that were walked; `draws`: those that draw a random mask, and the value that it is for.
     """
 
     graph: ModelGraph
     axes: dict[int, Axes] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
+    draws: list[tuple[int, int]] = field(default_factory=list)
     ops: set[int] = field(default_factory=set)
     name: str = ""
     why: str = ""
@@ -64,6 +64,9 @@ class Walk:
         if axis:
             self.contractions.append(Contraction(op=self._op, axis=axis, lookup=True))
 
+    def draw(self, x: Seen) -> None:
+        self.draws.append((self._op, x.value))
+
     def run(self, op: Op) -> None:
         """Apply the rule of one op."""
         self.ops.add(op.index)
@@ -76,15 +79,19 @@ class Walk:
         rule = RULES.get(packet)
         if rule is None and traits_of(op.target).pointwise:
             rule = rules.pointwise
-        made: Sequence[Any] | None = None
-        empty = any(0 in shape for shape in (*self.shapes, *(tensor.shape for tensor in seen)))
-        if rule is not None and op.node is not None and not empty:
-            args, kwargs = self._arguments(op, seen)
-            made = rule(self, *args, **kwargs)
-        if made is None:
+        made = self._ruled(rule, op, seen) if rule is not None and op.node is not None else None
+        if made is None or not _fit(made, self.shapes):
             made = rules.unknown(self, seen, self.shapes)
         for value, axes in zip(op.outputs, made, strict=False):
             self._give(value, axes)
+
+    def _ruled(self, rule: rules.Rule, op: Op, seen: list[Seen]) -> Sequence[Sequence[Axis | None]] | None:
+        """What the rule says; None if it was not written for these arguments."""
+        args, kwargs = self._arguments(op, seen)
+        try:
+            return rule(self, *args, **kwargs)
+        except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError):
+            return None
 
     def _arguments(self, op: Op, seen: list[Seen]) -> tuple[list[Any], dict[str, Any]]:
         assert op.node is not None
@@ -119,6 +126,15 @@ class Walk:
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
+
+
+def _fit(made: Sequence[Sequence[Axis | None]], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether axes are those of tensors of these shapes."""
+    return len(made) >= len(shapes) and all(
+        len(axes) == len(shape)
+        and all(axis is None or size_of(axis) == size for axis, size in zip(axes, shape, strict=True))
+        for axes, shape in zip(made, shapes, strict=False)
+    )
 
 
 def _replaced(item: Any, seen: Iterator[Seen]) -> Any:

@@ -1,0 +1,242 @@
+"""Rules of ops that take the elements along a dimension together: sums, reductions, orders, norms, pools."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from autoshard.axes.axis import Axis, reshape
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, lost, pointwise, rule
+
+# ---- sums and other reductions
+
+
+@rule("sum", "nansum")
+def _sum(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes]:
+    return _reduced(walk, x, dim, walk.contract)
+
+
+@rule("mean")
+def _mean(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes]:
+    return _reduced(walk, x, dim, lambda axis: walk.contract(axis, mean=True))
+
+
+@rule(
+    "amax", "amin", "max", "min", "argmax", "argmin", "prod", "all", "any", "logsumexp", "median", "var", "std",
+    "var_mean", "std_mean", "aminmax", "count_nonzero", "nanmedian",
+)  # fmt: skip
+def _reduction(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes]:
+    if isinstance(dim, Seen):  # max(x, other)
+        return pointwise(walk, x, dim)
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim = None
+    return _reduced(walk, x, dim, lambda axis: walk.block([axis], "reduced along it"))
+
+
+@rule("linalg_vector_norm", "norm", "kthvalue", "quantile", "nanquantile")
+def _norm(walk: Context, x: Seen, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes] | None:
+    """The dimension is the second argument; quantiles of several numbers are not known here."""
+    if isinstance(order, Seen):
+        return None
+    if walk.name == "kthvalue" and dim is None:
+        dim = -1
+    return _reduced(walk, x, dim, lambda axis: walk.block([axis], "reduced along it"))
+
+
+def _reduced(walk: Context, x: Seen, dim: Any, act: Callable[[Axis], None]) -> list[Axes]:
+    """`act` on what goes away. Whether it stays as dimensions of size 1 is seen from the shape of the result."""
+    gone = dims_of(dim, len(x.shape))
+    for d in gone:
+        if x.shape:
+            act(x.axes[d])
+    if len(walk.shapes[0]) == len(x.shape):
+        made = tuple(() if d in gone else axis for d, axis in enumerate(x.axes))
+    else:
+        made = tuple(axis for d, axis in enumerate(x.axes) if d not in gone)
+    return [made] * len(walk.shapes)
+
+
+# ---- ops that order or mix elements along a dimension
+
+
+@rule(
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "special_softmax", "special_log_softmax", "cumsum", "cumsum_",
+    "cumprod", "logcumsumexp", "cummax", "cummin", "argsort", "sort", "flip",
+)  # fmt: skip
+def _along(walk: Context, x: Seen, dim: Any = -1, *args: Any, dims: Any = None, **kwargs: Any) -> list[Axes]:
+    _mixed(walk, x, dim if dims is None else dims)
+    return [x.axes] * len(walk.shapes)
+
+
+@rule("roll")
+def _rolled(walk: Context, x: Seen, shifts: Any, dims: Any = None) -> list[Axes]:
+    """Without dimensions, as if there were one."""
+    _mixed(walk, x, dims)
+    return [x.axes]
+
+
+@rule("glu")
+def _gated(walk: Context, x: Seen, dim: int = -1) -> list[Sequence[Axis | None]]:
+    return [_resized(x, _mixed(walk, x, dim))]
+
+
+@rule("diff")
+def _differences(walk: Context, x: Seen, n: int = 1, dim: int = -1, *more: Any) -> list[Sequence[Axis | None]] | None:
+    return None if any(isinstance(item, Seen) for item in more) else [_resized(x, _mixed(walk, x, dim))]
+
+
+@rule("unfold")
+def _unfolded(walk: Context, x: Seen, dim: int, size: int, step: int) -> list[Sequence[Axis | None]]:
+    """Windows that slide along a dimension; what is inside of one comes last."""
+    return [(*_resized(x, _mixed(walk, x, dim)), None)]
+
+
+@rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
+def _fourier(walk: Context, x: Seen, n: Any = None, dim: int = -1, *args: Any) -> list[Sequence[Axis | None]]:
+    return [_resized(x, _mixed(walk, x, dim))]
+
+
+@rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2")
+def _fourier2(walk: Context, x: Seen, s: Any = None, dim: Any = (-2, -1), *args: Any) -> list[Sequence[Axis | None]]:
+    return [_resized(x, _mixed(walk, x, dim))]
+
+
+@rule("topk")
+def _topk(walk: Context, x: Seen, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]]:
+    return [_resized(x, _mixed(walk, x, dim))] * 2
+
+
+def _mixed(walk: Context, x: Seen, dim: Any) -> list[int]:
+    """Block dimensions; returns which."""
+    dims = dims_of(dim, len(x.shape))
+    walk.block([x.axes[d] for d in dims if x.shape], "elements along it depend on each other")
+    return dims
+
+
+def _resized(x: Seen, dims: Iterable[int]) -> Sequence[Axis | None]:
+    """The axes of a tensor of which some dimensions have another size."""
+    return tuple(None if d in dims else axis for d, axis in enumerate(x.axes))
+
+
+@rule("tril", "triu", "tril_", "triu_")
+def _triangle(walk: Context, x: Seen, *args: Any) -> list[Axes]:
+    walk.block(x.axes[-2:], "a triangle is cut out of it")
+    return [x.axes]
+
+
+@rule("cosine_similarity")
+def _cosine(walk: Context, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) -> list[Axes]:
+    both = pointwise(walk, x, y)[0]
+    d = dim % len(both)
+    walk.block([both[d]], "normalised along it")
+    return [(*both[:d], *both[d + 1 :])]
+
+
+@rule("cross", "linalg_cross")
+def _cross(walk: Context, x: Seen, y: Seen, dim: int | None = None) -> list[Axes]:
+    """Without a dimension, one of the two looks for one of size 3."""
+    made = pointwise(walk, x, y)[0]
+    walk.block(made if dim is None else [made[dim]], "a cross product mixes along it")
+    return [made]
+
+
+@rule("cdist")
+def _distances(walk: Context, x: Seen, y: Seen, *args: Any) -> list[Axes]:
+    walk.block([x.axes[-1], y.axes[-1]], "reduced along it")
+    batch = broadcast(walk, [x.axes[:-2], y.axes[:-2]], [x.shape[:-2], y.shape[:-2]])
+    return [(*batch, x.axes[-2], y.axes[-2])]
+
+
+@rule("histc", "bincount")
+def _counted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+    """How many elements there are of each kind; what it is made of can't be cut, nor can the kinds."""
+    walk.block(x.axes, "counted along it")
+    return [lost(walk, walk.shapes[0])]
+
+
+# ---- norms
+
+
+@rule("layer_norm", "rms_norm", "_fused_rms_norm", "native_layer_norm")
+def _layer_norm(walk: Context, x: Seen, shape: Sequence[int], *parameters: Any, **kwargs: Any) -> list[Axes]:
+    """The further results of some, one mean or scale for all that is normalised together, have dimensions of size 1."""
+    walk.block(x.axes[-len(shape) :], "normalised along it")
+    for parameter in parameters:
+        if isinstance(parameter, Seen):
+            broadcast(walk, [x.axes, parameter.axes], [x.shape, parameter.shape])
+    statistics = (*x.axes[: -len(shape)], *[()] * len(shape))
+    return [x.axes, statistics, statistics]
+
+
+@rule("group_norm")
+def _group_norm(walk: Context, x: Seen, groups: int, *parameters: Any, **kwargs: Any) -> list[Axes]:
+    _, inner = reshape([x.axes[1]], [groups, x.shape[1] // groups], walk.why)
+    walk.block([inner, *x.axes[2:]], "normalised along it")
+    return [_per_channel(walk, x, parameters)]
+
+
+@rule("batch_norm")
+def _batch_norm(
+    walk: Context, x: Seen, weight: Seen | None, bias: Seen | None, mean: Seen | None, var: Seen | None,
+    training: bool, *args: Any,
+) -> list[Axes]:  # fmt: skip
+    if training:
+        walk.block([x.axes[0], *x.axes[2:]], "statistics are taken over it")
+    return [_per_channel(walk, x, (weight, bias, mean, var))]
+
+
+@rule("instance_norm")
+def _instance_norm(
+    walk: Context, x: Seen, weight: Seen | None, bias: Seen | None, mean: Seen | None, var: Seen | None, *args: Any
+) -> list[Axes]:
+    """Running statistics are means over the batch."""
+    walk.block([*x.axes[2:], *([x.axes[0]] if mean is not None else [])], "statistics are taken over it")
+    return [_per_channel(walk, x, (weight, bias, mean, var))]
+
+
+def _per_channel(walk: Context, x: Seen, parameters: Iterable[Any]) -> Axes:
+    for parameter in parameters:
+        if isinstance(parameter, Seen):
+            walk.unify(x.axes[1], parameter.axes[0])
+    return x.axes
+
+
+@rule("_weight_norm")
+def _weight_norm(walk: Context, v: Seen, g: Seen, dim: int = 0) -> list[Axes]:
+    walk.block([axis for d, axis in enumerate(v.axes) if d != dim % len(v.shape)], "normalised along it")
+    return [broadcast(walk, [v.axes, g.axes], [v.shape, g.shape])]
+
+
+# ---- pools and the like: everything after the channels is mixed
+
+
+def _spatial(dims: int) -> Callable[..., list[Sequence[Axis | None]]]:
+    """The rule for ops that mix the last `dims` dimensions into as many of whatever size."""
+
+    def mixed(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]]:
+        walk.block(x.axes[-dims:], "elements along it depend on each other")
+        return [(*x.axes[:-dims], *[None] * dims)] * len(walk.shapes)
+
+    return mixed
+
+
+rule(
+    "avg_pool1d", "max_pool1d", "max_pool1d_with_indices", "adaptive_avg_pool1d", "adaptive_max_pool1d",
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d", "reflection_pad1d", "replication_pad1d",
+)(_spatial(1))  # fmt: skip
+rule(
+    "avg_pool2d", "max_pool2d", "max_pool2d_with_indices", "adaptive_avg_pool2d", "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "reflection_pad2d", "replication_pad2d",
+)(_spatial(2))  # fmt: skip
+rule(
+    "avg_pool3d", "max_pool3d", "max_pool3d_with_indices", "adaptive_avg_pool3d", "_adaptive_avg_pool3d",
+    "adaptive_max_pool3d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
+    "reflection_pad3d", "replication_pad3d",
+)(_spatial(3))  # fmt: skip
+
+
+@rule("im2col")
+def _patches(walk: Context, x: Seen, kernel: Sequence[int], *args: Any) -> list[Sequence[Axis | None]]:
+    """(..., channels, height, width) -> (..., channels x places of the kernel, positions of it)."""
+    walk.block(x.axes[-2:], "windows slide along it")
+    places = lost(walk, (kernel[0] * kernel[1],))[0]
+    return [(*x.axes[:-3], (*x.axes[-3], *places), None)]

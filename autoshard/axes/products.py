@@ -1,0 +1,175 @@
+"""Rules of ops that multiply and sum: matrix products, attention, convolutions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.axes.axis import Axis, reshape, size_of
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, lost, rule
+
+
+@rule("linear")
+def _linear(walk: Context, x: Seen, weight: Seen, bias: Seen | None = None) -> list[Axes]:
+    walk.unify(x.axes[-1], weight.axes[-1])
+    walk.contract(weight.axes[-1], addend=bias)
+    if bias is not None and len(weight.shape) > 1:
+        walk.unify(bias.axes[-1], weight.axes[0])
+    return [(*x.axes[:-1], *weight.axes[:-1])]
+
+
+@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot")
+def _matmul(walk: Context, x: Seen, y: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+    return [_product(walk, x, y, None)]
+
+
+def _product(walk: Context, x: Seen, y: Seen, addend: Seen | None) -> Axes:
+    summed = y.axes[-2] if len(y.shape) > 1 else y.axes[-1]
+    walk.unify(x.axes[-1], summed)
+    walk.contract(x.axes[-1], addend=addend)
+    batch = broadcast(walk, [x.axes[:-2], y.axes[:-2]], [x.shape[:-2], y.shape[:-2]])
+    rows = x.axes[-2:-1] if len(x.shape) > 1 else ()
+    columns = y.axes[-1:] if len(y.shape) > 1 else ()
+    return (*batch, *rows, *columns)
+
+
+@rule("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv")
+def _addmm(walk: Context, added: Seen, x: Seen, y: Seen, *, beta: float = 1, alpha: float = 1) -> list[Axes]:
+    """`beta` times what is added, plus `alpha` times the product; beta 0: it is ignored, whatever it holds."""
+    made = _product(walk, x, y, added if beta else None)
+    return [broadcast(walk, [made, added.axes], [tuple(map(size_of, made)), added.shape])]
+
+
+@rule("inner")
+def _inner(walk: Context, x: Seen, y: Seen) -> list[Axes] | None:
+    if not x.shape or not y.shape:
+        return None
+    walk.unify(x.axes[-1], y.axes[-1])
+    walk.contract(x.axes[-1])
+    return [(*x.axes[:-1], *y.axes[:-1])]
+
+
+@rule("outer", "ger")
+def _outer(walk: Context, x: Seen, y: Seen) -> list[Axes]:
+    return [(*x.axes, *y.axes)]
+
+
+@rule("tensordot")
+def _tensordot(walk: Context, x: Seen, y: Seen, dims: Sequence[int], others: Sequence[int]) -> list[Axes] | None:
+    """A dimension of size 1 against a longer one is summed as if spread: left alone."""
+    pairs = [(d % len(x.shape), other % len(y.shape)) for d, other in zip(dims, others, strict=True)]
+    if any(x.shape[d] != y.shape[other] for d, other in pairs):
+        return None
+    for d, other in pairs:
+        walk.unify(x.axes[d], y.axes[other])
+        walk.contract(x.axes[d])
+    gone, others_gone = dims_of(list(dims), len(x.shape)), dims_of(list(others), len(y.shape))
+    kept = [axis for d, axis in enumerate(x.axes) if d not in gone or not dims]
+    return [(*kept, *(axis for d, axis in enumerate(y.axes) if d not in others_gone or not dims))]
+
+
+@rule("einsum")
+def _einsum(walk: Context, equation: str, operands: Sequence[Seen], **kwargs: Any) -> list[Axes] | None:
+    equation = equation.replace(" ", "")
+    terms, arrow, result = equation.partition("->")
+    if "." in equation:
+        return None
+    named: dict[str, Axis] = {}
+    for term, seen in zip(terms.split(","), operands, strict=True):
+        for letter, axis, size in zip(term, seen.axes, seen.shape, strict=True):
+            if size != 1 and named.get(letter):
+                walk.unify(named[letter], axis)
+            elif size != 1 or letter not in named:
+                named[letter] = axis
+    if not arrow:
+        letters = terms.replace(",", "")
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    for letter, axis in named.items():
+        if letter not in result:
+            walk.contract(axis)
+    return [tuple(named[letter] for letter in result)]
+
+
+@rule("_grouped_mm")
+def _grouped(walk: Context, x: Seen, y: Seen, offsets: Seen | None = None, *args: Any, **kw: Any) -> list[Axes] | None:
+    """Products of groups. With offsets, they are consecutive rows of x, columns of y, or parts of what is summed."""
+    if any(isinstance(item, Seen) for item in (*args, *kw.values())):
+        return None
+    walk.unify(x.axes[-1], y.axes[-2])
+    walk.block(offsets.axes if offsets is not None else (), "a group begins where the one before it ends")
+    if len(x.shape) == len(y.shape) == 2:
+        walk.block([x.axes[-1]], "is in groups")
+        return [(*lost(walk, walk.shapes[0][:1]), x.axes[0], y.axes[1])]
+    walk.contract(x.axes[-1])
+    if len(x.shape) == len(y.shape):
+        walk.unify(x.axes[0], y.axes[0])
+        return [(x.axes[0], x.axes[1], y.axes[2])]
+    rows, columns = x.axes[-2], y.axes[-1]
+    if len(x.shape) == 2:
+        walk.block([rows, y.axes[0]], "is in groups")
+    else:
+        walk.block([columns, x.axes[0]], "is in groups")
+    return [(rows, columns)]
+
+
+@rule("scaled_dot_product_attention")
+def _attention(
+    walk: Context, q: Seen, k: Seen, v: Seen, mask: Seen | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+) -> list[Axes] | None:  # fmt: skip
+    """Queries, batches and heads are apart from each other; with `enable_gqa` neighbouring heads of q share one of k.
+
+    One causal query sees one key, whatever the others do, but a share of the queries would start from key 0 again.
+    """
+    if dropout_p or (enable_gqa and k.shape[-3] != v.shape[-3]):
+        return None
+    walk.block([q.axes[-1], k.axes[-1], k.axes[-2], v.axes[-2]], "attention mixes along it")
+    if is_causal:
+        walk.block([q.axes[-2]], "attention mixes along it")
+    if enable_gqa and q.shape[-3] != k.shape[-3]:
+        groups, _ = reshape([q.axes[-3]], [k.shape[-3], q.shape[-3] // k.shape[-3]], walk.why)
+        walk.unify(groups, k.axes[-3])
+        walk.unify(k.axes[-3], v.axes[-3])
+        batch = broadcast(walk, [q.axes[:-3], k.axes[:-3], v.axes[:-3]], [q.shape[:-3], k.shape[:-3], v.shape[:-3]])
+        batch = (*batch, q.axes[-3])
+    else:
+        batch = broadcast(walk, [q.axes[:-2], k.axes[:-2], v.axes[:-2]], [q.shape[:-2], k.shape[:-2], v.shape[:-2]])
+    if mask is not None:
+        walk.block([mask.axes[-1]], "attention mixes along it")
+        seen = (*batch, q.axes[-2])
+        broadcast(walk, [seen, mask.axes[:-1]], [tuple(map(size_of, seen)), mask.shape[:-1]])
+    return [(*batch, q.axes[-2], v.axes[-1])]
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def _conv(
+    walk: Context, x: Seen, weight: Seen, bias: Seen | None = None, *args: Any, **kwargs: Any
+) -> list[Sequence[Axis | None]]:
+    """Input channels are groups x channels of a group, of which weight[1] are summed."""
+    groups = x.shape[-len(weight.shape) + 1] // weight.shape[1]
+    return [_convolved(walk, x, weight.axes[0], weight.axes[1], weight, bias, groups)]
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv_transpose(
+    walk: Context, x: Seen, weight: Seen, bias: Seen | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, groups: int = 1, *args: Any, **kwargs: Any,
+) -> list[Sequence[Axis | None]]:  # fmt: skip
+    """Of the weight, dimension 0 is groups x summed channels and dimension 1 what every group makes."""
+    group, inner = reshape([weight.axes[0]], [groups, weight.shape[0] // groups], walk.why)
+    return [_convolved(walk, x, (*group, *weight.axes[1]), inner, weight, bias, groups)]
+
+
+def _convolved(
+    walk: Context, x: Seen, made: Axis, summed: Axis, weight: Seen, bias: Seen | None, groups: int
+) -> Sequence[Axis | None]:
+    spatial = len(weight.shape) - 2
+    channels = x.axes[-spatial - 1]
+    walk.block([*weight.axes[2:], *x.axes[-spatial:]], "a convolution slides along it")
+    total = x.shape[-spatial - 1]
+    group, inner = reshape([channels], [groups, total // groups], walk.why)
+    outer = reshape([made], [groups, size_of(made) // groups], walk.why)[0]
+    walk.unify(group, outer)
+    walk.unify(inner, summed)
+    walk.contract(summed, addend=bias)
+    if bias is not None:
+        walk.unify(bias.axes[0], made)
+    return (*x.axes[: -spatial - 1], made, *[None] * spatial)
