@@ -42,9 +42,11 @@ __all__ = [
     "no_overrides",
     "node_sequence",
     "release",
+    "replace_total_norm",
     "run_composite",
     "sequence_number",
     "swap_contents",
+    "total_norm",
     "uncount_hooks",
     "untracked_views",
 ]
@@ -173,6 +175,16 @@ def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: 
     if _interceptors:
         function = _interceptors[-1].recompute(function)
     return _checkpointed(function, *args, **kwargs)
+
+
+total_norm: Callable[..., torch.Tensor] = torch.nn.utils.get_total_norm
+"""torch's own function for the norm of all gradients."""
+
+
+def replace_total_norm(function: Callable[..., torch.Tensor] | None) -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` ask this function for the norm; None: torch's own again."""
+    torch.nn.utils.clip_grad._get_total_norm = function or total_norm
+    torch.nn.utils.get_total_norm = function or total_norm
 
 
 def untracked_views() -> Any:

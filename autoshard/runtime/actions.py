@@ -194,23 +194,27 @@ def _broadcast(addend: torch.Tensor, function: str, args: tuple) -> torch.Tensor
     return addend
 
 
+Listed = dict[str, tuple[str, list[Step]]]
+"""Name of a function -> (the name, the steps at its calls)."""
+
+
 class Watch(TorchFunctionMode):
     """While entered, counts the calls of some functions and carries out the steps at the listed ones.
 
     `frame` is that of the module's call: when it has ended and the mode is still entered, an interrupt was in between.
     """
 
-    def __init__(self, steps: dict[str, list[Step]], frame: Any) -> None:
+    def __init__(self, listed: Listed, frame: Any) -> None:
         super().__init__()
-        self.steps = steps
+        self.listed = listed
         self.frame = frame
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        steps = self.steps.get(name)
-        if steps is None:
+        listed = self.listed.get(getattr(func, "__name__", ""))
+        if listed is None:
             return func(*args, **(kwargs or {}))
+        name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         occurrence = self.seen.get(name, 0)
         self.seen[name] = occurrence + 1
         call = func
@@ -254,30 +258,30 @@ class After:
 class Open:
     """Pre-hook: begin to watch the functions that a module calls."""
 
-    __slots__ = ("steps",)
+    __slots__ = ("listed",)
 
-    def __init__(self, steps: dict[str, list[Step]]) -> None:
-        self.steps = steps
+    def __init__(self, listed: Listed) -> None:
+        self.listed = listed
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling():
-            Watch(self.steps, None).__enter__()
+            Watch(self.listed, None).__enter__()
             return
         _drop_interrupted()
-        Watch(self.steps, sys._getframe(1)).__enter__()
+        Watch(self.listed, sys._getframe(1)).__enter__()
 
 
 class Close:
     """Hook, also after an exception: end what `Open` began."""
 
-    __slots__ = ("steps",)
+    __slots__ = ("listed",)
 
-    def __init__(self, steps: dict[str, list[Step]]) -> None:
-        self.steps = steps
+    def __init__(self, listed: Listed) -> None:
+        self.listed = listed
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
         watch = torch_private.innermost_function_mode()
-        if isinstance(watch, Watch) and watch.steps is self.steps:
+        if isinstance(watch, Watch) and watch.listed is self.listed:
             watch.__exit__(None, None, None)
 
 
@@ -313,10 +317,10 @@ def _runs(frame: Any) -> bool:
 def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
     """Put the hooks for some steps on their module; returns the handles that take them off again."""
     at_call: list[Step] = []
-    at_functions: dict[str, list[Step]] = {}
+    at_functions: Listed = {}
     for step in steps:
         if step.action.function and not _at_module(module, step.action):
-            at_functions.setdefault(step.action.function, []).append(step)
+            at_functions.setdefault(step.action.function, (step.action.function, []))[1].append(step)
         else:
             step.paths = _paths(module, step.action)
             at_call.append(step)

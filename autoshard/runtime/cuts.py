@@ -18,6 +18,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.clipping import forget_norms, watch_norms
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
@@ -256,12 +257,14 @@ def _install(model: nn.Module, ready: _Ready) -> None:
     if isinstance(ready.record.ranks, LocalRanks):
         handles.append(model.register_forward_hook(Leave(), always_call=True))
     _sum_gradients(model, ready.record)
+    watch_norms(model, ready.record.tensors, ready.record.ranks)
 
 
 def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
     for handle in record.handles:
         handle.remove()
     record.handles.clear()
+    forget_norms(model)
     for tensor in named_tensors(model).values():
         torch_private.drop_gradient_hooks(tensor, _SumGradient)
     restore(model, record.scales)
@@ -293,6 +296,8 @@ class _SumGradient:
 
 def _sum_gradients(model: nn.Module, record: CutRecord) -> None:
     """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later."""
+    if not record.partial:
+        return
     tensors = named_tensors(model)
     for name, how in record.partial.items():
         tensor = tensors[name]
@@ -308,8 +313,9 @@ class Arrive:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
-        if record.partial and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
             _sum_gradients(module, record)
+            watch_norms(module, record.tensors, record.ranks)
         if not isinstance(record.ranks, LocalRanks):
             return None
         devices = record.ranks.devices

@@ -7,6 +7,7 @@ import torch
 from autoshard.nested import tensors_in
 from autoshard.runtime.cuts import apply_cuts, cut_record, full_state_dict, local_state_dict, remove_cuts
 from autoshard.runtime.slices import merge
+from autoshard.sharding import even_shares
 from tests.runtime.cut_models import CASES
 
 # float32, and sums over ranks are in another order than sums over the whole dimension
@@ -27,13 +28,13 @@ def loss_of(result):
     return sum((tensor * torch.linspace(-1, 1, tensor.numel()).view_as(tensor)).sum() for tensor in tensors)
 
 
-def check_case(name, ranks, count=None):
+def check_case(name, ranks, count=None, divide=even_shares):
     """Outputs, gradients and three AdamW steps equal to the original's; bit-equal again when removed."""
     case = CASES[name]
     model, original = make(name), make(name)
     before = copy.deepcopy(original.state_dict())
     parameters = dict(model.named_parameters())
-    apply_cuts(model, case.cuts(ranks.size), ranks)
+    apply_cuts(model, case.cuts(ranks.size, divide), ranks)
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert list(model.state_dict()) == list(before)
     assert_same_state(full_state_dict(model), before)
@@ -90,6 +91,10 @@ def check_training(model, original, case, count):
             torch.testing.assert_close(
                 whole, original.get_parameter(n).grad, rtol=1e-5, atol=1e-5, msg=lambda m, n=n: n + m
             )
+        norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (model, original)]
+        torch.testing.assert_close(torch.tensor(norms[0].item()), norms[1])
+        maxima = [torch.nn.utils.get_total_norm([p.grad for p in m.parameters()], torch.inf) for m in (model, original)]
+        torch.testing.assert_close(torch.tensor(maxima[0].item()), maxima[1])
         for optimizer in optimizers:
             optimizer.step()
 

@@ -21,6 +21,12 @@ class Case:
     both: int
 
 
+def uneven_shares(size, ranks):
+    """The first rank gets what the others leave; they get less than their share."""
+    others = size // (ranks + 1)
+    return size - others * (ranks - 1), *[others] * (ranks - 1)
+
+
 class Perceptron(nn.Module):
     """Two layers with biases, twice."""
 
@@ -34,12 +40,12 @@ class Perceptron(nn.Module):
         return x
 
 
-def cut_perceptron(ranks):
+def cut_perceptron(ranks, divide=even_shares):
     return (
         Cut(
             blocks=("blocks.0", "blocks.1"),
             size=24,
-            shares=even_shares(24, ranks),
+            shares=divide(24, ranks),
             shards=(
                 Shard(name="up.weight", dim=0, axis="*24"),
                 Shard(name="up.bias", dim=0, axis="*24"),
@@ -95,8 +101,8 @@ class Decoder(nn.Module):
         return {"x": x, "maps": maps, "heads": self.config.heads}
 
 
-def cut_decoder(ranks):
-    shares = even_shares(6, ranks)
+def cut_decoder(ranks, divide=even_shares):
+    shares = divide(6, ranks)
     return (
         Cut(
             blocks=("layers.0", "layers.1"),
@@ -137,12 +143,12 @@ class Words(nn.Module):
         return self.head(self.embed(ids).tanh())
 
 
-def cut_words(ranks):
+def cut_words(ranks, divide=even_shares):
     return (
         Cut(
             blocks=("",),
             size=25,
-            shares=even_shares(25, ranks),
+            shares=divide(25, ranks),
             shards=(
                 Shard(name="embed.weight", dim=0, axis="*25"),
                 Shard(name="head.weight", dim=0, axis="*25"),
@@ -164,14 +170,14 @@ class EvenWords(Words):
         self.head.weight = self.embed.weight
 
 
-def cut_even_words(ranks):
-    (cut,) = cut_words(ranks)
+def cut_even_words(ranks, divide=even_shares):
+    (cut,) = cut_words(ranks, divide)
     actions = (*cut.actions[:1], cut.actions[1], cut.actions[2])
     return (
         Cut(
             blocks=cut.blocks,
             size=24,
-            shares=even_shares(24, ranks),
+            shares=divide(24, ranks),
             shards=tuple(Shard(name=shard.name, dim=0, axis="*24") for shard in cut.shards),
             actions=tuple(
                 Action(
@@ -211,8 +217,8 @@ class Fused(nn.Module):
         return x + self.back(mixed.transpose(1, 2).reshape(batch, length, -1)) * self.scale
 
 
-def cut_fused(ranks):
-    shares = even_shares(6, ranks)
+def cut_fused(ranks, divide=even_shares):
+    shares = divide(6, ranks)
     return (
         Cut(
             blocks=("",),
@@ -252,12 +258,12 @@ class Means(nn.Module):
         return self.down(h) * torch.rsqrt(power + 1e-5) + total.unsqueeze(1)
 
 
-def cut_means(ranks):
+def cut_means(ranks, divide=even_shares):
     return (
         Cut(
             blocks=("",),
             size=12,
-            shares=even_shares(12, ranks),
+            shares=divide(12, ranks),
             shards=(
                 Shard(name="up.weight", dim=0, axis="*12"),
                 Shard(name="up.bias", dim=0, axis="*12"),
@@ -285,8 +291,8 @@ class Dropped(nn.Module):
         return F.dropout(self.down(inside), 0.5, self.training)
 
 
-def cut_dropped(ranks):
-    (cut,) = cut_perceptron(ranks)
+def cut_dropped(ranks, divide=even_shares):
+    (cut,) = cut_perceptron(ranks, divide)
     return (
         Cut(
             blocks=("",),
