@@ -2,9 +2,9 @@
 
 What a stage costs where links differ from pair to pair: every copy at the cheapest link into its device, and the excess
 of what the node of the grid knows. A tensor made less than `short` units before the stage comes from the previous
-device if that one's stage is not short; one made just before it always does; one made by unit 0 comes from the first;
-what the last unit makes for unit 0 goes back to the first. For plans whose copies are all of this sort that is exact,
-for others a lower bound.
+device if that one's stage is not short; one made just before it always does; one made by unit 0, or by the first
+`short` units if the first stage is not short, comes from the first; what the last unit makes for unit 0 goes back to
+the first. For plans whose copies are all of this sort that is exact, for others a lower bound.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from autoshard.strategies.grid import NOTHING, Kept, all_orders, devices_by_kind
 from autoshard.strategies.lattice import Edges, Lattice, sweep, trace
 from autoshard.strategies.least import least_sum, least_worst, memory_prices
 from autoshard.strategies.paired import NO_DEVICE, excess, selected
-from autoshard.strategies.problem import Problem, rectangles
+from autoshard.strategies.problem import Problem, Rectangles, rectangles
 from autoshard.strategies.stages import Stages, StageTables
 from autoshard.strategies.windows import Costs, trace_windows
 
@@ -26,6 +26,8 @@ MAX_CELLS = 60_000_000
 """Most entries of all tables together (8 bytes each)."""
 MAX_STATES = 1 << 25
 """Most nodes times units."""
+MAX_STAGES = 2.5e8
+"""Most stages that are looked at (some 10 ns each) where short ones count apart; without them it is much less."""
 Found = tuple[list[tuple[int, int, int]], float]
 
 
@@ -51,23 +53,27 @@ class Plain:
 class AnyOrder:
     """The search over all orders of the devices of one problem; `possible` says whether it is small enough."""
 
-    def __init__(self, problem: Problem, tables: StageTables, *, paired: bool) -> None:
-        self.problem, self.tables = problem, tables
+    def __init__(self, problem: Problem, tables: StageTables, *, paired: bool, only_long: bool = False) -> None:
+        """`paired`: links differ from pair to pair. `only_long`: no short stages, so that all near copies are known."""
+        self.problem, self.tables, self.only_long = problem, tables, only_long
         self.members = devices_by_kind(problem.kinds)
         self.paired = paired and len(self.members) > 1
         self.short = _longest_gap(problem) if self.paired else 0
-        self.lengths = 2 if self.short and self._is_possible(2) else 1
-        self.short = self.short if self.lengths == 2 else 0
+        self.lengths = 2 if self.short and not only_long and self._is_possible(2) else 1
+        self.short = self.short if self.lengths == 2 or only_long else 0
         self.possible = self._is_possible(self.lengths)
 
     def _is_possible(self, lengths: int) -> bool:
         kinds, width = len(self.members), self.problem.size + 1
-        tables = (kinds * lengths + kinds + 3) * kinds if self.paired else 3 * kinds
+        tables = (2 * kinds * lengths + 3) * kinds if self.paired else 3 * kinds
         nodes = grid_nodes(self.problem.kinds, Kept(ends=self.paired, lengths=lengths, promise=self.paired))
         return tables * width**2 <= MAX_CELLS and nodes * width <= MAX_STATES
 
     def solve(self, objective: str) -> Found | None:
-        """Return the best stages and their value, exact or a lower bound (see above); None if there is no plan."""
+        """Return the best stages and their value, exact or a lower bound (see above); None if there is no plan.
+
+        Raises `TooWideError` with a lower bound where that would take too long.
+        """
         plain, kinds = self._plain(), self.problem.kinds
         value, each = None, np.inf
         if objective == "memory":
@@ -88,7 +94,8 @@ class AnyOrder:
             each = value * (1 + 1e-12)
             plain = plain.within(plain.seconds, plain.idle_seconds, each)
             costs = replace(costs, idle=plain.idle_seconds)
-        found = least_sum(grid, lines, costs, plain.seconds, self._prices(plain), each)
+        most = MAX_STAGES if self.lengths == 2 and objective == "latency" else np.inf
+        found = least_sum(grid, lines, costs, plain.seconds, self._prices(plain), each, most)
         if found is None:
             return None
         seconds, total, end = found
@@ -104,8 +111,10 @@ class AnyOrder:
 
     def _plain(self) -> Plain:
         made = [self.tables.stages(of[0]) for of in self.members]
+        brief = ~np.tri(self.problem.size + 1, k=-self.short, dtype=bool).T if self.only_long else False
         return Plain(
-            seconds=np.stack([stages.seconds for stages in made]), load=np.stack([stages.load for stages in made]),
+            seconds=np.stack([np.where(brief, np.inf, stages.seconds) for stages in made]),
+            load=np.stack([np.where(brief, np.inf, stages.load) for stages in made]),
             idle_seconds=np.array([stages.idle_seconds for stages in made]),
             idle_load=np.array([stages.idle_load for stages in made]),
         )  # fmt: skip
@@ -124,7 +133,7 @@ class AnyOrder:
         problem, kinds, size = self.problem, len(self.members), self.problem.size
         near_by, far_by, returned = self._copies()
         near = np.tile(plain.seconds, (kinds * self.lengths, 1, 1))
-        far = np.zeros((kinds * kinds, size + 1, size + 1))
+        far = np.zeros((kinds * self.lengths * kinds, size + 1, size + 1))
         homeward = np.zeros((kinds, kinds))  # [last, first]
         for other, of in enumerate(self.members):
             for kind, devices in enumerate(self.members):
@@ -135,7 +144,8 @@ class AnyOrder:
                 if not problem.pinned[device]:
                     for length, (count, moved) in enumerate(near_by):
                         near[(other * self.lengths + length) * kinds + kind] += more * count + per_byte * moved
-                    far[other * kinds + kind] += more * far_by[0] + per_byte * far_by[1]
+                    for length, (count, moved) in enumerate(far_by):
+                        far[(other * self.lengths + length) * kinds + kind] += more * count + per_byte * moved
                 if not problem.pinned[of[0]]:
                     more, per_byte = excess(problem, self.tables, device, of[0])
                     homeward[kind, other] = more * returned[0] + per_byte * returned[1]
@@ -144,32 +154,36 @@ class AnyOrder:
             paying = np.where(np.arange(size + 1) < size, homeward[:, :, None], 0.0)
             start = (start + paying).reshape(kinds * kinds, size + 1)
         elif not busy:
-            far.reshape(kinds, kinds, size + 1, size + 1)[:, :, 1:, -1] += homeward.T[:, :, None]
+            by_first = far.reshape(kinds, self.lengths, kinds, size + 1, size + 1)
+            by_first[..., 1:, -1] += homeward.T[:, None, :, None]
         return Costs(start=start, near=near, far=far, idle=idle, short=self.short), promise
 
-    def _copies(self) -> tuple[list[list[Array]], list[Array], list[float]]:
+    def _copies(self) -> tuple[list[list[Array]], list[list[Array]], list[float]]:
         """Tables of the copies, and the bytes copied, that come from the previous device, and from the first.
 
-        The first of two for a previous stage that is not short. Then the figures of what goes back to the first.
+        Of each the first of two is for a stage that is not short. Then the figures of what goes back to the first.
         """
         problem, size = self.problem, self.problem.size
         weights = problem.copies, problem.copies * problem.nbytes
         found = rectangles(problem, NO_DEVICE)
         source = problem.source[found.x]
         after = (source >= 0) & (found.i_low > source)
-        followed = np.where(source == 0, 1, source + max(self.short, 1))
-        near_by = [
-            [part.table(weight, size) for weight in weights]
-            for part in (
-                selected(found, after, np.minimum(found.i_high, rows))
-                for rows in (followed, source + 1)[: self.lengths]
-            )
-        ]
-        from_first = selected(found, (source == 0) & (found.j_high == size), found.i_high, minimum=2)
+        lasting = after & (found.j_high == size)
+
+        def tables(part: Rectangles) -> list[Array]:
+            return [part.table(weight, size) for weight in weights]
+
+        close = selected(found, after, np.minimum(found.i_high, np.where(source == 0, 1, source + max(self.short, 1))))
+        next_to = selected(found, after, np.minimum(found.i_high, source + 1))
+        # what `close` leaves of the tensors that a first stage of at least `short` units makes, and of those of unit 0
+        begun = lasting & (source < max(self.short, 1))
+        far = selected(found, begun, found.i_high, minimum=np.where(source == 0, 2, source + self.short + 1))
+        from_unit_0 = selected(found, lasting & (source == 0), found.i_high, minimum=2)
+        near_by = [tables(part) for part in (close, next_to)[: self.lengths]]
+        far_by = [tables(part) for part in (far, from_unit_0)[: self.lengths]]
         back = np.zeros(len(problem.source), bool)
         back[problem.edge_x[problem.edge_at == 0]] = True
         back &= problem.source == size - 1
-        far_by = [from_first.table(weight, size) for weight in weights]
         return near_by, far_by, [float(weight[back].sum()) for weight in weights]
 
     def _evened(
@@ -189,7 +203,7 @@ class AnyOrder:
             if (before, kind) not in made or k < 2:
                 table = costs.near[before * kinds + kind]
                 if costs.far is not None:
-                    table = table + costs.far[first * kinds + kind]
+                    table = table + costs.far[first * self.lengths * kinds + kind]
                 if not k:
                     table = np.concatenate([start[None], np.full_like(table[1:], np.inf)])
                 keep = (table <= each) & np.isfinite(plain.load[kind])

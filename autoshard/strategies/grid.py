@@ -24,7 +24,8 @@ class Grid:
     Attributes:
         members: per kind, its devices; they are used in this order.
         counts: [N, K] devices of each kind with a stage.
-        first, last: [N] kinds of the devices with the first and the last stage.
+        first: [N] kind of the device with the first stage, times `lengths`, plus 1 if that stage is short.
+        last: [N] kind of the device with the last stage.
         is_short: [N] 1 where the last stage is short, else 0.
         lengths: 2 if nodes keep that, else 1.
         promise: [N] kind that the device with the very last stage is to be of; -1 where that is not kept.
@@ -74,7 +75,7 @@ NOTHING = Kept()
 def grid_nodes(kinds: tuple[int, ...], kept: Kept = NOTHING) -> int:
     """Number of nodes that `all_orders` would make, or a little more."""
     members = devices_by_kind(kinds)
-    ends = len(members) ** 2 if kept.ends else 1
+    ends = len(members) ** 2 * kept.lengths if kept.ends else 1
     promises = len(members) if kept.promise else 1
     return int(np.prod([len(of) + 1.0 for of in members])) * ends * kept.lengths * promises
 
@@ -83,15 +84,16 @@ def all_orders(kinds: tuple[int, ...], kept: Kept = NOTHING) -> Grid:
     """Build the grid of devices in any order."""
     members = devices_by_kind(kinds)
     sizes = np.array([len(of) for of in members])
-    num, ends = len(sizes), len(sizes) if kept.ends else 1
+    num, ends, lengths = len(sizes), len(sizes) if kept.ends else 1, kept.lengths
     counts = np.stack(np.unravel_index(np.arange(int(np.prod(sizes + 1))), tuple(sizes + 1)), axis=1)
     stride = np.cumprod(np.append(1, (sizes + 1)[:0:-1]))[::-1]
     used = counts.sum(axis=1)
-    valid = np.ones((len(counts), ends, ends, kept.lengths, num if kept.promise else 1), bool)
+    valid = np.ones((len(counts), ends * lengths, ends, lengths, num if kept.promise else 1), bool)
     if kept.ends:
         one, two = counts > 0, (counts > 1) | (used == 1)[:, None]
-        valid &= (one[:, :, None] & one[:, None, :])[..., None, None]
-        valid[:, np.arange(num), np.arange(num)] &= two[..., None, None]
+        valid &= (np.repeat(one, lengths, axis=1)[:, :, None] & one[:, None, :])[..., None, None]
+        for kind in range(num):
+            valid[:, kind * lengths : (kind + 1) * lengths, kind] &= two[:, kind, None, None, None]
     valid[0] = False
     valid[0, 0, 0, 0, 0] = True
     nodes = np.stack(np.nonzero(valid))
@@ -102,8 +104,8 @@ def all_orders(kinds: tuple[int, ...], kept: Kept = NOTHING) -> Grid:
     sources, targets, takers = [], [], []
     for kind in range(num):
         movable = np.flatnonzero(counts[count, kind] < sizes[kind])
-        begin = np.where(movable == 0, kind, first[movable]) if kept.ends else first[movable]
-        for length in range(kept.lengths):
+        for length in range(lengths):
+            begin = np.where(movable == 0, kind * lengths + length, first[movable]) if kept.ends else first[movable]
             for promised in range(valid.shape[-1]):
                 here = (movable == 0) | (promise[movable] == promised)
                 source, end = movable[here], kind if kept.ends else 0
@@ -115,7 +117,7 @@ def all_orders(kinds: tuple[int, ...], kept: Kept = NOTHING) -> Grid:
     source, target, taker = source[by_level], target[by_level], taker[by_level]
     levels = np.arange(len(kinds) + 2)
     return Grid(
-        members=members, counts=counts[count], first=first, last=last, is_short=short, lengths=kept.lengths,
+        members=members, counts=counts[count], first=first, last=last, is_short=short, lengths=lengths,
         promise=promise if kept.promise else np.full(len(count), -1), node_levels=np.searchsorted(used[count], levels),
         edge_levels=np.searchsorted(used[count[source]], levels), source=source, target=target, kind=taker,
     )  # fmt: skip
@@ -124,21 +126,22 @@ def all_orders(kinds: tuple[int, ...], kept: Kept = NOTHING) -> Grid:
 def one_order(kinds: tuple[int, ...], order: tuple[int, ...], kept: Kept = NOTHING) -> Grid:
     """Build the part of the grid in which the devices have their stages in one order, until all units are placed."""
     members = devices_by_kind(kinds)
-    promises = len(members) if kept.promise else 1
-    each = kept.lengths * promises
+    lengths, promises = kept.lengths, len(members) if kept.promise else 1
+    each = lengths * lengths * promises
     level = np.append(0, np.repeat(np.arange(1, len(order) + 1), each))
     within = np.append(0, np.tile(np.arange(each), len(order)))
-    short, promise = np.divmod(within, promises)
+    begun, short, promise = np.unravel_index(within, (lengths, lengths, promises))
     taken = np.array([kinds[device] for device in order])
     counts = np.cumsum(np.eye(len(members), dtype=int)[taken], axis=0)
     counts = np.concatenate([np.zeros((1, len(members)), int), counts])[level]
     follows = level[:, None] + 1 == level[None, :]
-    follows &= (promise[:, None] == promise[None, :]) | (level == 0)[:, None]
+    same = (promise[:, None] == promise[None, :]) & (begun[:, None] == begun[None, :])
+    follows &= np.where((level == 0)[:, None], (begun == short)[None, :], same)
     source, target = np.nonzero(follows)
     known, levels = kept.ends & (level > 0), np.arange(len(order) + 2)
     return Grid(
-        members=members, counts=counts, first=np.where(known, taken[0], 0),
-        last=np.where(known, taken[level - 1], 0), is_short=short, lengths=kept.lengths,
+        members=members, counts=counts, first=np.where(known, taken[0] * lengths + begun, 0),
+        last=np.where(known, taken[level - 1], 0), is_short=short, lengths=lengths,
         promise=promise if kept.promise else np.full(len(level), -1), node_levels=np.searchsorted(level, levels),
         edge_levels=np.searchsorted(level[source], levels), source=source, target=target, kind=taken[level[source]],
     )  # fmt: skip

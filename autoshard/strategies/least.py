@@ -11,12 +11,14 @@ import numpy as np
 
 from autoshard.strategies.chain import Array
 from autoshard.strategies.grid import Grid
-from autoshard.strategies.windows import Costs, Limits, best_end, needs, reaches, search_windows
+from autoshard.strategies.windows import Costs, Limits, TooWideError, best_end, needs, reaches, search_windows
 
 WITHIN = 1 + 1e-9
 """Room for rounding in a limit."""
 LIMITS = (1.0, 1.3, 2.0, np.inf)
 """Limits that are tried, over the lower bound. None but the first is much above what one order reaches."""
+SHARES = (0.004, 0.3, 1.0, np.inf)
+"""The same for sums, over the lower bound, as shares of it."""
 MAX_AHEAD = 4_000_000
 """Most sums that a bound on what is still to come may take."""
 
@@ -76,12 +78,14 @@ def _lowest_open(grid: Grid, plain: Array, guess: float) -> float | None:
 
 
 def least_sum(
-    grid: Grid, lines: Sequence[Grid], costs: Costs, plain: Array, prices: tuple[Array, Array], each: float
-) -> tuple[float, Array, int] | None:
+    grid: Grid, lines: Sequence[Grid], costs: Costs, plain: Array, prices: tuple[Array, Array], each: float,
+    stages: float = np.inf,
+) -> tuple[float, Array, int] | None:  # fmt: skip
     """Return the least sum of seconds, the sums of all nodes and the last node; None if there is no way.
 
     `prices`: [m+1] what units 0..j-1 cost at least, [K] what a device may get back of it (see `memory_prices`). A way's
-    sum less all that is its reduced sum, of which only small ones are looked at.
+    sum less all that is its reduced sum, of which only small ones are looked at. Raises `TooWideError` with a lower
+    bound where that takes more than so many `stages`.
     """
     least, credit = prices
     base = float(least[-1] - np.array([len(of) for of in grid.members]) @ credit)
@@ -93,21 +97,27 @@ def least_sum(
     rounding = 1e-9 * max(float(least[-1]), abs(base))
 
     def search(of: Grid, limit: float) -> tuple[float, Array, int]:
-        limits = Limits(limit=limit, each=each, ahead=ahead[: of.num_levels] - least, credit=of.counts @ credit)
+        limits = Limits(
+            limit=limit, each=each, ahead=ahead[: of.num_levels] - least, credit=of.counts @ credit, stages=stages
+        )  # fmt: skip
         total = search_windows(of, costs, reaches(reduced, limit), limits, worst=False)
         value, end = best_end(of, costs, total, worst=False)
         return value, total, end
 
-    upper, whole = np.inf, max(base + start, rounding, 1e-30)
-    for more in LIMITS:
-        if more > LIMITS[0] and upper == np.inf:
-            upper = min((search(line, start + (more - 1) * whole)[0] for line in lines), default=np.inf) - base
-        limit = min(start + max(more - 1, 0.004) * whole, upper) + rounding
-        value, total, end = search(grid, limit)
-        if end >= 0 and value - base + rounding > limit:  # a better one may lie outside this limit
-            value, total, end = search(grid, value - base + 2 * rounding)
+    upper, whole, proved = np.inf, max(base + start, rounding, 1e-30), base + start
+    for more in SHARES:
+        if (more > SHARES[0] or costs.far is not None) and upper == np.inf:
+            upper = min((search(line, start + max(more, 0.3) * whole)[0] for line in lines), default=np.inf) - base
+        limit = min(start + more * whole, upper) + rounding
+        try:
+            value, total, end = search(grid, limit)
+            if end >= 0 and value - base + rounding > limit:  # a better one may lie outside this limit
+                value, total, end = search(grid, value - base + 2 * rounding)
+        except TooWideError:
+            raise TooWideError(proved) from None
         if end >= 0:
             return value, total, end
+        proved = max(proved, min(base + limit - rounding, upper + base))
     return None
 
 

@@ -86,7 +86,7 @@ def excess(problem: Problem, plain: StageTables, source: int, target: int) -> tu
     )
 
 
-def selected(found: Rectangles, keep: Array, i_high: Array, *, minimum: int = 0) -> Rectangles:
+def selected(found: Rectangles, keep: Array, i_high: Array, *, minimum: Array | int = 0) -> Rectangles:
     """Keep some rectangles, cut at the last row `i_high` and the first row `minimum`."""
     low, high = np.maximum(found.i_low, minimum)[keep], i_high[keep]
     full = low <= high

@@ -15,6 +15,7 @@ from autoshard.strategies.long import LongTables, least_limit, sweep_long
 from autoshard.strategies.paired import PairTables, cheapest_links, search
 from autoshard.strategies.problem import Problem, make_problem
 from autoshard.strategies.stages import Stages, StageTables
+from autoshard.strategies.windows import TooWideError
 
 Objective = Literal["latency", "throughput", "memory"]
 Order = Literal["given", "any"]
@@ -124,11 +125,23 @@ def _solve_pairs(problem: Problem, objective: Objective, order: Order) -> Soluti
     if order == "any":
         everywhere = AnyOrder(problem, StageTables(problem, cheapest_links(problem)), paired=True)
         if everywhere.possible:
-            guess = everywhere.solve(objective)
-            if guess is None:
-                return None
-            found = _solution(problem, objective, *guess)
-            if objective == "memory" or found.value <= found.bound * (1 + 1e-9):
+            bound = 0.0
+            try:
+                guess = everywhere.solve(objective)
+                if guess is None:
+                    return None
+                found = _solution(problem, objective, *guess)
+            except TooWideError as error:
+                bound = error.bound
+            if objective == "memory" and found is not None:
+                return found
+            if everywhere.short and (found is None or found.value > found.bound * (1 + 1e-9)):
+                # without short stages all copies from the stage before are known
+                long = AnyOrder(problem, everywhere.tables, paired=True, only_long=True).solve(objective)
+                other = _solution(problem, objective, *long) if long else None
+                if other is not None and (found is None or other.value < found.value):
+                    found = replace(other, bound=min(found.bound if found else bound, other.value))
+            if found is not None and found.value <= found.bound * (1 + 1e-9):
                 return found
     lattice = make_lattice(problem, order, paired=True)
     if lattice is None:  # too many different devices: the cheapest links give a bound and a good plan

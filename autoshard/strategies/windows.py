@@ -32,7 +32,7 @@ class Costs:
             the grid keeps promises.
         near: [P * K, m+1, m+1] of the others, by the stage before: row previous * K + kind, where previous is
             last * lengths + is_short of the node that the edge leaves.
-        far: [K * K, m+1, m+1] what to add by the kind of the first stage's device; None where that plays no part.
+        far: [P * K, m+1, m+1] what to add by the first stage, row first * K + kind; None where that plays no part.
         idle: [K] of a device without a stage.
         short: stages of fewer units than this are short.
     """
@@ -66,17 +66,27 @@ class Costs:
         return found
 
 
+class TooWideError(Exception):
+    """The windows of a search hold more stages than may be looked at; no way costs less than `bound`."""
+
+    def __init__(self, bound: float = 0.0) -> None:
+        super().__init__(bound)
+        self.bound = bound
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Limits:
     """What a way may cost: at most `each` per stage, and at most `limit` with what is certain to come.
 
-    `ahead` [levels, m+1] and `credit` [N] are added to a sum before it is held against `limit`.
+    `ahead` [levels, m+1] and `credit` [N] are added to a sum before it is held against `limit`. `stages` is how many
+    stages may be looked at in one search.
     """
 
     limit: float
     each: float = np.inf
     ahead: Array | None = None
     credit: Array | None = None
+    stages: float = np.inf
 
 
 def reaches(tables: Array, limit: float) -> Array:
@@ -104,9 +114,9 @@ def needs(grid: Grid, reach: Array) -> Array:
 def search_windows(grid: Grid, costs: Costs, reach: Array, limits: Limits, *, worst: bool) -> Array:
     """[N, m+1] least sum of figures (or with `worst` the largest one) with units 0..j-1 placed; inf above the limits.
 
-    `reach` is that of `needs`, within the limits.
+    `reach` is that of `needs`, within the limits. Raises `TooWideError`.
     """
-    size, need = costs.size, needs(grid, reach)
+    size, need, left = costs.size, needs(grid, reach), limits.stages
     total = np.full((len(grid.counts), size + 1), np.inf)
     total[0, 0] = 0.0 if need[0] == 0 else np.inf
     for level in range(grid.num_levels - 1):
@@ -127,6 +137,9 @@ def search_windows(grid: Grid, costs: Costs, reach: Array, limits: Limits, *, wo
             i = np.minimum(low[source[part], None] + np.arange(rows[part].max()), size)
             j = np.minimum(begin[part, None] + np.arange(columns[part].max()), size)
             _extend(grid, costs, limits, total, edges[part], i, j, worst)
+            left -= i.size * j.shape[1]
+            if left < 0:
+                raise TooWideError
         if limits.ahead is not None and limits.credit is not None:
             following = slice(grid.node_levels[level + 1], grid.node_levels[level + 2])
             least = total[following] + limits.ahead[level + 1] + limits.credit[following, None]
