@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import estimate, tensor_units
+from autoshard.cost import estimate, tensor_units, weight_bytes
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.flow import Flow, flow
@@ -38,10 +38,15 @@ LATER = {
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
 """Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 above room 1)."""
-_WORTH_A_DEEPER_CUT = 3e-3
-"""Part of the objective that a cut inside smaller modules must save: each split module costs hooks, not priced here."""
-_MANY_KINDS = 4
+_SAME = 1e-9
+"""Relative difference of rounding. Of plans that cost the same the one with cuts between larger modules is taken.
+
+Nothing is given away for that: else more memory could make a plan worse, if the better one it allows is less clean.
+"""
+_MANY_KINDS = 8
 """Kinds of devices above which almost equal memory is treated as equal first."""
+_MANY_STAGES = 2_000
+"""Units times devices up to which more memory than the chain has is tried even where a plan is known already."""
 _MANY_CUTS = 400
 """balanced_low_0 solves many times; it looks at deeper cuts only up to here once it has a plan."""
 _ROOM = (1.0, 1.1, 1.3, 1.7)
@@ -123,34 +128,50 @@ def place(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, objective: Objective
 ) -> Checked | None:
     """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
-    depths = cut_depths(chain.paths)
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
     limits = [np.maximum(budget * room, 0.0) for room in _ROOM]
     if len(set(device_kinds(chain))) > _MANY_KINDS:
         limits.insert(0, _alike(limits[0]))
-    for k, limit in enumerate(limits):
+    seeks_least = strategy not in ("sequential", "balanced_low_0") and objective != "memory"
+    seeks_least = seeks_least and bool(chain.seconds.any())
+    seeks_least = seeks_least and chain.num_units * chain.num_devices <= _MANY_STAGES
+    best: Checked | None = None
+    for limit in limits:
         posed = replace(chain, capacity_bytes=limit)
-        if not can_fit(posed):
+        if best is None and not can_fit(posed):
             continue
         finest = (sequential if strategy == "sequential" else balanced)(posed, objective)
-        if finest is None:
+        if finest is None or (best is not None and finest.value >= best.solution.value * (1 - _SAME)):
             continue
-        best: Checked | None = None
-        for depth in sorted(set(depths[1:].tolist())) or [0]:
-            cuts = depths <= depth
-            if best is not None and strategy == "balanced_low_0" and cuts.sum() > _MANY_CUTS:
-                break
-            found = _fit(profile, cluster, units, posed, cuts, strategy, objective, _TRIES if k == 0 else 2)
-            if found is None:
-                continue
-            found = replace(found, solution=replace(found.solution, bound=finest.bound))
-            if best is None or strategy == "sequential" or _is_better(found, best, strategy, objective):
-                best = found
-            if _good_enough(best, finest, strategy, objective):
-                break
-        if best is not None:
-            return best
-    return None
+        tries = _TRIES if limit is limits[0] else 2
+        found = _over_depths(profile, cluster, units, posed, finest, strategy, objective, tries)
+        if found is not None and (best is None or _is_better(found, best, strategy, objective)):
+            best = found
+        if best is not None and not seeks_least:
+            break
+    return best
+
+
+def _over_depths(
+    profile: Profile, cluster: Cluster, units: Units, chain: Chain, finest: Solution, strategy: str,
+    objective: Objective, tries: int,
+) -> Checked | None:  # fmt: skip
+    """Find the best plan by the exact estimate with cuts between ever smaller modules; `finest` has cuts everywhere."""
+    depths = cut_depths(chain.paths)
+    best: Checked | None = None
+    for depth in sorted(set(depths[1:].tolist())) or [0]:
+        cuts = depths <= depth
+        if best is not None and strategy == "balanced_low_0" and cuts.sum() > _MANY_CUTS:
+            break
+        found = _fit(profile, cluster, units, chain, cuts, strategy, objective, tries)
+        if found is None:
+            continue
+        found = replace(found, solution=replace(found.solution, bound=finest.bound))
+        if best is None or strategy == "sequential" or _is_better(found, best, strategy, objective):
+            best = found
+        if _good_enough(best, finest, strategy, objective):
+            break
+    return best
 
 
 def _alike(capacity: np.ndarray) -> np.ndarray:
@@ -172,7 +193,7 @@ def _is_better(found: Checked, best: Checked, strategy: str, objective: Objectiv
     if strategy == "balanced_low_0":
         model = sum(device.peak_bytes for device in best.estimate.devices)
         return found.estimate.devices[0].peak_bytes < best.estimate.devices[0].peak_bytes - model / 100
-    return _value(found, objective) < _value(best, objective) * (1 - _WORTH_A_DEEPER_CUT)
+    return _value(found, objective) < _value(best, objective) * (1 - _SAME)
 
 
 def _good_enough(found: Checked, finest: Solution, strategy: str, objective: Objective) -> bool:
@@ -181,7 +202,7 @@ def _good_enough(found: Checked, finest: Solution, strategy: str, objective: Obj
         return set(found.solution.assignment) == set(finest.assignment)
     if strategy == "balanced_low_0":
         return 0 not in found.solution.assignment
-    return _value(found, objective) <= finest.bound * (1 + _WORTH_A_DEEPER_CUT)
+    return found.solution.value <= finest.bound * (1 + _SAME)
 
 
 def _value(found: Checked, objective: Objective) -> float:
@@ -197,7 +218,8 @@ def _fit(
 ) -> Checked | None:  # fmt: skip
     """Solve with some cuts allowed, check exactly, and take from a device what it turns out to lack until it fits."""
     capacity, kinds = np.array(chain.capacity_bytes, float), np.array(device_kinds(chain))
-    for _ in range(tries):
+    weights, budget = weight_bytes(profile, units), np.array([d.budget_bytes for d in cluster.devices], float)
+    for _ in range(_TRIES):
         # as long as equal devices stay equal the solver need not tell them apart
         even = np.array([capacity[kinds == kind].min() for kind in kinds])
         for allowed in (even, capacity):
@@ -208,11 +230,18 @@ def _fit(
         if solution is None:
             return None
         assignment = tuple(np.array(solution.assignment)[group].tolist())
+        held = np.array(solution.cost.memory_bytes)
+        over = np.bincount(assignment, weights, len(budget)) - budget
+        if (over > 0).any():  # too full with the weights alone
+            capacity = np.where(over > 0, np.maximum(np.minimum(capacity, held) - over, 0.0), capacity)
+            continue
+        if not tries:
+            return None
+        tries -= 1
         found = check(profile, cluster, units, joined, replace(solution, assignment=assignment), objective)
         over = np.array([-device.free_bytes for device in found.estimate.devices], float)
         if (over <= 0).all():
             return found
-        held = np.array(solution.cost.memory_bytes)
         capacity = np.where(over > 0, np.maximum(np.minimum(capacity, held) - over, 0.0), capacity)
     return None
 

@@ -1,0 +1,61 @@
+"""make_plan as a whole: more memory or another device never makes the objective worse."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoshard.cluster.parse import parse_devices
+from autoshard.cost import estimate
+from autoshard.errors import PlanError
+from autoshard.profile.profile import Profile
+from autoshard.strategies import make_plan
+from tests.strategies.test_make_plan import profile_of
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, Profile]:
+    return {mode: profile_of(mode) for mode in ("inference", "training")}
+
+
+def value(profile: Profile, sizes: list[int], objective: str) -> float:
+    """The objective of the plan for devices of these sizes, by the exact estimate; inf if nothing fits."""
+    cluster = parse_devices({f"cpu:{k}": size for k, size in enumerate(sizes)})
+    try:
+        figures = estimate(make_plan(profile, cluster, strategy="balanced", objective=objective), profile, cluster)
+    except PlanError:
+        return float("inf")
+    return figures.bottleneck_seconds if objective == "throughput" else figures.latency_seconds
+
+
+@pytest.mark.parametrize(
+    ("mode", "objective", "sizes", "larger"),
+    [
+        ("inference", "throughput", [94559, 74674], [116061, 74674]),
+        ("training", "throughput", [417196, 169871], [502228, 169871]),
+        ("training", "latency", [195405, 406949], [257500, 406949]),
+        ("inference", "latency", [90820, 83018], [60012, 90820, 83018]),
+    ],
+)
+def test_memory_that_the_chain_counts_twice_does_not_cost_a_better_plan(
+    profiles, mode: str, objective: str, sizes: list[int], larger: list[int]
+) -> None:
+    """With less memory only a plan that the chain thinks too large fits; with more, one it allows must be as good."""
+    before = value(profiles[mode], sizes, objective)
+    assert value(profiles[mode], larger, objective) <= before * (1 + 1e-9) < float("inf")
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_more_memory_or_a_device_never_makes_the_plan_worse(profiles, objective: str, data: st.DataObject) -> None:
+    mode = data.draw(st.sampled_from(["inference", "training"]))
+    held = sum(tensor.nbytes for tensor in profiles[mode].graph.tensors) * (4 if mode == "training" else 1)
+    size = st.integers(held // 3, held)
+    sizes = data.draw(st.lists(size, min_size=1, max_size=3))
+    larger = list(sizes)
+    if data.draw(st.booleans()):
+        larger.insert(data.draw(st.integers(0, len(sizes))), data.draw(size))
+    else:
+        larger[data.draw(st.integers(0, len(sizes) - 1))] += data.draw(st.integers(1, held // 5))
+    before, after = value(profiles[mode], sizes, objective), value(profiles[mode], larger, objective)
+    assert after <= before * (1 + 1e-9), (sizes, larger)
