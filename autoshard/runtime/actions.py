@@ -29,7 +29,8 @@ _SINGLE = {
     nn.ConvTranspose3d: "conv_transpose3d",
 }  # fmt: skip
 """Layers whose result is that of one call of a function, with (input, weight, bias)."""
-_FRESH = {*_SINGLE.values(), "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
+_BIASED = frozenset(_SINGLE.values())
+_FRESH = {*_BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
 """Functions whose result is new memory, which a sum over ranks may overwrite."""
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
@@ -103,6 +104,8 @@ class Step:
         """Act on the result of a call."""
         if self.action.kind not in ("reduce", "mean", "gather", "leave"):
             return result
+        if not self.action.argument and isinstance(result, torch.Tensor):
+            return self._after(result)
         tensor = tensor_at(result, self.action.argument)
         if tensor is None:
             raise ApplyError(
@@ -127,22 +130,32 @@ class Step:
             return self._lookup(call, args, kwargs)
         if self.action.kind == "dropout":
             return self._dropout(call, args, kwargs)
-        addend = None
         with torch_private.no_overrides():
             args, kwargs = self.before((args, kwargs))
-            if self.action.addend:
-                addend = tensor_at((args, kwargs), self.action.addend)
-            if addend is not None:
-                args, kwargs = replace_at((args, kwargs), self.action.addend, torch.zeros_like(addend))
+            addend, (args, kwargs) = self._without_addend(args, kwargs)
         result = call(*args, **kwargs)
         with torch_private.no_overrides():
+            changed = self.after(result)
+            if addend is not None:
+                scale = kwargs.get("beta", 1)
+                changed = changed + (addend if scale == 1 else addend * scale)
             # Not whatever is handed back: dropout that drops nothing returns what it was given.
             in_place = self.action.function.endswith("_")
             written = in_place and any(result is tensor for _, tensor in tensors_in((args, kwargs)))
-            changed = self.after(result)
-            if addend is not None:
-                changed = changed + _broadcast(addend, self.action.function, args) * kwargs.get("beta", 1)
             return result.copy_(changed) if written and changed is not result else changed
+
+    def _without_addend(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor | None, tuple[tuple, dict]]:
+        """What is added once after the sum, shaped like it, and the arguments without it."""
+        path = self.action.addend
+        if not path:
+            return None, (args, kwargs)
+        if path == "0.2" and len(args) > 2 and self.action.function in _BIASED:  # the usual one, quickly
+            return _broadcast(args[2], self.action.function, args), ((*args[:2], None, *args[3:]), kwargs)
+        addend = tensor_at((args, kwargs), path)
+        if addend is None:
+            return None, (args, kwargs)
+        without = replace_at((args, kwargs), path, torch.zeros_like(addend))
+        return _broadcast(addend, self.action.function, args), without
 
     def _lookup(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`embedding` with a table of which this rank has some rows."""
@@ -187,9 +200,9 @@ def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return tensor.detach().new_ones([shape[at] for at in order]).permute([order.index(at) for at in range(len(order))])
 
 
-def _broadcast(addend: torch.Tensor, function: str, args: tuple) -> torch.Tensor:
+def _broadcast(addend: torch.Tensor | None, function: str, args: tuple) -> torch.Tensor | None:
     """Shape what is added so that it broadcasts against the result: a convolution's bias belongs to the channels."""
-    if function.startswith("conv") and len(args) > 1:
+    if addend is not None and function.startswith("conv") and len(args) > 1:
         return addend.view(-1, *[1] * (args[1].dim() - 2))
     return addend
 
@@ -225,14 +238,17 @@ class Watch(TorchFunctionMode):
 
 
 class Before:
-    """Pre-hook: the steps on a module's arguments."""
+    """Pre-hook: the steps on a module's arguments. Without gradients, nothing has to be done about what enters."""
 
-    __slots__ = ("steps",)
+    __slots__ = ("enters_only", "steps")
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
+        self.enters_only = all(step.action.kind == "enter" for step in steps)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self.enters_only and not torch.is_grad_enabled():
+            return None
         arguments = args, kwargs
         with torch_private.no_overrides():
             for step in self.steps:

@@ -207,7 +207,9 @@ def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False) -> torch.Ten
     """Sum over ranks. `fresh`: nobody else has the tensor, so its memory may be used."""
     if tracked(tensor):
         return _Reduce.apply(tensor, ranks)
-    return ranks.all_reduce(tensor.detach() if fresh else tensor.detach().clone())
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return ranks.all_reduce(tensor if fresh else tensor.clone())
 
 
 def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
-from autoshard.nested import map_tensors
+from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
@@ -58,19 +58,25 @@ class CutRecord:
 
 
 def apply_cuts(
-    model: nn.Module, cuts: Sequence[Cut], ranks: Ranks, *, device: torch.device | str | None = None
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    ranks: Ranks,
+    *,
+    device: torch.device | str | None = None,
+    shapes_only: bool = False,
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
-    the model is. Raises `PlanError` if the cuts don't belong to the model, `RankError` if the ranks don't agree, and
-    `ApplyError` if it can't be done; the model is then as it was.
+    the model is. `shapes_only`: the model may be on meta, since nobody wants its values. Raises `PlanError` if the cuts
+    don't belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is
+    then as it was.
     """
     ready: _Ready | None = None
     mark, error = Mark(), None
     try:
-        ready = _prepare(model, tuple(cuts), ranks)
-        mark = mark_of(model, ready.record.cuts)
+        ready = _prepare(model, tuple(cuts), ranks, shapes_only)
+        mark = Mark() if shapes_only else mark_of(model, ready.record.cuts)
     except Exception as problem:
         error = problem
     agree(ranks, mark, error)
@@ -160,13 +166,13 @@ class _Ready:
     scales: list[tuple[str, Scale]]
 
 
-def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks) -> _Ready:
+def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only: bool) -> _Ready:
     """Check everything there is to check; the model is not touched."""
     if cut_record(model) is not None:
         raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
     tensors = named_tensors(model)
     for name, tensor in tensors.items():
-        if tensor.device.type == "meta" or isinstance(tensor, torch_private.FakeTensor):
+        if not shapes_only and (tensor.is_meta or isinstance(tensor, torch_private.FakeTensor)):
             raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
     for cut in cuts:
         _check_cut(cut, ranks)
@@ -322,8 +328,9 @@ class Arrive:
         left = torch_private.innermost_dispatch_mode()
         if isinstance(left, RanksMode):  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
+        ordinary = [tensor for _, tensor in tensors_in((args, kwargs)) if not isinstance(tensor, RankTensor)]
         given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
-        RanksMode(devices).__enter__()
+        RanksMode(devices, ordinary[0].device if ordinary else devices[0]).__enter__()
         return given
 
 
@@ -335,4 +342,4 @@ class Leave:
         if not isinstance(mode, RanksMode):
             return None
         mode.__exit__(None, None, None)
-        return map_tensors(result, collect)
+        return map_tensors(result, lambda tensor: collect(tensor, mode.home))

@@ -185,21 +185,24 @@ def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
     return spread(tensor, devices)
 
 
-def collect(tensor: torch.Tensor) -> torch.Tensor:
-    """Turn an output of the model into an ordinary tensor; what differs between ranks (a cache) stays as it is."""
+def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
+    """Turn an output of the model into an ordinary tensor at `home`; what differs between ranks (a cache) stays."""
     if not isinstance(tensor, RankTensor) or not same(tensor.parts):
         return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Collect.apply(tensor)
-    return tensor.parts[0]
+    tracked = tensor.requires_grad and torch.is_grad_enabled()
+    return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(home)
 
 
 class RanksMode(TorchDispatchMode):
-    """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them."""
+    """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    `home`: where the inputs came from, and the outputs go.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], home: torch.device) -> None:
         super().__init__()
         self.devices = tuple(devices)
+        self.home = home
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

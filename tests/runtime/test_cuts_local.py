@@ -1,11 +1,15 @@
 """Cut models on several devices of one process."""
 
 import pytest
+import torch
 
-from autoshard.errors import PlanError
-from autoshard.runtime.cuts import apply_cuts
+import autoshard
+from autoshard.errors import ApplyError, PlanError
+from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from tests.runtime.cut_checks import CASES, check_case, check_checkpoint, make
+from autoshard.runtime.rank_tensor import RanksMode, RankTensor
+from autoshard.sharding import Action, Cut, Shard
+from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -34,3 +38,153 @@ def test_uneven_shares_are_refused():
 
 def test_checkpoint():
     check_checkpoint(LocalRanks.of(["cpu", "cpu"]))
+
+
+def decoder_cuts(layers):
+    heads = Cut(
+        blocks=layers,
+        size=2,
+        shares=(1, 1),
+        shards=(
+            Shard(name="self_attn.q_proj.weight", dim=0, axis="*2x16"),
+            Shard(name="self_attn.k_proj.weight", dim=0, axis="*2x8"),
+            Shard(name="self_attn.v_proj.weight", dim=0, axis="*2x8"),
+            Shard(name="self_attn.o_proj.weight", dim=1, axis="*2x16"),
+        ),
+        actions=(
+            *(Action(kind="enter", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
+            Action(kind="reduce", module="self_attn.o_proj", function="linear", occurrence=0),
+        ),
+    )
+    units = Cut(
+        blocks=layers,
+        size=48,
+        shares=(24, 24),
+        shards=(
+            Shard(name="mlp.gate_proj.weight", dim=0, axis="*48"),
+            Shard(name="mlp.up_proj.weight", dim=0, axis="*48"),
+            Shard(name="mlp.down_proj.weight", dim=1, axis="*48"),
+        ),
+        actions=(
+            Action(kind="enter", module="mlp.gate_proj", argument="0.0"),
+            Action(kind="enter", module="mlp.up_proj", argument="0.0"),
+            Action(kind="reduce", module="mlp.down_proj", function="linear", occurrence=0),
+        ),
+    )
+    return heads, units
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=60, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}], ids=str
+)
+def test_generates_the_same_tokens(decoder, options):
+    ids = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True, **options}
+    torch.manual_seed(3)
+    expected = decoder.generate(ids, **options)
+    apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(["cpu", "cpu"]))
+    try:
+        torch.manual_seed(3)
+        assert torch.equal(decoder.generate(ids, **options), expected)
+    finally:
+        remove_cuts(decoder)
+
+
+def test_on_simulated_devices(decoder):
+    """Each device holds its part, and outputs come back to where the inputs were."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    expected = decoder(ids).logits
+    with autoshard.simulate("2x1GiB") as devices:
+        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
+        found = decoder(ids).logits
+        weight = decoder.model.layers[0].mlp.up_proj.weight
+        assert [str(part.device) for part in weight.parts] == list(devices)
+        assert found.device == ids.device
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        found.sum().backward()
+        remove_cuts(decoder)
+    decoder.zero_grad()
+    assert torch.equal(decoder(ids).logits, expected)
+
+
+def ranked(*values):
+    cpu = torch.device("cpu")
+    return RankTensor([torch.as_tensor(value) for value in values], [cpu, cpu])
+
+
+def test_values_that_differ_between_ranks_are_not_read():
+    different, alike = ranked([1.0, 2.0], [1.0, 3.0]), ranked([1.0, 2.0], [1.0, 2.0])
+    assert alike.tolist() == [1, 2] and alike[1].item() == 2 and bool((alike > 0).all())
+    for read in (
+        lambda: different[1].item(),
+        lambda: different.tolist(),
+        lambda: bool((different > 2.5).any()),
+        lambda: different[different > 2.5],
+        lambda: torch.bernoulli(different / 4),
+    ):
+        with pytest.raises(ApplyError):
+            read()
+
+
+def test_writing_into_an_ordinary_tensor_is_refused():
+    plain = torch.zeros(2, 2)
+    for write in (
+        lambda: plain.copy_(ranked([[1.0, 2]], [[3.0, 4]])),
+        lambda: plain[0].add_(ranked([1.0, 2], [3.0, 4])),
+        lambda: plain.__setitem__(0, ranked([1.0, 2], [3.0, 4])),
+        lambda: torch.add(ranked([1.0, 2], [3.0, 4]), 1, out=plain[0]),
+        lambda: plain.index_copy_(0, torch.tensor([1]), ranked([[1.0, 2]], [[3.0, 4]])),
+    ):
+        with pytest.raises(ApplyError, match="made outside"):
+            write()
+    assert not plain.any()
+
+
+def test_ordinary_tensors_are_copied_for_each_rank():
+    """A view of what was an ordinary tensor must not be one tensor for both ranks."""
+    with torch.inference_mode():
+        plain = torch.zeros(1, 2)
+        both = plain.expand_as(ranked([[1.0, 2]], [[3.0, 4]]))
+        both += ranked([[1.0, 2]], [[3.0, 4]])
+        assert [part.tolist() for part in both.parts] == [[[1, 2]], [[3, 4]]]
+    mixed = torch.stack([torch.ones(2), ranked([1.0, 2], [3.0, 4])])
+    assert mixed.parts[1].tolist() == [[1, 1], [3, 4]]
+
+
+def test_random_numbers_are_drawn_once():
+    with RanksMode([torch.device("cpu")] * 2, torch.device("cpu")):
+        torch.manual_seed(0)
+        made = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
+        after = torch.rand(1)
+    torch.manual_seed(0)
+    expected = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
+    for found, wanted in zip((*made, after), (*expected, torch.rand(1)), strict=True):
+        assert all(torch.equal(part, wanted) for part in found.parts)
+
+
+def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
+    model, case = make("fused"), CASES["fused"]
+    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    expected = model(*case.inputs)
+    handle = model.back.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(*case.inputs)
+    handle.remove()
+    assert torch.equal(model(*case.inputs), expected)
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
