@@ -113,8 +113,7 @@ def unify(left: Axis, right: Axis, why: str = "") -> None:
             return
         major, minor = left[0], right[0]
         if major.size == minor.size:
-            if not _unify_factors(major, minor, why):
-                return
+            _unify_factors(major, minor, why)
             left, right = left[1:], right[1:]
             continue
         common = gcd(major.size, minor.size)
@@ -145,8 +144,6 @@ def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
     taken: list[Leaf | Cat] = []
     rest = resolve(axis)
     while size > 1:
-        if not rest:
-            return (*taken, *fresh(size)), ()
         factor = rest[0]
         if size % factor.size == 0:
             taken.append(factor)
@@ -225,16 +222,17 @@ def every(axis: Axis, step: int, why: str = "") -> Axis:
     return major
 
 
-def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> bool:
-    """Make two factors of the same size the same; False if they are lost instead."""
+def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> None:
+    """Make two factors of the same size the same. Where a leaf is a part of the other one, that one is lost."""
     if isinstance(left, Leaf):
         if left in _inside(right):
-            lose((left,), f"{why}: an axis would be a part of itself")
-            return False
-        _bind(left, (right,))
-        return True
+            lose((right,), f"{why}: an axis would be a part of itself")
+        else:
+            _bind(left, (right,))
+        return
     if isinstance(right, Leaf):
-        return _unify_factors(right, left, why)
+        _unify_factors(right, left, why)
+        return
     ours, theirs = list(left.segments), list(right.segments)
     while ours and theirs:
         mine, other = ours.pop(0), theirs.pop(0)
@@ -246,7 +244,6 @@ def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> bool:
             other, rest = cut(other, here, why)
             theirs.insert(0, rest)
         unify(mine, other, why)
-    return True
 
 
 def _inside(factor: "Leaf | Cat") -> set[Leaf]:

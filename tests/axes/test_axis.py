@@ -1,0 +1,232 @@
+"""The algebra of axes against index arithmetic: sizes, order of what is learnt, and which index has which slice."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.axes.axis import (
+    Cat,
+    Leaf,
+    concatenate,
+    covers,
+    cut,
+    describe,
+    every,
+    fresh,
+    leaves,
+    lose,
+    reshape,
+    resolve,
+    size_of,
+    unify,
+)
+from autoshard.sharding import coordinates_of, even_shares, kept
+
+SIZES = st.sampled_from([6, 8, 12, 16, 24, 36, 48])
+
+
+def divisors(size):
+    return [d for d in range(1, size + 1) if size % d == 0]
+
+
+@st.composite
+def events(draw, kinds=("view", "cut", "pair")):
+    """What ops may tell about a few axes of one size: seen as a product, cut in two, paired with each other."""
+    size, count = draw(SIZES), draw(st.integers(1, 3))
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        kind, which = draw(st.sampled_from(kinds)), draw(st.integers(0, count - 1))
+        if kind == "view":
+            major = draw(st.sampled_from(divisors(size)))
+            middle = draw(st.sampled_from(divisors(size // major)))
+            found.append((kind, which, (major, middle, size // major // middle)))
+        elif kind == "cut":
+            found.append((kind, which, draw(st.integers(1, size - 1))))
+        else:
+            found.append((kind, which, draw(st.integers(0, count - 1))))
+    return size, count, found, draw(st.permutations(found))
+
+
+def learnt(size, count, found):
+    """The axes after some events."""
+    axes = [fresh(size) for _ in range(count)]
+    for kind, which, what in found:
+        if kind == "view":
+            parts = reshape([axes[which]], what, "a view")
+            assert tuple(map(size_of, parts)) == what
+        elif kind == "cut":
+            before, after = cut(axes[which], what, "a part")
+            assert (size_of(before), size_of(after)) == (what, size - what)
+        else:
+            unify(axes[which], axes[what], "a sum")
+        assert [size_of(resolve(axis)) for axis in axes] == [size] * count
+    return [resolve(axis) for axis in axes]
+
+
+def divided(axes):
+    """How every leaf that can be cut divides the indices of all axes: the same whatever the tree looks like."""
+    found = dict.fromkeys(leaf for axis in axes for leaf in leaves(axis) if not leaf.lost)
+    return {tuple(tuple(coordinates_of(describe(axis, leaf))) for axis in axes) for leaf in found}
+
+
+def lost(axes):
+    return any(leaf.lost for axis in axes for leaf in leaves(axis))
+
+
+@given(events(kinds=("view", "pair")))
+def test_views_may_be_seen_in_any_order(case):
+    size, count, found, shuffled = case
+    assert divided(learnt(size, count, found)) == divided(learnt(size, count, shuffled))
+
+
+@given(events(kinds=("cut", "pair")))
+def test_parts_may_be_seen_in_any_order(case):
+    size, count, found, shuffled = case
+    axes = learnt(size, count, found)
+    assert divided(axes) == divided(learnt(size, count, shuffled))
+    assert not lost(axes)
+
+
+@given(events())
+def test_views_and_parts_may_be_seen_in_any_order(case):
+    """Where no part cuts through the minor factor of a view: that loses both, in some orders."""
+    size, count, found, shuffled = case
+    axes, others = learnt(size, count, found), learnt(size, count, shuffled)
+    if not lost(axes) and not lost(others):
+        assert divided(axes) == divided(others)
+
+
+@given(events())
+def test_paired_axes_are_the_same_or_lost(case):
+    size, count, found, _ = case
+    axes = learnt(size, count, found)
+    first, second = axes[0], fresh(size)
+    unify(first, second)
+    first, second = resolve(first), resolve(second)
+    for leaf in [leaf for leaf in leaves(first) if not leaf.lost]:
+        assert describe(first, leaf) == describe(second, leaf)
+
+
+@st.composite
+def trees(draw, depth=2):
+    """An axis, its leaves, and for every leaf the slice that each index is in, -1 where it is in none."""
+    if depth == 0 or draw(st.integers(0, 2)) == 0:
+        leaf = Leaf(draw(st.integers(2, 3 if depth == 0 else 5)))
+        return (leaf,), {leaf: list(range(leaf.size))}
+    parts = [draw(trees(depth - 1)) for _ in range(draw(st.integers(2, 3)))]
+    sizes = [size_of(axis) for axis, _ in parts]
+    slices = {}
+    if draw(st.booleans()):  # a product
+        for place, (_, known) in enumerate(parts):
+            for leaf, where in known.items():
+                slices[leaf] = [where[index[place]] for index in itertools.product(*map(range, sizes))]
+        return tuple(factor for axis, _ in parts for factor in axis), slices
+    for place, (_, known) in enumerate(parts):
+        for leaf, where in known.items():
+            slices[leaf] = [-1] * sum(sizes[:place]) + where + [-1] * sum(sizes[place + 1 :])
+    return (Cat([axis for axis, _ in parts]),), slices
+
+
+@given(trees())
+def test_an_axis_as_text_tells_the_slice_of_every_index(tree):
+    axis, slices = tree
+    for leaf, where in slices.items():
+        assert coordinates_of(describe(axis, leaf)).tolist() == where
+        assert covers(axis, leaf) == (-1 not in where)
+
+
+@given(trees(), st.data())
+def test_parts_put_together_are_the_whole_bit_for_bit(tree, data):
+    axis, slices = tree
+    leaf = data.draw(st.sampled_from(list(slices)))
+    text = describe(axis, leaf)
+    ends = sorted(data.draw(st.lists(st.integers(0, leaf.size), min_size=1, max_size=3)))
+    shares = tuple(end - begin for begin, end in zip([0, *ends], [*ends, leaf.size], strict=True))
+    whole = torch.randn(size_of(axis), 3)
+    merged = torch.full_like(whole, torch.nan)
+    owners = numpy.zeros(size_of(axis), dtype=int)
+    for rank in range(len(shares)):
+        indices = kept(text, shares, rank)
+        assert (numpy.diff(indices) > 0).all()
+        owners[indices] += 1
+        merged[indices] = whole[indices]
+    assert torch.equal(merged, whole)
+    assert owners.tolist() == [len(shares) if where < 0 else 1 for where in slices[leaf]]
+
+
+@given(trees(), st.data())
+def test_a_part_of_an_axis_has_the_slices_of_its_indices(tree, data):
+    axis, slices = tree
+    at = data.draw(st.integers(1, size_of(axis) - 1))
+    before, after = cut(axis, at)
+    check_parts(axis, [before, after], [slice(0, at), slice(at, None)], slices)
+
+
+@given(trees(), st.data())
+def test_every_other_index_of_an_axis_has_their_slices(tree, data):
+    axis, slices = tree
+    step = data.draw(st.sampled_from(divisors(size_of(axis))[1:]))
+    check_parts(axis, [every(axis, step)], [slice(None, None, step)], slices)
+
+
+def check_parts(axis, parts, where, slices):
+    """What can still be cut divides the indices of the parts as those of the whole."""
+    for part, at in zip(parts, where, strict=True):
+        assert size_of(part) == len(range(size_of(axis))[at])
+        for leaf in [leaf for leaf in leaves(part) if not leaf.lost]:
+            expected = coordinates_of(describe(axis, leaf))[at].tolist()
+            assert coordinates_of(describe(part, leaf)).tolist() == expected
+    for leaf in slices:  # what was not touched is as it was
+        if leaf.bound is None and not leaf.lost:
+            assert coordinates_of(describe(axis, leaf)).tolist() == slices[leaf]
+
+
+@given(trees(), trees())
+def test_axes_in_line(left, right):
+    joined = concatenate([left[0], fresh(0), right[0]])
+    assert size_of(joined) == size_of(left[0]) + size_of(right[0])
+    for leaf, where in left[1].items():
+        assert coordinates_of(describe(joined, leaf)).tolist() == where + [-1] * size_of(right[0])
+
+
+def test_a_split_is_known_wherever_the_leaf_is():
+    rows = fresh(512)
+    seen = (*fresh(2), *rows)
+    heads, width = reshape([rows], (8, 64))
+    assert repr(resolve(seen)[1:]) == "(8, 64)"
+    assert describe(seen, heads[0]) == "2x*8x64"
+    assert describe(rows, width[0]) == "8x*64"
+
+
+def test_what_is_lost_stays_lost_when_it_is_split_or_paired():
+    axis, other = fresh(12), fresh(12)
+    lose(axis, "because")
+    major, _ = reshape([axis], (4, 3))
+    unify(axis, other)
+    assert {leaf.lost for leaf in (*leaves(major), *leaves(other))} == {"because"}
+
+
+def test_axes_without_common_parts_are_lost():
+    left, right = (*fresh(4), *fresh(9)), (*fresh(6), *fresh(6))
+    unify(left, right, "a sum")
+    top, *rest = leaves(left)
+    assert top.size == 2 and not top.lost, "4 x 9 and 6 x 6 have their major 2 in common"
+    assert all(leaf.lost.startswith("a sum: sizes") for leaf in (*rest, *list(leaves(right))[1:]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "*", "x2", "2x", "2**3", "(2", "2)", "(2|)", "(|2)", "()", "a", "2 x 3", "-1", "2|3"]
+)
+def test_what_is_not_an_axis_is_refused(text):
+    with pytest.raises(ValueError, match="axis"):
+        coordinates_of(text)
+
+
+def test_shares_are_as_even_as_they_go():
+    assert even_shares(7, 3) == (3, 2, 2)
+    assert kept("(*4x2|1)", (1, 3), 0).tolist() == [0, 1, 8]
+    assert kept("(*4x2|1)", (1, 3), 1).tolist() == [2, 3, 4, 5, 6, 7, 8]
