@@ -6,6 +6,7 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,26 +23,34 @@ _SAMPLE = 16  # values of each tensor that are compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generator."""
+    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators."""
 
     plan: str = ""
     model: str = ""
     weights: str = ""
     error: str = ""
-    random: torch.Tensor | None = None
+    random: tuple[torch.Tensor, ...] = ()
 
 
-def mark_of(model: nn.Module, cuts: Sequence[Cut]) -> Mark:
-    """Describe what this process is about to run."""
+def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> Mark:
+    """Describe what this process is about to run; `device`: where it computes, if that is known."""
+    own = _generators(device)
     return Mark(
         plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
         model=fingerprint(model),
         weights=_sampled(model),
-        random=torch.get_rng_state(),
+        random=(torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)])),
     )
 
 
-def agree(ranks: Ranks, mark: Mark, error: Exception | None = None) -> None:
+def _generators(device: torch.device | None) -> Any:
+    """The module of torch with the random generators of a device, None where the CPU's is the only one."""
+    if device is None or device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device)
+
+
+def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torch.device | None = None) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
     Afterwards all ranks draw the random numbers that rank 0 does: what is replicated must be dropped alike, and
@@ -56,9 +65,12 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None) -> None:
             raise (error or lost(ranks, problem)) from problem
         if error is None:
             _compare(marks)
-        random = marks[0].random
-        if error is None and random is not None:
-            torch.set_rng_state(random)
+        if error is None and marks[0].random:
+            first, *others = marks[0].random
+            torch.set_rng_state(first)
+            own = _generators(device)
+            if own is not None and others:
+                own.set_rng_state(others[0], device)
     if error is not None:
         raise error
 

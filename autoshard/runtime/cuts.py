@@ -64,31 +64,35 @@ def apply_cuts(
     *,
     device: torch.device | str | None = None,
     shapes_only: bool = False,
+    problem: Exception | None = None,
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
-    the model is. `shapes_only`: the model may be on meta, since nobody wants its values. Raises `PlanError` if the cuts
-    don't belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is
-    then as it was.
+    the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
+    go on, if that is known already: it is raised, and the other ranks learn of it. Raises `PlanError` if the cuts don't
+    belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then
+    as it was.
     """
     ready: _Ready | None = None
-    mark, error = Mark(), None
+    mark, error = Mark(), problem
+    target = None if device is None else torch.device(device)
     try:
-        ready = _prepare(model, tuple(cuts), ranks, shapes_only)
-        mark = Mark() if shapes_only else mark_of(model, ready.record.cuts)
-    except Exception as problem:
-        error = problem
-    agree(ranks, mark, error)
+        if problem is None:
+            ready = _prepare(model, tuple(cuts), ranks, shapes_only)
+            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
+    except Exception as found:
+        error = found
+    agree(ranks, mark, error, target)
     assert ready is not None
     log: list[Undo] = []
     try:
         try:
-            cut_tensors(model, ready.record.tensors, ranks, None if device is None else torch.device(device), log)
+            cut_tensors(model, ready.record.tensors, ranks, target, log)
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready)
-        except Exception as problem:
-            error = problem
+        except Exception as found:
+            error = found
         agree(ranks, Mark(), error)
     except BaseException:
         _undo(model, ready.record, log)

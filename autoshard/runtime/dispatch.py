@@ -28,21 +28,25 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     if not plan.cuts:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
+    problem: PlanError | None = None  # in several processes the others must hear of it before it is raised
     if plan.fingerprint and plan.fingerprint != fingerprint(model):
-        raise PlanError(
+        problem = PlanError(
             f"this plan was made for another model: the names, shapes or dtypes of this {type(model).__name__} are "
             "different. Make a new plan."
         )
-    if is_applied(model):
+    elif is_applied(model):
         remove(model)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = ProcessRanks.of()
         if ranks.size != len(plan.devices):
-            raise PlanError(
+            problem = PlanError(
                 f"the plan is for {len(plan.devices)} devices, and {ranks.size} processes run. Start as many as it has "
                 f"devices (torchrun --nproc-per-node {len(plan.devices)}), or plan for {ranks.size}."
             )
-        return apply_cuts(model, plan.cuts, ranks, device=_own_device(plan, ranks.rank))
+        device = None if problem is not None else _own_device(plan, ranks.rank)
+        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem)
+    if problem is not None:
+        raise problem
     devices = [resolve_device(device.name) for device in plan.devices]
     check_copies(devices)
     return apply_cuts(model, plan.cuts, LocalRanks.of(devices))

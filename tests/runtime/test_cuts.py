@@ -90,9 +90,10 @@ def disagree(what):
         cuts = tuple(replace(cut, title="another") for cut in cuts)
     if what == "broken" and rank == 1:
         cuts = tuple(replace(cut, blocks=("nowhere",)) for cut in cuts)
+    problem = PlanError("not here") if what == "known" and rank == 1 else None
     before = {name: (id(one), one.clone()) for name, one in model.state_dict(keep_vars=True).items()}
     try:
-        apply_cuts(model, cuts, ProcessRanks.of())
+        apply_cuts(model, cuts, ProcessRanks.of(), problem=problem)
     except (RankError, PlanError) as error:
         for name, one in model.state_dict(keep_vars=True).items():
             assert before[name][0] == id(one) and torch.equal(before[name][1], one)
@@ -106,11 +107,12 @@ def disagreements(whats):
 
 
 def test_ranks_that_do_not_agree():
-    results = run_ranks(disagreements, 3, ["weights", "model", "plan", "broken"])
+    results = run_ranks(disagreements, 3, ["weights", "model", "plan", "broken", "known"])
     for rank, result in enumerate(results):
         assert "ranks 1, 2 have other weights than rank 0" in result["weights"][1]
         assert "rank 1 has another model than rank 0" in result["model"][1]
         assert "rank 1 has another plan than rank 0" in result["plan"][1]
+        assert ("not here" if rank == 1 else "rank 1 can't take part: not here") == result["known"][1]
         kind, text = result["broken"]
         assert kind == ("PlanError" if rank == 1 else "RankError")
         assert "nowhere" in text and (rank == 1 or text.startswith("rank 1 can't take part"))

@@ -119,6 +119,23 @@ def test_on_simulated_devices(decoder):
     assert torch.equal(decoder(ids).logits, expected)
 
 
+def test_recomputed_layers_have_the_same_gradients(decoder):
+    """Activation checkpointing runs a layer again in backward, when the forward of the model is over."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    decoder.train()
+    decoder(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+    decoder.zero_grad()
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(["cpu", "cpu"]))
+    decoder(ids, labels=ids).loss.backward()
+    remove_cuts(decoder)
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], **TOLERANCE)
+    decoder.gradient_checkpointing_disable()
+    decoder.eval().zero_grad()
+
+
 def ranked(*values):
     cpu = torch.device("cpu")
     return RankTensor([torch.as_tensor(value) for value in values], [cpu, cpu])
