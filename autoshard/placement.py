@@ -110,13 +110,25 @@ def resolve_homes(
 
 
 def _hooked(paths: Iterable[str], mixed: frozenset[str], uncallable: frozenset[str]) -> tuple[str, ...]:
-    """Choose among modules with a home those whose arguments may come from elsewhere; the root comes first."""
+    """Choose among modules with a home those whose arguments may come from elsewhere; the root comes first.
+
+    In a mixed root, code around the forward may call a module with a list of layers by itself, wherever it is (the
+    encoder of an inner model, once per `generate`), except inside of such a layer.
+    """
 
     def opened(path: str) -> bool:
         """Whether the children of a module are called from code that may have tensors of several devices."""
         return path in mixed or (path != "" and path in uncallable and opened(parent(path)))
 
-    return ("", *(p for p in paths if p and p not in uncallable and (p in mixed or opened(parent(p)))))
+    towers = {parent(path) for path in uncallable} if "" in mixed else set()
+
+    def is_hooked(path: str) -> bool:
+        return path in mixed or opened(parent(path)) or (path in towers and not is_inside_list(path))
+
+    def is_inside_list(path: str) -> bool:
+        return path != "" and (path in uncallable or is_inside_list(parent(path)))
+
+    return ("", *(path for path in paths if path and path not in uncallable and is_hooked(path)))
 
 
 def tensor_devices(homes: Homes, tied: Iterable[tuple[str, ...]]) -> dict[str, str]:

@@ -38,6 +38,16 @@ def test_elements_are_hooked_where_a_list_of_modules_has_no_forward():
     assert resolve_homes({"": "a"}, MODULES, TENSORS, uncallable=["layers"]).hooked == ("",)
 
 
+def test_what_has_a_list_of_layers_is_hooked_in_a_mixed_model_wherever_it_is():
+    modules = ["", "eyes", "inner", "inner.tower", "inner.tower.layers", "inner.tower.layers.0",
+               "inner.tower.layers.0.experts"]  # fmt: skip
+    tensors = ["eyes.weight", "inner.weight", "inner.tower.layers.0.experts.0.weight"]
+    lists = ["inner.tower.layers", "inner.tower.layers.0.experts"]
+    homes = resolve_homes({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
+    assert homes.hooked == ("", "eyes", "inner", "inner.tower")
+    assert resolve_homes({"": "a"}, modules, tensors, uncallable=lists).hooked == ("",)
+
+
 def test_the_longest_entry_counts():
     assert covering_entry({"": 1, "a.b": 2}, "a.b.weight") == "a.b"
     assert covering_entry({"": 1, "a.b": 2}, "a.bc.weight") == ""

@@ -58,7 +58,7 @@ class Objects:
         self.way_back: dict[int, int] = {}
         self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
         self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
-        self._returned: list[int] = []  # copies that the last forward returned
+        self._returned: list[int] = []  # copies that the last forward of the root returned
         self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
 
     def device_of(self, obj: int) -> int:
@@ -154,7 +154,8 @@ class Objects:
             self.until[copy] = time
         if reason == "output":
             self.until[copy] = len(self.graph.ops) + 1
-            self._returned.append(copy)
+            if not consumer:
+                self._returned.append(copy)
         self._note(copy, value.index, nbytes, time, reason, consumer, kept)
         return copy
 

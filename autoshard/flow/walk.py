@@ -72,6 +72,7 @@ class Walk:
         self._views: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
         self._next_call = 0
+        self._caller: int | None = None  # device of the code around the outermost call
         self._functions = iter(sorted(graph.functions, key=lambda function: function.begin))
         self._function: Function | None = next(self._functions, None)
         self._function_view: dict[int, int] = {}
@@ -154,11 +155,12 @@ class Walk:
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)
         self._watching += call.path in self.watched
-        if call.path == "" and call.parent < 0 and not call.backward:
-            self.objects.forward_began(call.begin)
         home = self.hooked.get(call.path)
         if home is None:
             return
+        if call.parent < 0 and not call.backward:
+            self.objects.forward_began(call.begin)
+            self._caller = self._device_of_caller(call)
         view: dict[int, int] = {}
         for value in call.inputs:
             if value in call.contained:
@@ -187,21 +189,33 @@ class Walk:
         if returned:
             self._doubtful.update(returned)
             self._see(depth - 1, returned)
-        if call.path == "" and call.parent < 0 and not call.backward:
-            self._leave_root(call, time)
+        if call.path in self.hooked and call.parent < 0 and not call.backward:
+            self._leave_outermost(call, time)
 
-    def _leave_root(self, call: Call, time: int) -> None:
-        """Drop the copies made for one forward; bring the outputs to the device of the root's inputs."""
+    def _device_of_caller(self, call: Call) -> int | None:
+        """Where the outputs of an outermost call go: to the device of its first input that is no parameter."""
+        if call.path == "":
+            return self.root_device
+        storages, values = self.graph.storages, self.graph.values
+        own = (value for value in call.inputs if storages[values[value].storage].kind != "parameter")
+        first = next(own, call.inputs[0] if call.inputs else None)
+        return None if first is None else self.objects.device_of(self.sees(first))
+
+    def _leave_outermost(self, call: Call, time: int) -> None:
+        """Drop the copies made for one run; bring the outputs to where the caller's inputs were."""
         self.objects.forward_ended(time)
+        if self._caller is None:
+            return
         home = {}
         for value in dict.fromkeys(call.outputs):
             obj = self.sees(value)
             self._note_use(obj, self.end)  # by the caller
-            if self.objects.device_of(obj) != self.root_device:
-                home[value] = self.objects.copy(obj, self.root_device, time, "output", "")
+            if self.objects.device_of(obj) != self._caller:
+                home[value] = self.objects.copy(obj, self._caller, time, "output", call.path)
                 self.left[obj] = time + 1  # the caller gets the copy only
                 base = self.objects.base[obj]
-                if base >= 0 and self.graph.values[self.objects.value[base]].died >= self.end:
+                values = self.graph.values
+                if base >= 0 and values[self.objects.value[base]].died >= values[value].died:  # only views held it
                     self.left[base] = time + 1
         self._see(0, home)
 

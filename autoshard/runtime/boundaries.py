@@ -8,6 +8,7 @@ mixed root ── watched if aligned
 """
 
 import inspect
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,23 +19,35 @@ from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
 from autoshard.runtime.state import Record, Runtime
 
-Boundaries = dict[str, tuple[torch.device | None, Guard | None]]
-"""Module path -> (home its arguments are moved to, if they are moved; guard, if any)."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """How one module is hooked.
+
+    Attributes:
+        home: where its arguments are moved to, None if they are not moved.
+        guard: what else it needs, if anything.
+        mixed: its tensors are on several devices.
+        uncounted: nobody who counts hooks may see this one.
+    """
+
+    home: torch.device | None
+    guard: Guard | None
+    mixed: bool
+    uncounted: bool
 
 
-def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: Boundaries) -> None:
+def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Boundary]) -> None:
     """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
-    mixed = resolve_homes(runtime.record.placements, modules, runtime.record.placements).mixed
-    shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
-    for path, (home, guard) in boundaries.items():
+    for path, boundary in boundaries.items():
         kind = Hook if path else RootHook
-        hook = kind(runtime, path, home, guard, mixed=path in mixed)
-        if any(_is_below(path, outer) for outer in shy):
+        hook = kind(runtime, path, boundary.home, boundary.guard, boundary.mixed)
+        if boundary.uncounted:
             torch_private.uncount_hooks(modules[path])
         runtime.hooked.add(path)
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-        if guard is not None:
+        if boundary.guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
 
 
@@ -48,8 +61,8 @@ def unhook(model: nn.Module, runtime: Runtime) -> None:
         torch_private.count_hooks_again(module)
 
 
-def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
-    """Decide which modules are hooked and how; the root comes first."""
+def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
+    """Decide which modules are hooked, by path, and how; the root comes first."""
     modules = dict(model.named_modules())
     shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
     uncallable = [path for path, module in modules.items() if type(module).forward is nn.Module.forward]
@@ -80,7 +93,7 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
         moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
     )
 
-    found = {}
+    found: dict[str, Boundary] = {}
     for path in modules:
         if path not in moving | aligned | unfolded:
             continue
@@ -95,7 +108,12 @@ def find_boundaries(model: nn.Module, record: Record) -> Boundaries:
             writes_back=path in writing or path == "",
         )
         needed = path == "" or guard != Guard(target=guard.target)
-        found[path] = (device[path] if path in moving else None, guard if needed else None)
+        found[path] = Boundary(
+            home=device[path] if path in moving else None,
+            guard=guard if needed else None,
+            mixed=path in homes.mixed,
+            uncounted=any(_is_below(path, outer) for outer in shy),
+        )
     return found
 
 

@@ -5,7 +5,7 @@
     weight        ──▶ copy on cuda:1, kept between forwards, made anew when the weight has been written
 
 A source is held weakly and its copy strongly. What may change without torch noticing is not trusted for long: copies of
-tensors other than parameters are used within one forward of the root only, since the user may write an input through
+tensors other than parameters are used within one run only, since the user may write an input through
 numpy between two calls; and tensors made in inference mode, whose writes nobody counts, are copied every time. What is
 left is a parameter written through `.data` between two forwards without gradients: torch does not count that, and its
 copy is renewed only at the next forward with gradients.
@@ -64,10 +64,10 @@ class Copies:
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
-        self.in_forward = False
+        self.in_run = False
 
     def begin(self) -> None:
-        """Forget, at the start of a root forward, what may have changed since the last one."""
+        """Forget, at the start of a run, what may have changed since the last one."""
         training = (
             torch.is_grad_enabled()
         )  # weights will change after it, perhaps through `.data`, which leaves no trace
@@ -75,19 +75,19 @@ class Copies:
             for key, entry in list(self._entries.items()):
                 if not entry.lasting or (training and entry.source.requires_grad):
                     self._entries.pop(key, None)
-        self.in_forward = True
+        self.in_run = True
 
     def end(self) -> None:
-        """Let go, at the end of a root forward, of copies with autograd history; the graph holds those it needs."""
+        """Let go, at the end of a run, of copies with autograd history; the graph holds those it needs."""
         for key in list(self._entries):
             if key[2]:
                 self._entries.pop(key, None)
-        self.in_forward = False
+        self.in_run = False
 
     def clear(self) -> None:
         """Forget all copies."""
         self._entries.clear()
-        self.in_forward = False
+        self.in_run = False
 
     def get(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `source` on `device`: a copy that exists already, or a new one; with a way back for gradients."""
@@ -121,7 +121,7 @@ class Copies:
             held = _WeakSource(source, _source_died)
             held.key, held.memo = key, weakref.ref(self)
         entry = _Entry(held, copy, _version(source), copy._version, lasting)
-        if self.in_forward or lasting:
+        if self.in_run or lasting:
             self._entries[key] = entry
         return entry
 

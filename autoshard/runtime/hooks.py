@@ -2,7 +2,11 @@
 
     Hook        pre-hook: moves a module's direct tensor arguments to its home; all that most modules have
     Hook+Guard  also: current device, watched ops, copies to write back; the post-hook `Leave` takes that down again
-    RootHook    the hook of the root; also: the start and end of a forward, outputs to where the inputs were
+    RootHook    the hook of the root; also: was the model changed since?
+
+A run begins with the outermost call: of the root, or, from code around the forward (a `generate` that calls parts of
+the model one by one), of any hooked module. Its outputs go to where its inputs were, so that such code has all it
+works with on one device.
 
 Nothing in here refers to a module: hooks get it as an argument. So there are no reference cycles through the model,
 and a deep copy of the model has hooks of its own.
@@ -11,13 +15,14 @@ and a deep copy of the model has hooks of its own.
 import sys
 import types
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from autoshard import torch_private
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
 from autoshard.runtime.gather import gather, is_inference, scatter
@@ -25,6 +30,7 @@ from autoshard.runtime.state import Call, Runtime
 from autoshard.runtime.travel import source_of, travel, travels
 
 _PLAIN, _TENSOR, _TUPLE, _CONTAINER, _OPAQUE = range(5)
+_UNTOUCHED = frozenset((_PLAIN, _OPAQUE))
 _KINDS: dict[type, int] = dict.fromkeys(
     (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device), _PLAIN
 )
@@ -96,36 +102,63 @@ class Hook:
         self.guard = guard
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self.guard is not None:
-            return self.enter_with(module, args, kwargs)
-        if self.all_here(args) and (not kwargs or self.all_here(kwargs.values())):
-            return None
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
-        if self.holds_foreign((*args, *kwargs.values())):
-            self.guard = Guard(watched=True, target=self.home)
-            self.runtime.handles.append(add_leave(module, self))
-            self.enter(module, sys._getframe(1))
-        return result
+        # For most calls of most modules the loop is all that happens. It is spelled out here because what it costs is
+        # what an applied model costs over the plain one.
+        if self.guard is None and self.runtime.copies.in_run:
+            home = self.home
+            for value in (*args, *kwargs.values()):
+                kind = _KINDS.get(type(value))
+                if kind == _TENSOR:
+                    if value.device != home:
+                        break
+                elif kind not in _UNTOUCHED and not self.all_here((value,)):
+                    break
+            else:
+                return None
+        return self.prepare(module, args, kwargs, sys._getframe(1))
 
-    def enter_with(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Move the arguments and set up the guard."""
-        guard = self.guard
-        assert guard is not None
-        if self.home is None or (self.all_here(args) and (not kwargs or self.all_here(kwargs.values()))):
-            self.enter(module, sys._getframe(2))
-            return None
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, frame: Any) -> tuple[tuple, dict] | None:
+        """Move the arguments and set up the guard, if any, for a module call made from `frame`."""
+        outermost = self.is_outermost()
+        if outermost:
+            self.begin(module)
+        values = (*args, *kwargs.values())
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
-        if not guard.watched and self.holds_foreign((*args, *kwargs.values())):
-            self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
-        call = self.enter(module, sys._getframe(2))
-        if guard.writes_back:
+        result = None
+        if self.home is not None and not self.all_here(values):
+            result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
+            if self.holds_foreign(values):
+                self.watch_from_now_on(module)
+        if self.guard is None:
+            return result
+        call = self.enter(module, frame)
+        if outermost:
+            call.output_device = _device_of_caller(values)
+        if self.guard.writes_back:
             call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
         return result
 
+    def is_outermost(self) -> bool:
+        """Whether no other hooked module is running in this thread; those run again in backward belong to a forward."""
+        return not self.runtime.local.calls and torch_private.autograd_node() is None
+
+    def begin(self, module: nn.Module) -> None:
+        """A run begins with this module; from now on it is ready to send outputs back and to write to its inputs."""
+        if self.guard is None:
+            self.runtime.handles.append(add_leave(module, self))
+        self.guard = replace(self.guard or Guard(), writes_back=True)
+        self.runtime.copies.begin()
+
+    def watch_from_now_on(self, module: nn.Module) -> None:
+        """Watch the torch calls of a module that was given tensors of other devices in a list or a dict."""
+        if self.guard is None:
+            self.runtime.handles.append(add_leave(module, self))
+        guard = self.guard or Guard()
+        if not guard.watched:
+            self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
+
     def all_here(self, values: Iterable[Any]) -> bool:
-        """Whether nothing has to be done about these arguments. For a module at home, this is all that it costs."""
+        """Whether nothing has to be done about these arguments."""
         home = self.home
         for value in values:
             kind = _KINDS.get(type(value))
@@ -201,7 +234,10 @@ class Hook:
             call = calls.pop()
             self.take_down(call)
             if call.hook is self:
-                return call
+                break
+        if not calls:
+            self.runtime.copies.end()
+        return call
 
     def take_down(self, call: Call) -> None:
         if call.gathered is not None:
@@ -216,7 +252,7 @@ class Hook:
 
 
 class RootHook(Hook):
-    """Pre-hook of the root: a forward begins."""
+    """Pre-hook of the root, which may have been changed since its last forward."""
 
     __slots__ = ()
 
@@ -229,12 +265,12 @@ class RootHook(Hook):
             from autoshard.runtime.apply import adopt  # it needs this module
 
             adopt(module)
-        runtime.copies.begin()
-        result = self.enter_with(module, args, kwargs)
-        first = next(tensors_in((args, kwargs)), None)
-        if first is not None:
-            runtime.local.calls[-1].output_device = first[1].device
-        return result
+        hook = runtime.hook_on(module)  # not this one, if `adopt` made new ones
+        return hook.prepare(module, args, kwargs, sys._getframe(1))
+
+    def is_outermost(self) -> bool:
+        """The root sends its outputs back wherever it is called."""
+        return True
 
     def drop_interrupted(self) -> None:
         """Take down calls that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
@@ -247,10 +283,16 @@ class RootHook(Hook):
         while calls and id(calls[-1].frame) not in running:
             self.take_down(calls.pop())
 
-    def leave(self) -> Call | None:
-        call = super().leave()
-        self.runtime.copies.end()
-        return call
+
+def _device_of_caller(values: tuple) -> torch.device | None:
+    """Return where the code that made a call works: on the device of its first tensor that is no parameter.
+
+    Parameters that it passes on are where the plan put them, which says nothing about the rest.
+    """
+    tensors = [tensor for _, tensor in tensors_in(values)]
+    own = (t for t in tensors if not isinstance(t, nn.Parameter) and not isinstance(t._base, nn.Parameter))
+    first = next(own, tensors[0] if tensors else None)
+    return None if first is None else first.device
 
 
 class Leave:

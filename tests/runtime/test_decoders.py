@@ -5,7 +5,8 @@ import torch
 
 import autoshard
 from autoshard.runtime import apply_device_map, remove
-from tests.models import by_name, same
+from tests.conformance.checks import split_before
+from tests.models import by_name, energise, same
 
 
 def split(model, cut):
@@ -31,6 +32,38 @@ def test_generation_is_the_same(name, cut):
         for shape in case.shapes:
             with torch.no_grad():
                 assert same(model(**case.example(shape)), original(**case.example(shape)))
+        remove(model)
+    assert torch.equal(model.generate(**inputs, **settings), expected)
+
+
+def describer():
+    """Two towers and an encoder-decoder, whose own `generate` is called by that of the whole."""
+    import transformers
+
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.Blip2Config(
+        vision_config={**tower, "image_size": 16, "patch_size": 8},
+        qformer_config={**tower, "vocab_size": 32, "encoder_hidden_size": 16, "cross_attention_frequency": 1},
+        text_config={"model_type": "t5", "vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2,
+                     "num_heads": 2, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+        num_query_tokens=2, image_token_index=31,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return energise(transformers.Blip2ForConditionalGeneration(config).eval())
+
+
+@pytest.mark.parametrize("start", ["vision_model.encoder.layers.1", "qformer", "language_model.decoder.block.1"])
+def test_generate_of_an_inner_model(start):
+    """An inner model is called, part by part, while no forward of the whole runs."""
+    original, model = describer(), describer()
+    ids = torch.tensor([[31, 31, 5, 9], [31, 31, 7, 3]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = original.generate(**inputs, **settings)
+    with autoshard.simulate("2x64MiB"):
+        for devices in (["cpu:0", "cpu:1"], ["cpu:1", "cpu:0"]):
+            apply_device_map(model, split_before(model, start, devices))
+            assert torch.equal(model.generate(**inputs, **settings), expected)
         remove(model)
     assert torch.equal(model.generate(**inputs, **settings), expected)
 
