@@ -38,7 +38,7 @@ def least_worst(grid: Grid, lines: Sequence[Grid], costs: Costs, plain: Array, g
         return best_end(of, costs, total, worst=True)[0]
 
     upper = np.inf
-    for more in LIMITS:
+    for more in LIMITS[1:] if costs.far is not None else LIMITS:  # the lower bound is far off between hosts
         if more > LIMITS[0] and upper == np.inf:
             upper = min((search(line, low * more) for line in lines), default=np.inf)
         limit = min(max(low, 1e-30) * more, upper) * WITHIN
@@ -108,7 +108,10 @@ def least_sum(
     for more in SHARES:
         if (more > SHARES[0] or costs.far is not None) and upper == np.inf:
             upper = min((search(line, start + max(more, 0.3) * whole)[0] for line in lines), default=np.inf) - base
-        limit = min(start + more * whole, upper) + rounding
+        limit = (
+            upper if max(each, upper) < np.inf else min(start + more * whole, upper)
+        )  # `each` leaves little to look at
+        limit += rounding
         try:
             value, total, end = search(grid, limit)
             if end >= 0 and value - base + rounding > limit:  # a better one may lie outside this limit
