@@ -18,6 +18,10 @@ import numpy
 ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave"]
 
 
+DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
+"""Functions that multiply by a random mask of the shape of their first argument, where a `dropout` action may be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """One dimension of one parameter or buffer that is cut; `name` is relative to the block it belongs to."""
@@ -60,7 +64,7 @@ class Action:
 class Scale:
     """An integer attribute of a module that must be smaller on a rank: `value` is the whole, `local` one per rank.
 
-    `attribute` may be dotted ("config.num_heads"): objects on the way are copied, so other modules keep theirs.
+    `attribute` may be dotted ("settings.width"): objects on the way are copied, so other modules keep theirs.
     """
 
     module: str

@@ -12,7 +12,7 @@ from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
 from autoshard.axes.walk import Contraction, Walk
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
-from autoshard.sharding import Action
+from autoshard.sharding import DROPOUTS, Action
 
 
 class Unplaceable(Exception):
@@ -81,6 +81,9 @@ class Places:
         for contraction in self.walk.contractions:
             if leaf in leaves(contraction.axis):
                 note(self._reduction(contraction, leaf))
+        for op, value in self.walk.draws:
+            for dim in self.walk.cut_dims(value, leaf):
+                note(self._drawing(op, dim, describe(self.walk.axes[value][dim], leaf)))
         entering, staying, summed = self._crossings(leaf)
         for value, readers in entering.items():
             note(self._entering("enter", value, readers, 0, ""))
@@ -149,6 +152,12 @@ class Places:
         kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
         axis = describe(contraction.axis, leaf) if kind != "reduce" else ""
         return [(self._at(site, kind, results[0], 0, axis, addend), site.call)]
+
+    def _drawing(self, op: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+        site = self._site(op)
+        if site is None or site.function not in DROPOUTS:
+            raise Unplaceable(f"{self.where(op)} draws random numbers for a part of a tensor")
+        return [(self._at(site, "dropout", "", dim, axis), site.call)]
 
     def _entering(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[tuple[Action, int]]:
         """Actions on a value before all of `ops` read it, and before nobody else does."""

@@ -21,7 +21,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import replace_at, tensor_at, tensors_in
 from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
-from autoshard.sharding import Action
+from autoshard.sharding import DROPOUTS, Action
 
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
@@ -33,8 +33,6 @@ _BIASED = frozenset(_SINGLE.values())
 _FRESH = {*_BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
 """Functions whose result is new memory, which a sum over ranks may overwrite."""
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
-"""Functions that multiply by a random mask of the shape of their first argument."""
 
 
 class Memo:
@@ -392,8 +390,8 @@ def check(action: Action, where: str) -> None:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"
-    elif action.kind == "dropout" and action.function not in _DROPOUTS:
-        problem = f"is at {action.function!r}; only {', '.join(sorted(_DROPOUTS))} can be drawn in parts"
+    elif action.kind == "dropout" and action.function not in DROPOUTS:
+        problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))} can be drawn in parts"
     elif action.addend and (action.kind != "reduce" or not action.function):
         problem = "has an addend without being the sum of a function's results"
     if problem:

@@ -1,0 +1,39 @@
+"""Random masks of cut tensors: drawn for the whole tensor, or the cut is refused."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard.axes.groups import find_groups
+from autoshard.capture.capture import capture
+
+
+class Block(nn.Module):
+    def __init__(self, shared: bool):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.inner = nn.Dropout(0.5)
+        self.outer = self.inner if shared else nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.outer(self.down(self.inner(F.gelu(self.up(self.norm(x))))))
+
+
+def groups(training, shared=False):
+    model = nn.Sequential(Block(shared), Block(shared)).train(training)
+    return find_groups(capture(model, torch.randn(2, 3, 8), composite=True)).groups
+
+
+def test_a_mask_for_a_cut_tensor_is_an_action():
+    (group,) = [group for group in groups(True) if len(group.shards) == 3]
+    (action,) = [action for action in group.actions if action.kind == "dropout"]
+    assert (action.module, action.function, action.dim, action.axis) == ("inner", "dropout", 2, "*32")
+
+
+def test_nothing_is_drawn_in_evaluation():
+    (group,) = [group for group in groups(False) if len(group.shards) == 3]
+    assert {action.kind for action in group.actions} == {"reduce", "enter"}
+
+
+def test_one_module_that_draws_for_cut_and_whole_tensors_refuses_the_cut():
+    assert not [group for group in groups(True, shared=True) if len(group.shards) == 3]
