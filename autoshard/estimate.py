@@ -55,7 +55,8 @@ class Estimate:
         bottleneck_seconds: the busiest device with its incoming transfers: 1 / throughput when passes overlap.
         lower_bound_seconds: no plan of this kind on this cluster can have a lower value of the objective.
         gap: (objective value - lower bound) / lower bound; 0 means proved optimal.
-        host_seconds: part of latency spent on ops outside any placed module.
+        collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
+            `all_reduces` and `all_gathers` of them in one pass.
     """
 
     devices: tuple[DeviceEstimate, ...]
@@ -69,3 +70,6 @@ class Estimate:
     aligned: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    collective_seconds: float = 0.0
+    all_reduces: int = 0
+    all_gathers: int = 0

@@ -1,6 +1,6 @@
 """The walk over the ops of one region: every tensor gets axes, and what is summed over or looked up is noted."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,12 @@ class Contraction:
 class Walk:
     """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
 
-    `ops`: those that were walked; `draws`: those that draw a random mask, and the value that it is for.
+    `table`: the rules; `ops`: those that were walked; `draws`: those that draw a random mask, and the value that it is
+    for.
     """
 
     graph: ModelGraph
+    table: Mapping[Any, rules.Rule] = field(default_factory=lambda: RULES)
     axes: dict[int, Axes] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     draws: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Walk:
         self.why = f"{self.name} in {self.graph.calls[op.call].path or 'the model itself'}"
         self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
         seen = [Seen(value, values[value].shape, values[value].dtype, self.of(value)) for value in op.inputs]
-        rule = RULES.get(packet)
+        rule = self.table.get(packet)
         if rule is None and traits_of(op.target).pointwise:
             rule = rules.pointwise
         made = self._ruled(rule, op, seen) if rule is not None and op.node is not None else None

@@ -1,0 +1,262 @@
+"""What a plan with cuts costs: the recorded run as one rank sees it, priced like any other, and the collectives.
+
+A rank runs the ops of the whole model on smaller tensors. Which tensors of the run are smaller, and how much, is found
+by following the axes of the cut parameters through it. What can't be followed counts whole, as does what a block hands
+out, so memory and seconds are rather over- than underestimated; the estimate names what it could not follow.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, prod
+
+from autoshard.axes.axis import Axis, Leaf, describe, leaves
+from autoshard.axes.decomposed import DECOMPOSED
+from autoshard.axes.regions import OUTSIDE, find_regions
+from autoshard.axes.rules import RULES
+from autoshard.axes.walk import Walk
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster
+from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.cost import estimate
+from autoshard.errors import PlanError
+from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.sharding import Cut, coordinates_of, kept
+
+Parts = tuple[float, ...]
+"""Per rank, the part of a tensor that it has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Traced:
+    """What cuts do to one recorded run.
+
+    Attributes:
+        parts: value -> the part of it that each rank has; values that all ranks have whole are absent.
+        reduced, gathered: bytes of every tensor that is summed, or put together, in a forward.
+        lost: blocks in which a cut could not be followed.
+    """
+
+    parts: dict[int, Parts] = field(default_factory=dict)
+    reduced: list[int] = field(default_factory=list)
+    gathered: list[int] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
+    """Compute the consequences of a plan with cuts: rank i is `plan.devices[i]`, all work on the same pass.
+
+    Raises `PlanError` if the plan names a device that the cluster lacks, or cuts what the model does not have.
+    """
+    names = [device.name for device in plan.devices]
+    unknown = sorted(set(names) - set(cluster.names))
+    if unknown:
+        raise PlanError(
+            f"the plan cuts the model over {', '.join(names)}, but the devices are {', '.join(cluster.names)}. "
+            "Give these devices, or plan again for the ones there are."
+        )
+    traced = trace_cuts(profile.graph, plan.cuts)
+    passes = 2 if profile.workload.training else 1  # backward sums where forward lets in, and the other way round
+    seconds = passes * (
+        sum(all_reduce_seconds(cluster, names, nbytes) for nbytes in traced.reduced)
+        + sum(all_gather_seconds(cluster, names, nbytes) for nbytes in traced.gathered)
+    )
+    ranks = _ranks(plan, profile, cluster, traced)
+    devices = tuple(
+        replace(ranks[name], transfer_seconds=seconds)
+        if name in ranks else _unused(name, cluster.device(name).memory_bytes) for name in cluster.names
+    )  # fmt: skip
+    latency = max(device.compute_seconds for device in devices) + seconds
+    notes = profile.graph.notes
+    if traced.lost:
+        shown = ", ".join(path or "the model itself" for path in traced.lost[:3])
+        more = f" and {len(traced.lost) - 3} more" if len(traced.lost) > 3 else ""
+        notes += (f"In {shown}{more} activations are counted whole and collectives not: the cut can't be followed.",)
+    return Estimate(
+        devices=devices,
+        transfers=(),
+        objective=plan.objective,
+        latency_seconds=latency,
+        bottleneck_seconds=latency,
+        lower_bound_seconds=0.0,
+        gap=0.0,
+        fits=all(device.free_bytes >= 0 for device in devices),
+        notes=notes,
+        collective_seconds=seconds,
+        all_reduces=len(traced.reduced) * passes,
+        all_gathers=len(traced.gathered) * passes,
+    )
+
+
+def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> dict[str, DeviceEstimate]:
+    """Every rank's bytes and seconds; ranks with equal shares on equal devices are computed once."""
+    known: dict[object, DeviceEstimate] = {}
+    found: dict[str, DeviceEstimate] = {}
+    for rank, row in enumerate(plan.devices):
+        device = cluster.device(row.name)
+        figures = replace(device, name="", flops_per_second={}, host="")
+        key = (tuple(cut.shares[rank] for cut in plan.cuts), figures.kind, figures.memory_bytes,
+               tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds,
+               device.name.partition(":")[0])  # fmt: skip
+        if key not in known:
+            alone = replace(plan, cuts=(), whole=(), placements={"": row.name})
+            local = local_profile(profile, traced, rank)
+            done = estimate(alone, local, cluster, lower_bound_seconds=0.0)
+            known[key] = next(one for one in done.devices if one.name == row.name)
+        found[row.name] = replace(known[key], name=row.name)
+    return found
+
+
+def _unused(name: str, memory_bytes: int) -> DeviceEstimate:
+    return DeviceEstimate(
+        name=name, memory_bytes=memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0, optimizer_bytes=0,
+        activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0, compute_seconds=0.0,
+        transfer_seconds=0.0,
+    )  # fmt: skip
+
+
+def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
+    """The recorded run as one rank sees it: the same ops, with the sizes, FLOPs and bytes of its tensors."""
+    graph = profile.graph
+    parts = {value: part[rank] for value, part in traced.parts.items()}
+    values = tuple(
+        replace(value, nbytes=ceil(value.nbytes * parts[value.index]))
+        if value.index in parts else value for value in graph.values
+    )  # fmt: skip
+    first: dict[int, int] = {}
+    for value in graph.values:
+        first.setdefault(value.storage, value.index)
+    storages = tuple(
+        replace(storage, nbytes=ceil(storage.nbytes * parts[first[storage.index]]))
+        if first.get(storage.index) in parts else storage for storage in graph.storages
+    )  # fmt: skip
+    tensors = tuple(
+        replace(tensor, nbytes=ceil(tensor.nbytes * parts[tensor.value])) if tensor.value in parts else tensor
+        for tensor in graph.tensors
+    )
+    ops, moved = [], []
+    for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
+        touched = (*op.inputs, *op.outputs)
+        share = min((parts.get(value, 1.0) for value in touched), default=1.0)
+        whole = sum(graph.values[value].nbytes for value in touched)
+        local = sum(values[value].nbytes for value in touched)
+        ops.append(replace(op, flops=ceil(op.flops * share)) if share < 1 and op.flops else op)
+        moved.append(nbytes * local // whole if local < whole else nbytes)
+    smaller = replace(graph, values=values, storages=storages, tensors=tensors, ops=tuple(ops))
+    return replace(profile, graph=smaller, op_bytes=tuple(moved))
+
+
+def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
+    """Follow the axes of cut parameters through a recorded run, block by block. Raises `PlanError` for other models."""
+    traced = Traced()
+    by_name = {tensor.name: tensor for tensor in graph.tensors}
+    together: dict[str, list[Cut]] = {}
+    for cut in cuts:
+        for block in cut.blocks:
+            together.setdefault(block, []).append(cut)
+            for shard in cut.shards:
+                name = _full(block, shard.name)
+                if name not in by_name or shard.dim >= len(by_name[name].shape):
+                    raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
+                traced.parts[by_name[name].value] = parts_of(shard.axis, cut.shares)
+    blocks = _Blocks(graph, list(together))
+    for block, here in together.items():
+        walk = Walk(graph, table=RULES | DECOMPOSED)
+        for index in blocks.ops[block]:
+            walk.run(graph.ops[index])
+        walk.resolve_all()
+        for cut in here:
+            leaf = _leaf(walk, cut, [by_name[_full(block, shard.name)].value for shard in cut.shards])
+            if leaf is None:
+                traced.lost.append(block)
+                continue
+            _trace(graph, blocks, block, walk, leaf, cut, traced)
+    return traced
+
+
+def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
+    """The part of a dimension that each rank keeps."""
+    size = len(coordinates_of(axis))
+    return tuple(len(kept(axis, shares, rank)) / size for rank in range(len(shares)))
+
+
+class _Blocks:
+    """Which ops belong to which of some blocks."""
+
+    def __init__(self, graph: ModelGraph, blocks: Iterable[str]) -> None:
+        known = set(blocks)
+        outside = next((region.ops for region in find_regions(graph) if region.path == OUTSIDE), ())
+        inner = set(outside) if OUTSIDE in known else set()
+        self.of_op: list[str | None] = []
+        self.ops: dict[str, list[int]] = {block: [] for block in known}
+        for op in graph.ops:
+            block: str | None = next((path for path in _above(graph.calls[op.call].path) if path in known), None)
+            if block is None and (op.forward if op.backward else op.index) in inner:
+                block = OUTSIDE
+            self.of_op.append(block)
+            if block is not None:
+                self.ops[block].append(op.index)
+        self.leaving = set(graph.outputs)
+        for op in graph.ops:
+            for value in op.inputs:
+                maker = graph.values[value].op
+                if maker >= 0 and self.of_op[maker] != self.of_op[op.index]:
+                    self.leaving.add(value)
+
+
+def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:
+    """The leaf that the shards of a cut describe, if all of them have it in this run."""
+    shard = cut.shards[0]
+    for leaf in leaves(walk.of(values[0])[shard.dim]):
+        good = (
+            describe(walk.of(value)[shard.dim], leaf) == shard.axis
+            for shard, value in zip(cut.shards, values, strict=True)
+        )
+        if leaf.size == cut.size and all(good):
+            return leaf
+    return None
+
+
+def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Leaf, cut: Cut, traced: Traced) -> None:
+    """Note what one cut makes smaller in one block, what is summed and what is put together."""
+    uncounted, begin = graph.uncounted, graph.backward_begin
+    for value, axes in walk.axes.items():
+        maker = graph.values[value].op
+        if maker < 0 or blocks.of_op[maker] != block or not walk.cut_dims(value, leaf):
+            continue
+        if value in blocks.leaving:
+            if maker < begin and maker not in uncounted:
+                traced.gathered.append(graph.values[value].nbytes)
+            continue
+        whole = max(prod(graph.values[value].shape), 1)
+        sizes = [prod(_local(axis, leaf, share) for axis in axes) / whole for share in cut.shares]
+        known = traced.parts.get(value, (1.0,) * cut.degree)
+        traced.parts[value] = tuple(min(one, other) for one, other in zip(known, sizes, strict=True))
+    due = {contraction.op for contraction in walk.contractions if leaf in leaves(contraction.axis)}
+    for op in sorted(due):
+        if op < begin and op not in uncounted:
+            traced.reduced += [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
+
+
+def _local(axis: Axis, leaf: Leaf, share: int) -> int:
+    """The size of an axis on a rank that keeps so many slices of a leaf."""
+    size = 1
+    for factor in axis:
+        if factor is leaf:
+            size *= share
+        elif isinstance(factor, Leaf):
+            size *= factor.size
+        else:
+            size *= sum(_local(segment, leaf, share) for segment in factor.segments)
+    return size
+
+
+def _full(block: str, name: str) -> str:
+    return f"{block}.{name}" if block else name
+
+
+def _above(path: str) -> Iterable[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
