@@ -7,9 +7,11 @@ A real tensor that is written with something unknown stays a real object, but it
 counts as unknown too, in all its views.
 """
 
+import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +69,17 @@ class ValueNeeded(Exception):
 
 VALUE_ERRORS = (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException)
 """What a run on shapes raises where the model branches on a value that is not known."""
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, fake tensors print no tracebacks of errors that are handled."""
+    talk = logging.getLogger("torch._subclasses.fake_tensor")
+    before, talk.disabled = talk.disabled, True
+    try:
+        yield
+    finally:
+        talk.disabled = before
 
 
 class FakeFloats:

@@ -3,36 +3,63 @@
 For each block that differs: its own Python is run on the local shapes of a rank until the attributes are found that
 hold a size of the cut axis; then random values go through the whole block and through all of its ranks, forward and
 backward, and must agree. What can't be shown is refused with the reason, and stays whole.
+
+A block too large to be run is followed on shapes alone, and the numbers are those of a smaller block of the same making
+(`shrink`).
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.capture.capture import observe_calls
-from autoshard.capture.graph import ModelGraph
+from autoshard.capture.fake import silenced
+from autoshard.capture.graph import Call, ModelGraph
+from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.plan_cuts import Refusal
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import NotFound, Question, Scales, find_scales
+from autoshard.prove.shrink import (
+    SLICES,
+    Arguments,
+    as_fake,
+    elements_of,
+    on_meta,
+    smaller_arguments,
+    smaller_block,
+    smaller_cut,
+)  # fmt: skip
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, Scale
+from autoshard.torch_private import FakeTensorMode
 from autoshard.workload import Workload
+
+RUN_ELEMENTS = 1 << 25
+"""Blocks with more elements than this in their parameters are proved on a smaller block."""
+SMALLER_ELEMENTS = 1 << 28
+"""And if that has more than this, not at all."""
 
 
 class Prover:
     """Proves groups of one model; remembers what it has made for each block."""
 
-    def __init__(self, model: nn.Module, graph: ModelGraph, calls: Mapping[str, Sequence[tuple[tuple, dict]]]) -> None:
+    def __init__(
+        self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]]
+    ) -> None:
         self._model, self._graph, self._calls = model, graph, calls
+        self._groups = found.groups
         self._samples: dict[str, Sample] = {}
+        self._scales: dict[tuple[int, tuple[int, ...]], Scales | NotFound] = {}
         self._results: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
 
     def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
@@ -41,7 +68,7 @@ class Prover:
         cuts = [outcome for outcome in outcomes if isinstance(outcome, Cut)]
         if len(cuts) < 2:
             return outcomes
-        reason = _tried(lambda: self._proved(groups[0].blocks[0], tuple(cuts)))
+        reason = _tried(lambda: self._proved(groups, cuts))
         if reason:  # each is right alone: the one that saves least stays whole
             least = min(range(len(groups)), key=lambda index: groups[index].nbytes)
             outcomes[least] = Refusal(reason=f"not together with others: {reason}")
@@ -54,59 +81,129 @@ class Prover:
             made: list[Cut] = []
 
             def work() -> None:
-                made.extend(self._proved(group.blocks[0], (self._with_scales(group, shares),)))
+                made.extend(self._proved([group], [_cut(group, shares, self._find_scales(group, shares))]))
 
             reason = _tried(work)
             self._results[key] = Refusal(reason=reason) if reason else made[0]
         return self._results[key]
 
-    def _sample(self, block: str) -> Sample:
-        if block not in self._samples:
-            module = self._model.get_submodule(block)
-            if not self._calls.get(block):
-                raise NotFound(f"{block} was not called")
-            self._samples[block] = sample_block(module, self._calls[block])
-        return self._samples[block]
+    # ---- the numbers
 
-    def _with_scales(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut:
-        """The cut of a group with the integers that its blocks need; they are searched in the first block."""
-        cut = Cut(
-            blocks=group.blocks, size=group.size, shares=shares, shards=group.shards, actions=group.actions,
-            summed=group.summed,
-        )  # fmt: skip
-        block = group.blocks[0]
-        sample = self._sample(block)
-        calls = [call for call in self._graph.calls if call.path == block][: len(sample.calls)]
+    def _proved(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut]:
+        """Compare ranks with the whole, and note in the cuts how. Raises what does not hold."""
+        path = groups[0].blocks[0]
+        if self._is_large(path):
+            sample, small = self._smaller(path, groups)
+            ways = check_equal(sample, small)
+            how = f"shapes followed; a smaller block equal on {SLICES} ranks"
+        else:
+            ways = check_equal(self._sample(path), tuple(replace(cut, blocks=("",)) for cut in cuts))
+            how = f"equal on {cuts[0].degree} ranks"
+        proof = f"{how} with random values, {'forward and backward' if ways else 'forward'}"
+        return [replace(cut, proof=proof) for cut in cuts]
+
+    def _is_large(self, path: str) -> bool:
+        return elements_of(self._model.get_submodule(path)) > RUN_ELEMENTS
+
+    def _given(self, path: str) -> Sequence[Arguments]:
+        if not self._calls.get(path):
+            raise NotFound(f"{path} was not called")
+        return self._calls[path]
+
+    def _sample(self, path: str) -> Sample:
+        if path not in self._samples:
+            self._samples[path] = sample_block(self._model.get_submodule(path), self._given(path))
+        return self._samples[path]
+
+    def _smaller(self, path: str, groups: Sequence[AxisGroup]) -> tuple[Sample, tuple[Cut, ...]]:
+        """A smaller block with arguments, and the cuts of these groups there. All that can be left out of it is."""
+        kept = list(groups)
+        for other in sorted(self._groups, key=lambda group: -group.nbytes):
+            apart = all(other.index not in group.conflicts and other.index != group.index for group in kept)
+            looked_up = any(action.kind == "lookup" for action in other.actions)  # by numbers that the block may make
+            if other.blocks[0] == path and apart and other.size > SLICES and not looked_up:
+                kept.append(other)
+        whole: list[Cut] = []
+        scales: list[Scales] = []
+        for group in list(kept):
+            try:
+                scales.append(self._find_scales(group, (SLICES, group.size - SLICES)))
+            except NotFound:
+                if group in groups:
+                    raise
+                kept.remove(group)
+                continue
+            whole.append(replace(_cut(group, (SLICES, group.size - SLICES), scales[-1]), blocks=("",)))
+        block = smaller_block(self._model.get_submodule(path), whole)
+        if elements_of(block) > SMALLER_ELEMENTS:
+            raise NotFound(f"too large to be proved: {elements_of(block):,} elements with all left out that can be")
+        calls = zip(self._calls_of(path), self._given(path), strict=False)
+        given = [smaller_arguments(one, call, self._graph, kept, whole) for call, one in calls]
+        small = tuple(
+            smaller_cut(cut, _scales(found, (1,) * SLICES, SLICES))
+            for cut, found in zip(whole[: len(groups)], scales, strict=False)
+        )
+        return sample_block(block, given), small
+
+    # ---- the scales
+
+    def _find_scales(self, group: AxisGroup, shares: tuple[int, ...]) -> Scales:
+        """The integers that must be smaller on a rank; they are searched in the first block. Raises `NotFound`."""
+        key = (group.index, shares)
+        if key not in self._scales:
+            try:
+                self._scales[key] = self._searched(group, shares)
+            except NotFound as error:
+                self._scales[key] = error
+        found = self._scales[key]
+        if isinstance(found, NotFound):
+            raise found
+        return found
+
+    def _searched(self, group: AxisGroup, shares: tuple[int, ...]) -> Scales:
+        path = group.blocks[0]
+        large = self._is_large(path)
+        block = on_meta(self._model.get_submodule(path)) if large else self._sample(path).block
+        given = self._given(path) if large else self._sample(path).calls
         scales: Scales = {}
-        for call, given in zip(calls, sample.calls, strict=False):
+        for call, arguments in zip(self._calls_of(path), given, strict=False):
             question = Question(
-                block=sample.block,
+                block=block,
                 leaf=group.leaf,
                 expected=expected_results(self._graph, group.walk, call),
                 near=axes_near(self._graph, group.walk, call, group.leaf),
             )
-            scales = find_scales(question, self._runner(question, cut, given), scales)
-        return replace(cut, scales=_scales(scales, shares))
+            cut = replace(_cut(group, shares, {}), blocks=("",))
+            run = partial(_run_on_fakes if large else _run_on_values, question, cut, arguments)
+            scales = find_scales(question, run, scales)
+        return scales
 
-    def _runner(self, question: Question, cut: Cut, given: tuple[tuple, dict[str, Any]]) -> Callable[[Scales], Outcome]:
-        """Run the first rank of a cut with some scales."""
+    def _calls_of(self, path: str) -> list[Call]:
+        return [call for call in self._graph.calls if call.path == path]
 
-        def run(scales: Scales) -> Outcome:
-            local = copy.deepcopy(question.block)
-            one = replace(cut, blocks=("",), scales=_scales(scales, cut.shares))
-            apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree))
-            args, kwargs = copy.deepcopy(given)
-            return run_watched(local, args, kwargs, Watch(question.expected, {question.leaf: cut.shares[0]}))
 
-        return run
+def _run_on_values(question: Question, cut: Cut, given: Arguments, scales: Scales) -> Outcome:
+    """Run the first rank of a cut with some scales."""
+    local = copy.deepcopy(question.block)
+    one = replace(cut, scales=_scales(scales, cut.shares))
+    apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree))
+    args, kwargs = copy.deepcopy(given)
+    return run_watched(local, args, kwargs, Watch(question.expected, {question.leaf: cut.shares[0]}))
 
-    def _proved(self, block: str, cuts: tuple[Cut, ...]) -> list[Cut]:
-        local = tuple(replace(cut, blocks=("",)) for cut in cuts)
-        backward = check_equal(self._sample(block), local)
-        proof = (
-            f"equal on {cuts[0].degree} ranks with random values, {'forward and backward' if backward else 'forward'}"
-        )
-        return [replace(cut, proof=proof) for cut in cuts]
+
+def _run_on_fakes(question: Question, cut: Cut, given: Arguments, scales: Scales) -> Outcome:
+    """The same on shapes alone."""
+    local = copy.deepcopy(question.block)
+    one = replace(cut, scales=_scales(scales, cut.shares))
+    apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree), shapes_only=True)
+
+    def fake(spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=spec.dtype) if spec.value is None else spec.value.clone()
+
+    with silenced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        as_fake(local, mode)
+        args, kwargs = fill_specs(given, fake)
+        return run_watched(local, args, kwargs, Watch(question.expected, {question.leaf: cut.shares[0]}))
 
 
 def _tried(work: Callable[[], Any]) -> str:
@@ -120,12 +217,20 @@ def _tried(work: Callable[[], Any]) -> str:
     return ""
 
 
-def _scales(scales: Scales, shares: tuple[int, ...]) -> tuple[Scale, ...]:
+def _cut(group: AxisGroup, shares: tuple[int, ...], scales: Scales) -> Cut:
+    return Cut(
+        blocks=group.blocks, size=group.size, shares=shares, shards=group.shards, actions=group.actions,
+        scales=_scales(scales, shares), summed=group.summed,
+    )  # fmt: skip
+
+
+def _scales(scales: Scales, shares: tuple[int, ...], of: int | None = None) -> tuple[Scale, ...]:
+    """Scales for these shares; `of`: not of the whole, but of a block that has so many slices."""
     return tuple(
         Scale(
             module=module,
             attribute=attribute,
-            value=number.whole,
+            value=number.whole if of is None else number.local(of),
             local=tuple(number.local(share) for share in shares),
         )
         for (module, attribute), number in scales.items()
@@ -137,4 +242,4 @@ def make_prover(
 ) -> Prover:
     """Observe how the blocks of a model are called, and return what proves their groups."""
     paths = dict.fromkeys(group.blocks[0] for group in found.groups)
-    return Prover(model, graph, observe_calls(model, inputs, workload, paths))
+    return Prover(model, graph, found, observe_calls(model, inputs, workload, paths))

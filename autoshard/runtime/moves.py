@@ -35,7 +35,8 @@ def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
 def _storage_key(tensor: torch.Tensor) -> object:
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return id(tensor)
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr() or storage._cdata  # without data (on meta) it is the object that tells
 
 
 def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> Undo:
