@@ -13,7 +13,8 @@ import traceback
 from datetime import timedelta
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "autoshard"])
+# what is missing is left out without a word
+_context.set_forkserver_preload(["torch", "torch.distributed", "autoshard", "transformers.models.llama.modeling_llama"])
 
 
 class RankFailed(AssertionError):

@@ -311,6 +311,52 @@ def batch(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+def make_decoder():
+    """A decoder of Transformers with grouped heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=60, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def decoder_cuts(layers):
+    heads = Cut(
+        blocks=layers,
+        size=2,
+        shares=(1, 1),
+        shards=(
+            Shard(name="self_attn.q_proj.weight", dim=0, axis="*2x16"),
+            Shard(name="self_attn.k_proj.weight", dim=0, axis="*2x8"),
+            Shard(name="self_attn.v_proj.weight", dim=0, axis="*2x8"),
+            Shard(name="self_attn.o_proj.weight", dim=1, axis="*2x16"),
+        ),
+        actions=(
+            *(Action(kind="enter", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
+            Action(kind="reduce", module="self_attn.o_proj", function="linear", occurrence=0),
+        ),
+    )
+    units = Cut(
+        blocks=layers,
+        size=48,
+        shares=(24, 24),
+        shards=(
+            Shard(name="mlp.gate_proj.weight", dim=0, axis="*48"),
+            Shard(name="mlp.up_proj.weight", dim=0, axis="*48"),
+            Shard(name="mlp.down_proj.weight", dim=1, axis="*48"),
+        ),
+        actions=(
+            Action(kind="enter", module="mlp.gate_proj", argument="0.0"),
+            Action(kind="enter", module="mlp.up_proj", argument="0.0"),
+            Action(kind="reduce", module="mlp.down_proj", function="linear", occurrence=0),
+        ),
+    )
+    return heads, units
+
+
 # forward: all-reduces and gathers; both: these and the conjugates in backward, where the input needs a gradient
 CASES = {
     "perceptron": Case(Perceptron, (batch(2, 5, 8),), cut_perceptron, 2, 4),

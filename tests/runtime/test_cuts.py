@@ -16,7 +16,34 @@ from autoshard.runtime.slices import join
 from autoshard.sharding import Action
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make
-from tests.runtime.cut_models import uneven_shares
+from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
+
+
+def generating():
+    """Two all-reduces per layer and forward, and the same tokens on all ranks, sampled ones too."""
+    model, counter = make_decoder(), Counter()
+    ids = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(1))
+    common = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}]
+
+    def generate():
+        made = []
+        for way in ways:
+            torch.manual_seed(3)
+            made.append(model.generate(ids, **{**common, **way}))
+        return made
+
+    expected = generate()
+    apply_cuts(model, decoder_cuts(("model.layers.0", "model.layers.1")), ProcessRanks.of())
+    with torch.no_grad():
+        model(ids)
+    assert counter.count == 4
+    for way, found, wanted in zip(ways, generate(), expected, strict=True):
+        assert torch.equal(found, wanted), way
+
+
+def test_generates_the_same_tokens():
+    run_ranks(generating, 2)
 
 
 class Counter:

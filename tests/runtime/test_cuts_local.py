@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import autoshard
+from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor
-from autoshard.sharding import Action, Cut, Shard
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
+from tests.runtime.cut_models import decoder_cuts, make_decoder
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -40,50 +41,9 @@ def test_checkpoint():
     check_checkpoint(LocalRanks.of(["cpu", "cpu"]))
 
 
-def decoder_cuts(layers):
-    heads = Cut(
-        blocks=layers,
-        size=2,
-        shares=(1, 1),
-        shards=(
-            Shard(name="self_attn.q_proj.weight", dim=0, axis="*2x16"),
-            Shard(name="self_attn.k_proj.weight", dim=0, axis="*2x8"),
-            Shard(name="self_attn.v_proj.weight", dim=0, axis="*2x8"),
-            Shard(name="self_attn.o_proj.weight", dim=1, axis="*2x16"),
-        ),
-        actions=(
-            *(Action(kind="enter", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
-            Action(kind="reduce", module="self_attn.o_proj", function="linear", occurrence=0),
-        ),
-    )
-    units = Cut(
-        blocks=layers,
-        size=48,
-        shares=(24, 24),
-        shards=(
-            Shard(name="mlp.gate_proj.weight", dim=0, axis="*48"),
-            Shard(name="mlp.up_proj.weight", dim=0, axis="*48"),
-            Shard(name="mlp.down_proj.weight", dim=1, axis="*48"),
-        ),
-        actions=(
-            Action(kind="enter", module="mlp.gate_proj", argument="0.0"),
-            Action(kind="enter", module="mlp.up_proj", argument="0.0"),
-            Action(kind="reduce", module="mlp.down_proj", function="linear", occurrence=0),
-        ),
-    )
-    return heads, units
-
-
 @pytest.fixture(scope="module")
 def decoder():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=60, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return make_decoder()
 
 
 @pytest.mark.parametrize(
@@ -205,3 +165,35 @@ def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
 
 def interrupt(*args):
     raise KeyboardInterrupt
+
+
+def test_private_torch_still_says_what_cuts_need():
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.is_held(weight)
+    held = weight * 2
+    assert torch_private.is_held(weight)
+    del held
+    weight.register_hook(interrupt)
+    assert torch_private.gradient_hooks(weight) == [interrupt]
+    torch_private.drop_gradient_hooks(weight, type(interrupt))
+    weight.sum().backward()
+    assert torch_private.innermost_dispatch_mode() is None
+    mode = RanksMode([torch.device("cpu")], torch.device("cpu"))
+    with mode:
+        assert torch_private.innermost_dispatch_mode() is mode
+    torch_private.replace_total_norm(lambda *args: torch.tensor(8.0))
+    try:
+        assert torch.nn.utils.clip_grad_norm_(weight, 1.0) == 8
+        assert torch.allclose(weight.grad, torch.tensor(1 / 8))
+    finally:
+        torch_private.replace_total_norm(None)
+    assert torch.nn.utils.get_total_norm([torch.ones(4)]) == 2
+
+
+def test_a_graph_from_before_the_cut_does_not_fill_gradients():
+    model, case = make("perceptron"), CASES["perceptron"]
+    loss = model(*case.inputs).sum()
+    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    with pytest.raises(RuntimeError, match="Run the forward again"):
+        loss.backward()
+    model(*case.inputs).sum().backward()
