@@ -162,14 +162,31 @@ def _settable_data(original: Any) -> property:
 
 
 def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Wrap `nn.Module._apply`, so that `.to` keeps parameter objects (and with them ties), as it does on GPUs."""
+    """Wrap `nn.Module._apply`, so that `.to` keeps parameter objects (and with them ties), as it does on GPUs.
 
-    def apply_and_swap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    Where nothing changes, nothing is exchanged: a backward graph that holds the parameter stays good. Some models call
+    `.to` in every forward, also in one that runs again in backward.
+    """
+
+    def apply_and_swap(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        if not _changes(module, fn):
+            return module
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            return apply(module, *args, **kwargs)
+            return apply(module, fn, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     return apply_and_swap
+
+
+def _changes(module: nn.Module, fn: Callable[..., Any]) -> bool:
+    """Whether a conversion gives other tensors than those that the module itself holds."""
+    own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    own += [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
+    with torch.no_grad():
+        return any(fn(tensor) is not tensor for tensor in own)

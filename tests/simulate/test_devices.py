@@ -164,6 +164,17 @@ def test_reshaping_in_place(devices):
     assert y.tolist() == [1] * 5
 
 
+def test_module_to_leaves_a_graph_good_where_nothing_changes(devices):
+    """As on GPUs: some models call `.to` in every forward, and checkpointing runs forwards while a graph is there."""
+    model = nn.Sequential(nn.Linear(2, 2, device="cpu:0"), nn.Linear(2, 2, device="cpu:0"))
+    output = model(torch.ones(1, 2, device="cpu:0"))
+    model.to(torch.float32).to("cpu:0")
+    output.sum().backward()
+    assert all(p.grad.device == ONE for p in model.parameters())
+    model.to(TWO)
+    assert all(p.device == p.grad.device == TWO for p in model.parameters())
+
+
 def test_module_to_keeps_objects_and_ties(devices):
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
