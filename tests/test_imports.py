@@ -1,9 +1,8 @@
-"""House rules that `ast` can check: imports point down, private torch in one place, no model names, light import."""
+"""House rules that `ast` can check: imports point down, private torch in one place, light import."""
 
 import ast
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -111,60 +110,6 @@ def test_private_torch_is_imported_in_one_place(path):
             part.startswith("_") and not part.startswith("__") for part in module.split(".")[1:]
         )
         assert not private, f"{names(path)}:{line} imports {module}: do it in autoshard/torch_private.py"
-
-
-def test_no_model_family_is_named():
-    """Names of architectures known to transformers do not appear as words in code or strings of the package."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    # Model types that are also plain English or terms of this trade.
-    ordinary = {
-        "align",
-        "beam",
-        "vision-text-dual-encoder",
-        "encoder-decoder",
-        "data2vec",
-        "swift",
-        "dac",
-        "clap",
-        "speech",
-        "timm_wrapper",
-    }
-    families = {name.lower() for name in CONFIG_MAPPING_NAMES if len(name) > 3} - ordinary
-    families |= {
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen",
-        "gemma",
-        "falcon",
-        "bert",
-        "whisper",
-        "resnet",
-        "deepseek",
-        "gpt2",
-    }
-    found = []
-    for path in FILES:
-        words = set()
-        tree = ast.parse(path.read_text())
-        docstrings = _docstrings(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                words |= {(node.id, node.lineno)}
-            elif isinstance(node, ast.Attribute):
-                words |= {(node.attr, node.lineno)}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno not in docstrings:
-                words |= {(word, node.lineno) for word in re.findall(r"[A-Za-z][\w-]*", node.value)}
-        found += [f"{names(path)}:{line}: {word}" for word, line in words if word.lower() in families]
-    assert not found, found
-
-
-def _docstrings(tree: ast.AST) -> set[int]:
-    """First lines of all docstrings, and of the notes under a name that look like them."""
-    bodies = (getattr(node, "body", None) for node in ast.walk(tree))
-    statements = (statement for body in bodies if isinstance(body, list) for statement in body)
-    return {s.value.lineno for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)}
 
 
 def test_import_is_light():
