@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan_cuts import Refusal
@@ -20,10 +21,12 @@ from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
-from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_bytes, make_task, options_on
+from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_bytes, held_bytes, make_task, options_on
 
 MOST_DEGREE = 64
 """Degrees above are not listed as valid; more devices than this are not used."""
+_TRIES = 3
+"""Most rounds of choosing, taking exact figures and asking for what a device turned out to lack."""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
 """Groups of the same blocks, to be cut together, and the shares of each -> for each a proved cut, or why not."""
 
@@ -49,25 +52,56 @@ def column_parallel(
     task = make_task(profile, cluster, found.groups, objective, even)
     if degree is not None:
         _check_degree(task, degree)
-    task, best, cuts = _proved_choice(task, degree, prove)
-    if degree is not None and degree > 1 and not cuts:  # nothing pays, and it is asked for all the same
-        task, best, cuts = _proved_choice(replace(task, objective="memory"), degree, prove)
-        if not cuts:
-            raise PlanError(no_such_degree(degree, valid_degrees(task), even, task.banned.values()))
-    used = {device.name for device in best.devices}
-    listed = [device for device in cluster.devices if device.name in used or not cuts]
+    task, best, cuts = _fitting_choice(task, degree, prove)
     compared = best_choice(task, 1) if cuts else _best_cut(task)
-    return Plan(
-        strategy="column-parallel",
-        objective=objective,
-        workload=profile.workload,
-        devices=tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in listed),
-        placements={"": best.devices[0].name},
+    if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
+        best, cuts, compared = compared, (), best  # by the exact figures it does not pay
+    return replace(
+        _draft(task, best, cuts),
+        devices=tuple(map(_plan_device, best.devices if cuts else cluster.devices)),
         reasons=explain_cuts(task, best, compared, cuts, valid_degrees(task)),
-        fingerprint=profile.graph.fingerprint,
-        cuts=cuts,
         whole=explain_whole(task, found, best) if cuts else (),
     )
+
+
+def _fitting_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]]:
+    """Choose and prove, and take the exact figures; what does not fit by those is chosen again with less room.
+
+    How far activations shrink is known only then. First they count whole, then, if nothing fits, as if cut.
+    """
+    whole_bytes = task.whole_bytes
+    for shrinking in (0.0, 0.5, 1.0):
+        task = replace(task, whole_bytes=whole_bytes, shrinking=shrinking)
+        for _ in range(_TRIES):
+            chosen = _proved_choice(task, degree, prove)
+            if chosen is None:
+                break
+            task, best, cuts = chosen
+            figures = estimate_cuts(_draft(task, best, cuts), task.profile, task.cluster)
+            if figures.fits:
+                by_name = {device.name: device for device in figures.devices}
+                peaks = tuple(by_name[d.name].peak_bytes - by_name[d.name].overhead_bytes for d in best.devices)
+                seconds, collectives = figures.latency_seconds, figures.collective_seconds
+                exact = replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks)
+                return replace(task, whole_bytes=whole_bytes), exact, cuts
+            task = replace(task, whole_bytes=task.whole_bytes + max(-device.free_bytes for device in figures.devices))
+    raise PlanError(_refusal(replace(task, whole_bytes=whole_bytes, shrinking=0.0), degree))
+
+
+def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
+    return Plan(
+        strategy="column-parallel",
+        objective=task.wanted,
+        workload=task.profile.workload,
+        devices=tuple(map(_plan_device, best.devices)),
+        placements={"": best.devices[0].name},
+        fingerprint=task.profile.graph.fingerprint,
+        cuts=cuts,
+    )
+
+
+def _plan_device(device: Device) -> PlanDevice:
+    return PlanDevice(name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host)
 
 
 def _check_degree(task: Task, degree: int) -> None:
@@ -78,14 +112,23 @@ def _check_degree(task: Task, degree: int) -> None:
         raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
 
 
-def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]]:
-    """Choose, prove, and choose again without what was refused, until all is proved. Raises `PlanError`."""
+def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]] | None:
+    """Choose, prove, and choose again without what was refused, until all is proved; None if nothing fits.
+
+    A degree that is asked for is taken also where nothing pays: then as much as possible is cut. Raises `PlanError` if
+    nothing can be.
+    """
     by_index = {group.index: group for group in task.groups}
     known: dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]] = {}
     while True:
         best = best_choice(task, degree)
         if best is None:
-            raise PlanError(_refusal(task, degree))
+            return None
+        if degree is not None and degree > 1 and not best.picked:
+            if task.objective == "memory":
+                raise PlanError(no_such_degree(degree, valid_degrees(task), task.even, task.banned.values()))
+            task = replace(task, objective="memory")
+            continue
         together: dict[tuple[str, ...], list[Option]] = {}
         for option in best.picked:
             together.setdefault(by_index[option.index].blocks, []).append(option)
@@ -154,8 +197,9 @@ def choice_on(task: Task, devices: tuple[Device, ...]) -> Choice | None:
 
 def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limited: bool = True) -> Choice | None:
     seconds = [task.whole_seconds[device.name] for device in devices]
-    budget = [device.budget_bytes if limited else task.whole_bytes for device in devices]
-    picked = choose(options, seconds, task.whole_bytes, budget, task.objective)
+    whole = held_bytes(task, len(devices))
+    budget = [device.budget_bytes if limited else whole for device in devices]
+    picked = choose(options, seconds, whole, budget, task.objective)
     if picked is None:
         return None
     rest = max(own - sum(option.whole_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
@@ -165,9 +209,7 @@ def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limi
         picked=picked,
         seconds=max(rest, 0.0) + sum(option.share_seconds for option in picked) + collectives,
         collective_seconds=collectives,
-        peak_bytes=tuple(
-            task.whole_bytes - sum(option.saved_bytes[rank] for option in picked) for rank in range(len(devices))
-        ),
+        peak_bytes=tuple(whole - sum(option.saved_bytes[rank] for option in picked) for rank in range(len(devices))),
     )
 
 
@@ -177,7 +219,8 @@ def _room(task: Task, devices: tuple[Device, ...], most: Choice) -> list[float] 
     cut = sum(cut_bytes(task, by_index[option.index]) for option in most.picked)
     if not cut:
         return None
-    return [(device.budget_bytes - task.whole_bytes + cut) / cut for device in devices]
+    whole = held_bytes(task, len(devices))
+    return [(device.budget_bytes - whole + cut) / cut for device in devices]
 
 
 def valid_degrees(task: Task) -> tuple[int, ...]:

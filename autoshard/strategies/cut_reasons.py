@@ -37,8 +37,8 @@ def explain_cuts(
     saved = task.whole_bytes - max(best.peak_bytes)
     fullest = max(zip(best.peak_bytes, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
     reasons.append(
-        f"{fullest[1].name} is the fullest device: {format_bytes(fullest[0])} at its peak, {format_bytes(saved)} less "
-        "than all of the model; activations are counted whole"
+        f"{fullest[1].name} is the fullest device: {format_bytes(fullest[0])} of tensors at its peak, "
+        f"{format_bytes(saved)} less than all of the model"
     )
     uneven = sum(len(set(cut.shares)) > 1 for cut in cuts)
     if uneven:

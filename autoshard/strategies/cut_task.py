@@ -21,7 +21,7 @@ class Choice:
 
     Attributes:
         seconds: of one pass; `collective_seconds` of it for all-reduces and gathers.
-        peak_bytes: per rank. Activations count in full: those of cut blocks are smaller.
+        peak_bytes: per rank, of tensors.
     """
 
     devices: tuple[Device, ...]
@@ -44,7 +44,9 @@ class Task:
     Attributes:
         even: every rank must keep as much (one process for all devices).
         conflicts: per group, the indices of those that can't be cut as well.
+        objective: what is minimised; `wanted` is what was asked for.
         whole_seconds, whole_bytes: a pass of the model on each device alone, and its peak there.
+        shrinking: how far activations are taken to shrink when the model is cut: 0 not at all, 1 as what is cut.
         bytes_per_parameter_byte: with gradients and optimizer state.
         banned: (group, shares) -> why not.
     """
@@ -58,6 +60,8 @@ class Task:
     whole_seconds: Mapping[str, float]
     whole_bytes: int
     bytes_per_parameter_byte: float
+    wanted: str = "latency"
+    shrinking: float = 0.0
     banned: Mapping[tuple[int, Shares], str] = field(default_factory=dict)
 
 
@@ -76,7 +80,14 @@ def make_task(
         whole_seconds={device.name: _whole_seconds(profile, device) for device in cluster.devices},
         whole_bytes=profile.peak_bytes,
         bytes_per_parameter_byte=1 + state / max(profile.parameter_bytes, 1),
+        wanted=objective,
     )
+
+
+def held_bytes(task: Task, count: int) -> int:
+    """Bytes that each of so many devices holds if no parameter is cut."""
+    activations = task.profile.activation_peak_bytes
+    return task.whole_bytes - int(task.shrinking * activations * (1 - 1 / count))
 
 
 def options_on(

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
-from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked
+from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked, find_groups
 from autoshard.axes.regions import Region
+from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Action, Cut, Shard, even_shares
+from autoshard.sizes import format_seconds
 from autoshard.strategies.column_parallel import best_choice, column_parallel, valid_degrees
 from autoshard.strategies.cut_task import collective_seconds, group_seconds, make_task
 from autoshard.strategies.shares import divide
@@ -53,13 +56,15 @@ def profile():
     return autoshard.profile(Net(), torch.arange(64).reshape(1, 64), workload=Workload())
 
 
-def group(index, *, size=8, nbytes=1000, flops=0, blocks=("",), names=("w",), conflicts=(), reduced=0, gathered=0):
+def group(
+    index, *, size=8, nbytes=1000, flops=0, blocks=("",), names=("head.weight",), conflicts=(), reduced=0, gathered=0
+):
     actions = [Action(kind="reduce", module=name, function="linear", occurrence=0) for name in names[:1] if reduced]
     actions += [Action(kind="gather", module=name) for name in names[:1] if gathered]
     return AxisGroup(
         index=index, blocks=blocks, size=size, actions=tuple(actions), summed=(), nbytes=nbytes, flops=flops,
-        shards=tuple(Shard(name=name, dim=0, axis=f"*{size}") for name in names), reduced_bytes=reduced,
-        gathered_bytes=gathered, conflicts=tuple(conflicts), leaf=None, walk=None,
+        shards=tuple(Shard(name=name, dim=int("down" in name), axis=f"*{size}") for name in names),
+        reduced_bytes=reduced, gathered_bytes=gathered, conflicts=tuple(conflicts), leaf=None, walk=None,
     )  # fmt: skip
 
 
@@ -362,6 +367,30 @@ def test_too_little_memory(profile):
 
 
 def test_groups_of_two_analyses_never_cut_one_parameter_twice(profile):
-    whole, leaf = group(0, names=("a.w", "b.w"), nbytes=10**6), group(1, names=("b.w",), blocks=("",), nbytes=10**6)
+    whole = group(0, names=("head.weight", "embed.weight"), nbytes=10**5)
+    leaf = group(1, names=("weight",), blocks=("embed",), nbytes=10**5)
     found = AxisGroups(groups=(whole, leaf), blocked=(), regions=())
     assert len(column_parallel(profile, alike(2), found, prove, objective="memory").cuts) == 1
+
+
+def test_figures_are_those_of_the_estimate_and_activations_count_as_they_are():
+    """Most memory goes into activations that are cut: it fits though it would not if they counted whole."""
+    model, inputs = Net(depth=2).eval(), torch.zeros(8, 512, dtype=torch.long)
+    profile = autoshard.profile(model, inputs, workload=Workload())
+    found = find_groups(capture(model, inputs, composite=True))
+    plan = column_parallel(profile, alike(2), found, prove)
+    figures = estimate_cuts(plan, profile, alike(2))
+    assert plan.reasons[0].startswith(f"{format_seconds(figures.latency_seconds)} per pass over 2 devices")
+    peak = max(device.peak_bytes for device in figures.devices)
+    cut = sum(len(g.blocks) * g.nbytes for g in found.groups)
+    assert profile.peak_bytes - cut > peak + 10**6
+    tight = column_parallel(profile, alike(2, memory=peak + 10**5), found, prove)
+    assert len(tight.devices) == 2 and estimate_cuts(tight, profile, alike(2, memory=peak + 10**5)).fits
+
+
+def test_cuts_that_do_not_pay_by_exact_figures_are_left(profile):
+    """Ops that nothing shares cost as much on every rank: here the estimate of the cut is made far too good."""
+    found = net_groups()
+    hopeful = tuple(replace(g, flops=g.flops * 1000, reduced_bytes=0) for g in found.groups)
+    plan = column_parallel(profile, alike(2, latency=3e-5), replace(found, groups=hopeful), prove)
+    assert plan.cuts == () and plan.reasons[0].startswith("one device is best")
