@@ -1,10 +1,12 @@
-"""Floating-point operations of composite ops, for which torch has no formulas: two for every product that is summed."""
+"""Floating-point operations of ops for which torch has no formulas: two for every product that is summed."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from autoshard.torch_private import flop_formulas
 
 aten = torch.ops.aten
 
@@ -43,6 +45,38 @@ def _einsum(equation: str, tensors: list[torch.Tensor], *, out_val: torch.Tensor
     return 2 * out_val.numel() * math.prod(size for letter, size in sizes.items() if letter not in kept)
 
 
+def _attention_kernel(query: torch.Tensor, key: torch.Tensor, *rest: Any, out_val: Any, **options: Any) -> int:
+    return _attention(query, key, out_val=out_val[0])
+
+
+def _attention_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, out_val: Any, **options: Any
+) -> int:
+    """The scores again, and the gradients of query, key, scores and value."""
+    return 2 * (3 * query.numel() + 2 * gradient.numel()) * key.shape[-2]
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, *rest: Any, out_val: torch.Tensor, **options: Any) -> int:
+    """Every row of the left goes through one of the matrices; two flat ones meet group by group."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _matrix_vector(*args: Any, out_val: torch.Tensor, **options: Any) -> int:
+    return 2 * max(item.numel() for item in args if isinstance(item, torch.Tensor))
+
+
+def _recurrent(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
+    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in args[:2])
+
+
+def _encoder(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
+    """A whole encoder layer or attention: every row meets every matrix, and every other row twice."""
+    if x.is_nested:
+        return 0
+    matrices = [item for item in args if isinstance(item, torch.Tensor) and item.dim() == 2]
+    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in matrices) + 4 * x.numel() * x.shape[-2]
+
+
 COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _linear,
     aten.matmul: _matmul,
@@ -51,4 +85,19 @@ COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), _convolution),
     **dict.fromkeys((aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d), _transposed),
 }
-"""By op packet, called as the formulas of torch are: with the op's arguments and `out_val`."""
+KERNEL_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_kernel,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention_kernel,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    aten._grouped_mm: _grouped,
+    aten._transformer_encoder_layer_fwd: _encoder,
+    aten._native_multi_head_attention: _encoder,
+    aten.mkldnn_rnn_layer: _recurrent,
+    **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten.vdot), _matrix_vector),
+}
+
+
+def formulas(composite: bool) -> dict[Any, Callable[..., int]]:
+    """Return formulas by op packet, torch's and these; each takes the op's arguments and `out_val`."""
+    return {**flop_formulas(), **KERNEL_FLOPS, **(COMPOSITE_FLOPS if composite else {})}

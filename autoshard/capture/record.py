@@ -14,7 +14,7 @@ import torch.fx
 
 from autoshard import nested
 from autoshard.capture.fake import VALUE_ERRORS
-from autoshard.capture.flops import COMPOSITE_FLOPS
+from autoshard.capture.flops import formulas
 from autoshard.capture.graph import UNKNOWN, Call, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
@@ -22,7 +22,6 @@ from autoshard.errors import CaptureError
 from autoshard.torch_private import (
     TorchDispatchMode,
     autograd_node,
-    flop_formulas,
     is_composite,
     no_modes,
     node_sequence,
@@ -91,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
         self._parameters = 0
-        self._formulas = flop_formulas() | COMPOSITE_FLOPS if composite else flop_formulas()
+        self._formulas = formulas(composite)
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops

@@ -158,6 +158,20 @@ def test_what_only_makes_the_context_counts_nothing():
     assert two.bytes_moved < ten.bytes_moved < 1.1 * two.bytes_moved
 
 
+def test_the_work_of_a_step_grows_with_the_context():
+    """By the products of one query with each key and value more, in every layer and head."""
+    ids = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+
+    def step_flops(new_tokens):
+        graph = capture(llama(), ids, workload=Workload(new_tokens=new_tokens))
+        begin = graph.phases[-1][1]
+        return sum(op.flops for op in graph.ops[begin:])
+
+    config = llama().config
+    more = config.num_hidden_layers * 2 * 2 * (2 * config.hidden_size * 30)  # layers, products, two FLOPs each, rows
+    assert step_flops(40) - step_flops(10) == more
+
+
 @pytest.mark.parametrize("build", [encoder_decoder, speech])
 def test_decode_of_encoder_decoders_runs_the_encoder_with_the_prompt(build):
     graph = capture(build(), workload=Workload(batch_size=2, sequence_length=6, new_tokens=3))

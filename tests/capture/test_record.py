@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.replay import replay
 from autoshard.errors import CaptureError
+from autoshard.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 
 aten = torch.ops.aten
@@ -97,6 +99,40 @@ def test_lifetimes_by_hand():
 def test_flops_are_counted():
     graph = capture(Small(), torch.randn(3, 4))
     assert [op.flops for op in ops_of(graph, aten.addmm.default)] == [2 * 3 * 4 * 8, 2 * 3 * 8 * 4]
+
+
+class Attends(nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def test_flops_of_kernels_that_torch_has_no_formula_for():
+    """Attention: scores and what they weigh; with gradients, the scores again and four more products."""
+    shapes = (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)
+    product = 2 * (2 * 3 * 5 * 7 * 8)
+    graph = capture(Attends(), tuple(torch.randn(shape) for shape in shapes))
+    assert sum(op.flops for op in graph.ops) == 2 * product
+    inputs = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+    graph = capture(Attends(), inputs, workload=Workload(mode="training"))
+    assert sum(op.flops for op in graph.ops if op.backward) == 5 * product
+
+
+class Grouped(nn.Module):
+    def forward(self, x, weights, ends):
+        return torch._grouped_mm(x, weights, ends)
+
+
+def test_flops_of_experts_and_recurrence():
+    ends = torch.tensor([4, 12], dtype=torch.int32)
+    graph = capture(Grouped(), (torch.randn(12, 16), torch.randn(2, 16, 8), ends))
+    assert sum(op.flops for op in graph.ops) == 2 * 12 * 16 * 8
+    graph = capture(nn.LSTM(6, 8), torch.randn(5, 3, 6))
+    assert sum(op.flops for op in graph.ops) == 2 * 5 * 3 * (4 * 8 * 6 + 4 * 8 * 8)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad():
+        graph = capture(encoder, torch.randn(3, 5, 8))
+    matrices = 4 * 8 * 8 + 2 * 8 * 16
+    assert sum(op.flops for op in graph.ops) == 2 * 3 * 5 * matrices + 4 * 3 * 5 * 5 * 8
 
 
 class Twice(nn.Module):
