@@ -74,6 +74,49 @@ def test_an_argument_is_copied_at_the_boundary_and_its_views_are_there():
     assert result.aligned == ()
 
 
+def generation():
+    """An encoder that is called by itself, then twice the root with what it made, which it hands back.
+
+    The root's own weight is read by the encoder too.
+    """
+    make = Builder()
+    shared = make.module("", weight=100)["weight"]
+    inner = make.module("encoder", weight=50)["weight"]
+    make.module("head", weight=10)
+    x = make.input(10)
+    make.begin("encoder")  # without inputs: nothing says where its caller works
+    h = make.op(inner, shared, size=20)
+    make.end(h)
+    for _ in range(2):
+        ids = make.op(x, size=1)
+        make.begin("", ids, h, contained=(h,))
+        y = make.op(ids, shared, size=5)
+        make.begin("encoder")
+        z = make.op(inner, shared, size=3)
+        make.end(z)
+        make.dies(z)
+        make.end(y, h)
+        make.op(y, size=1)
+        make.dies(ids, y)
+    return make.graph()
+
+
+def test_a_weight_read_from_elsewhere_is_copied_once_also_outside_the_root():
+    result = flow(generation(), {"": "d0", "encoder": "d1"})
+    (kept,) = [copy for copy in result.copies if copy.kept]
+    assert (kept.source, kept.destination, kept.nbytes) == ("d0", "d1", 400)
+
+
+def test_what_the_caller_gave_stays_where_it_is_when_the_root_hands_it_back():
+    """The caller gets a copy at home, lives with it until the next step, and gives what it had again."""
+    result = flow(generation(), {"": "d0", "encoder": "d1"})
+    home = [copy for copy in result.copies if copy.reason == "output" and copy.nbytes == 80]
+    assert [(copy.source, copy.destination) for copy in home] == [("d1", "d0")] * 2
+    first, second = (int(result.buffers.died[copy.buffer]) for copy in home)
+    steps = [call.begin for call in generation().calls if call.path == ""]
+    assert (first, second) == (steps[1], result.steps)
+
+
 def test_devices_that_meet_are_aligned_to_the_first_tensor_in_a_mixed_module():
     result = flow(chain(residual=True), {"a": "d0", "b": "d1"})
     assert result.aligned == ("",)

@@ -33,10 +33,11 @@ _Encoded = namedtuple("_Encoded", "last_hidden_state hidden_states attentions", 
 
 def run_decode(
     model: nn.Module, prompts: list[dict[str, Any]], how: Decoding, begin_context: Callable[[], None]
-) -> tuple[Any, list[torch.Tensor]]:
+) -> Any:
     """Run the prompt alone or, if a context follows it, both (see `prompt_arguments`), and one or two steps after that.
 
-    `begin_context` is called between the two. Returns the output of the last step and the tensors of its state.
+    `begin_context` is called between the two. Returns what `generate` or the last step returned, for as long as the
+    caller holds it.
     """
     *first, named = prompts
     steps = 1 + len(first)
@@ -46,13 +47,11 @@ def run_decode(
                 f"{type(model).__name__} has no generate() to record a cached step with; set new_tokens=0."
             )
         generate: Any = model.generate
-        greedy: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
-        greedy["eos_token_id"] = NO_TOKEN  # the loop must run to its end
+        greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": NO_TOKEN}  # the loop must run to its end
         for prompt in first:
             generate(**prompt, **greedy, max_new_tokens=1)
             begin_context()
-        output = generate(**named, **greedy, max_new_tokens=1 + steps)
-        return output, list(opaque_tensors(output))
+        return generate(**named, **greedy, max_new_tokens=1 + steps)
     for prompt in first:
         model(**_keeping_state(model, prompt))
         begin_context()
@@ -63,9 +62,15 @@ def run_decode(
         named = _with_more(named, 1)
         del output
         output = model(**step)  # the output before is gone, but for the state in it
-    fields = [value for name, value in _fields(output) if name in step]
-    plain_state = [tensor for value in fields for _, tensor in nested.tensors_in(value)]
-    return output, [*opaque_tensors(output), *plain_state]
+    return output
+
+
+def state_tensors(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """Return the tensors of the state in an output: those of unknown objects, and of fields that forward takes back."""
+    parameters = inspect.signature(model.forward).parameters
+    fields = [value for name, value in _fields(output) if name in parameters and _is_state(name, value, {})]
+    plain = [tensor for value in fields for _, tensor in nested.tensors_in(value)]
+    return [*opaque_tensors(output), *plain]
 
 
 def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -108,8 +113,18 @@ def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more
     if more and pair and named.get(_TOKENS[0]) is None and named.get("decoder_inputs_embeds") is None:
         given = next((value for value in named.values() if isinstance(value, torch.Tensor) and value.dim()), None)
         if given is not None:
-            named[_TOKENS[0]] = torch.zeros(len(given), 1, dtype=torch.long)
+            named[_TOKENS[0]] = torch.full((len(given), 1), _start_token(model), dtype=torch.long)
     return _with_more(named, more)
+
+
+def _start_token(model: nn.Module) -> int:
+    """The token that the answer of a decoder starts with; `generate` puts it before any other that it is given."""
+    holders = [getattr(model, name, None) for name in ("generation_config", "config")]
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for holder in holders:
+            if isinstance(getattr(holder, name, None), int):
+                return getattr(holder, name)
+    return 0
 
 
 def _with_more(named: dict[str, Any], more: int) -> dict[str, Any]:

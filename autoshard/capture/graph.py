@@ -212,6 +212,12 @@ class ModelGraph:
         """Ops of the phase "context": their bytes and seconds are not those of the workload."""
         return next((range(begin, end) for name, begin, end in self.phases if name == "context"), range(0))
 
+    @property
+    def held(self) -> frozenset[int]:
+        """Values that the caller has when the run is over: its inputs, and the outputs and state that live so long."""
+        end = len(self.ops)
+        return frozenset([*self.inputs, *(v for v in (*self.outputs, *self.state) if self.values[v].died >= end)])
+
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""
         groups: dict[int, list[str]] = {}

@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from autoshard import nested
+from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
 from autoshard.capture.graph import UNKNOWN, Call, Function, Op
@@ -66,6 +67,7 @@ class Recorder(TorchDispatchMode):
         moving: the op that comes next stands for a move to `device_source`; kept by the same.
         busy: an op is being run; what reads devices now is not the model.
         composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
+        state: values of the state that the last step of a generation returned.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
     """
 
@@ -91,6 +93,7 @@ class Recorder(TorchDispatchMode):
         self._last_forward = -1
         self._parameters = 0
         self._formulas = formulas(composite)
+        self.state: tuple[int, ...] = ()
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops
@@ -310,6 +313,12 @@ class Recorder(TorchDispatchMode):
     def running(self) -> list[int]:
         """Module calls that have begun and not ended, the innermost last."""
         return self._stack
+
+    def note_state(self, module: torch.nn.Module, output: Any) -> None:
+        """Remember the state in the output of a call that just ended, if it was called from outside all modules."""
+        if not self._stack and output is not None:
+            found = [self.ledger.find(tensor) for tensor in state_tensors(module, output)]
+            self.state = tuple([value for value in found if value is not None])
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
+from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import ModelGraph, TensorInfo
@@ -76,7 +77,7 @@ def record_run(
         if decode is not None:
             given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
-        stack.enter_context(_module_calls(model, recorder, run.observer))
+        stack.enter_context(_module_calls(model, recorder, run.observer, decode is not None))
         stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
@@ -90,7 +91,7 @@ def record_run(
             phases = [("forward", 0, ledger.now)]
             held = list(opaque_tensors(output))
         else:
-            output, held = run_decode(model, list(args), decode, recorder.begin_context)
+            output, held = run_decode(model, list(args), decode, recorder.begin_context), []
             phases = recorder.prompt_and_step()
         outputs = recorder.root_outputs() if decode is None else recorder.step_outputs()
         if training:
@@ -103,7 +104,8 @@ def record_run(
                 if parameter.grad is not None:
                     gradients[name] = recorder.value_of(parameter.grad)
         ledger.close()
-        state = tuple(dict.fromkeys(value for tensor in held if (value := ledger.find(tensor)) is not None))
+        found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
+        state = tuple(dict.fromkeys(found if decode is None else recorder.state))
         ledger.fx_graph.output(
             (
                 tuple(ledger.nodes[value] for value in outputs),
@@ -114,14 +116,19 @@ def record_run(
             if node.op == "placeholder" and node.meta["value"] in ledger.contents:
                 node.meta["content"] = ledger.contents[node.meta["value"]]
         backward_begin = next((begin for name, begin, _ in phases if name == "backward"), ledger.now)
+        calls, storages = recorder.finished_calls(), ledger.storages()
+        context = next((range(begin, end) for name, begin, end in phases if name == "context"), None)
+        if context is not None:
+            kept = {ledger.storage_of_value(value) for value in state}
+            storages = as_the_prompt_left_it(storages, ledger.ops, calls, context, kept)
         return ModelGraph(
             fx_graph=ledger.fx_graph,
             modules=modules,
             tensors=tensors,
-            calls=recorder.finished_calls(),
+            calls=calls,
             ops=tuple(ledger.ops),
             values=ledger.values(),
-            storages=ledger.storages(),
+            storages=storages,
             saves=ledger.saves(),
             outputs=outputs,
             state=state,
@@ -263,7 +270,7 @@ def _looks_for_overrides(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | None) -> Iterator[None]:
+def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | None, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
@@ -288,6 +295,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | Non
             return output
         finally:
             recorder.end_call(row, output)
+            if generates:
+                recorder.note_state(self, output)
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():

@@ -58,7 +58,7 @@ class Objects:
         self.way_back: dict[int, int] = {}
         self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
         self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
-        self._returned: list[int] = []  # copies that the last forward of the root returned
+        self._returned: list[int] = []  # copies that the last forward returned of what it had been given
         self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
 
     def device_of(self, obj: int) -> int:
@@ -138,10 +138,11 @@ class Objects:
             return known[0]
         value = self.graph.values[self.value[obj]]
         storage = self.graph.storages[value.storage]
-        remembered = reason in ("hook", "align") and self.in_forward
+        remembered = reason in ("hook", "align")
         differentiable = self._has_history(obj)
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
+        remembered = remembered and (self.in_forward or kept)
         nbytes = value.nbytes if value.copy_bytes < 0 else value.copy_bytes  # expanded dimensions are copied once
         buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
         copy = self.new_object(value.index, buffer, source=obj)
@@ -154,8 +155,6 @@ class Objects:
             self.until[copy] = time
         if reason == "output":
             self.until[copy] = len(self.graph.ops) + 1
-            if not consumer:
-                self._returned.append(copy)
         self._note(copy, value.index, nbytes, time, reason, consumer, kept)
         return copy
 
@@ -165,10 +164,14 @@ class Objects:
         nbytes = self.graph.values[value].nbytes
         self._append(value, self.device_of(obj), self.device_of(made), nbytes, time, "model", consumer, -1, False)
 
+    def drop_with_outputs(self, copy: int) -> None:
+        """Drop a copy that a forward returned at the next one: a generation keeps the outputs of a step no longer."""
+        self._returned.append(copy)
+
     def forward_began(self, time: int) -> None:
         """Drop what is remembered of an earlier forward: only copies of parameters are trusted from one to the next."""
         lasting = {copy.buffer for copy in self.copies if copy.kept}
-        for copy in self._returned:  # a generation keeps the outputs of one step until the next at most
+        for copy in self._returned:
             self.until[copy] = time
         self._returned.clear()
         for key, (copy, _) in list(self._memo.items()):
@@ -231,7 +234,7 @@ def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
     end = len(graph.ops)
     after = end + 1
     gradients = {value for _, value in graph.gradients}
-    held_to_end = {*graph.outputs, *graph.state, *graph.inputs}
+    held_to_end = graph.held
     copied = {objects.buffer_storage[row] for row, is_copy in enumerate(objects.buffer_copied) if is_copy}
     kept = {copy.buffer for copy in objects.copies if copy.kept}
     reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}

@@ -194,12 +194,11 @@ class Walk:
 
     def _device_of_caller(self, call: Call) -> int | None:
         """Where the outputs of an outermost call go: to the device of its first input that is no parameter."""
-        if call.path == "":
-            return self.root_device
         storages, values = self.graph.storages, self.graph.values
         own = (value for value in call.inputs if storages[values[value].storage].kind != "parameter")
         first = next(own, call.inputs[0] if call.inputs else None)
-        return None if first is None else self.objects.device_of(self.sees(first))
+        device = None if first is None else self.objects.device_of(self.sees(first))
+        return self.root_device if call.path == "" and device in (None, HOST_DEVICE) else device  # inputs start there
 
     def _leave_outermost(self, call: Call, time: int) -> None:
         """Drop the copies made for one run; bring the outputs to where the caller's inputs were."""
@@ -211,7 +210,11 @@ class Walk:
             obj = self.sees(value)
             self._note_use(obj, self.end)  # by the caller
             if self.objects.device_of(obj) != self._caller:
-                home[value] = self.objects.copy(obj, self._caller, time, "output", call.path)
+                copy = self.objects.copy(obj, self._caller, time, "output", call.path)
+                if value in call.contained:  # the caller has it as it was given, and goes on with that
+                    self.objects.drop_with_outputs(copy)
+                    continue
+                home[value] = copy
                 self.left[obj] = time + 1  # the caller gets the copy only
                 base = self.objects.base[obj]
                 values = self.graph.values

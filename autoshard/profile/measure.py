@@ -92,7 +92,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
 def live_bytes(graph: ModelGraph) -> np.ndarray:
     """Return the bytes of inputs and activations live on one device at every op, and after the last."""
     end = len(graph.ops)
-    kept = {graph.values[value].storage for value in (*graph.outputs, *graph.state, *graph.inputs)}
+    kept = {graph.values[value].storage for value in graph.held}
     change = np.zeros(end + 2, np.int64)
     for storage in graph.storages:
         if storage.kind in ("activation", "input"):

@@ -172,6 +172,21 @@ def test_the_work_of_a_step_grows_with_the_context():
     assert step_flops(40) - step_flops(10) == more
 
 
+def test_what_a_generating_loop_holds_is_of_the_prompt():
+    """Not of the longer context that stands for the steps left out; the state is of that."""
+    ids = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    graph = capture(llama(), ids, workload=Workload(new_tokens=40))
+    context, state = graph.uncounted, {graph.values[value].storage for value in graph.state}
+    (step,) = [
+        call.begin for call in graph.calls if call.path == "" and call.begin in context and call.begin > context.start
+    ][1:]
+    held = [s for s in graph.storages if s.died > context.stop and s.born in range(context.start, step)]
+    sizes = [s.nbytes for s in held if s.kind == "activation" and s.index not in state]
+    assert max(sizes) == 2 * 5 * 8  # positions; those of the context are 42 long
+    given = [s.nbytes for s in graph.storages if s.kind == "input"]
+    assert given == [2 * 5 * 8, 2 * 5 * 8, 0, 0]  # ids and mask, once
+
+
 @pytest.mark.parametrize("build", [encoder_decoder, speech])
 def test_decode_of_encoder_decoders_runs_the_encoder_with_the_prompt(build):
     graph = capture(build(), workload=Workload(batch_size=2, sequence_length=6, new_tokens=3))
