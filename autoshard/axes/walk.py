@@ -79,7 +79,7 @@ class Walk:
         self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
         seen = [Seen(value, values[value].shape, values[value].dtype, self.of(value)) for value in op.inputs]
         rule = self.table.get(packet)
-        if rule is None and traits_of(op.target).pointwise:
+        if rule is None and packet is not None and traits_of(op.target).pointwise:
             rule = rules.pointwise
         made = self._ruled(rule, op, seen) if rule is not None and op.node is not None else None
         if made is None or not _fit(made, self.shapes):

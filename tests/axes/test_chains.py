@@ -1,4 +1,4 @@
-"""Random chains of views, parts, concatenations and products: what can be cut is cut, and run on every rank."""
+"""Random chains of ops, and random products: what can be cut is cut, and run on every rank."""
 
 import torch
 from hypothesis import given, settings
@@ -97,3 +97,45 @@ def test_chains_can_be_cut():
     made = Trial(lambda x, *others, out: run(x, others, steps, out), x, y, out=out)
     assert made.claim() == "a([b|c]d),[b|c]1->a[b|c]d,a[b|c]d,a([b|c]d),a(bd),a(cd),a[(cd)|(bd)]"
     made.check()
+
+
+@st.composite
+def equations(draw):
+    """An `einsum` of up to three operands; a dimension may be of size 1, and spread, in some of them."""
+    sizes = {"i": 2, "j": 3, "k": 4, "l": 1}
+    letters = st.lists(st.sampled_from("ijkl"), min_size=1, max_size=3)
+    terms = draw(st.lists(letters, min_size=1, max_size=3))
+    shapes = [tuple(draw(st.sampled_from((sizes[x], sizes[x], 1))) for x in term) for term in terms]
+    used = sorted({letter for term in terms for letter in term})
+    result = draw(st.lists(st.sampled_from(used), unique=True))
+    arrow = draw(st.booleans())
+    return ",".join(map("".join, terms)) + (f"->{''.join(result)}" if arrow else ""), shapes
+
+
+@settings(max_examples=100)
+@given(equations())
+def test_einsum(case):
+    equation, shapes = case
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    try:
+        torch.einsum(equation, *given)
+    except RuntimeError:  # a letter twice in one operand, of two sizes
+        return
+    Trial(lambda *tensors: torch.einsum(equation, *tensors), *given).check()
+
+
+@st.composite
+def products(draw):
+    """Shapes of two matrices, or vectors, with batches that broadcast."""
+    batch = draw(st.lists(st.integers(2, 4), max_size=2))
+    left, right = ([draw(st.sampled_from((size, size, 1))) for size in batch] for _ in range(2))
+    rows, summed, columns = (draw(st.integers(1, 4)) for _ in range(3))
+    x = draw(st.sampled_from([(summed,), (rows, summed), (*left, rows, summed)]))
+    y = draw(st.sampled_from([(summed,), (summed, columns), (*right, summed, columns)]))
+    return x, y
+
+
+@given(products())
+def test_matrix_products(shapes):
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    Trial(torch.matmul, *given).check()

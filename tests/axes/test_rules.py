@@ -113,3 +113,17 @@ def test_arguments_that_a_rule_was_not_written_for_block():
     assert Trial(lambda x: aten.native_group_norm(x, None, None, 3, 4, 1, 1, 1e-5), torch.randn(3, 4, 1)).claim() == (
         "..1->..1,.1,.1"
     )
+
+
+@pytest.mark.parametrize(
+    "op, rule, inputs",
+    [
+        (aten.softmax, rules.pointwise, [(3, 4)]),
+        (aten.sum, lambda walk, x, dim: [x.axes[:1]], [(3, 4)]),
+        (aten.matmul, lambda walk, x, y: [(x.axes[0], x.axes[1])], [(4, 4), (4, 4)]),
+    ],
+)
+def test_a_rule_that_claims_too_much_is_found(monkeypatch, op, rule, inputs):
+    monkeypatch.setitem(RULES, op, rule)
+    with pytest.raises((AssertionError, RuntimeError)):
+        trial(lambda *given: op(*given, 1) if len(given) == 1 else op(*given), inputs).check()
