@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy
 
-ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave"]
+ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore"]
 
 
 DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
@@ -46,6 +46,7 @@ class Action:
     slice     argument          this rank's part of dimension `dim`, an `axis`; backward: gather
     gather    result            all parts of dimension `dim`, an `axis`, put in order; backward: this rank's part
     leave     result            nothing; backward: only rank 0 hands the gradient on, since all computed the same
+    restore   the module        arguments that it hands on, and that were changed for it, leave as they came
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
     """
@@ -102,6 +103,21 @@ class Cut:
         """The first slice of the axis that a rank keeps, and the first that it does not."""
         begin = sum(self.shares[:rank])
         return begin, begin + self.shares[rank]
+
+
+def resized(axis: str, size: int) -> str:
+    """The axis of the same dimension when it has `size` indices, as in a run with another batch size or length.
+
+    "2x*4", 12  ->  "3x*4". Raises ValueError where it is not known what has grown: on both sides of what is cut there
+    is something else, or nothing is, or parts of a concatenation.
+    """
+    if size == len(coordinates_of(axis)):
+        return axis
+    product = re.fullmatch(r"((?:\d+x)*)\*(\d+)((?:x\d+)*)", axis)
+    if product is None or bool(product[1]) == bool(product[3]) or size % int(product[2]):
+        raise ValueError(f"{axis!r} can't have a size of {size}.")
+    count = int(product[2])
+    return f"{size // count}x*{count}" if product[1] else f"*{count}x{size // count}"
 
 
 def even_shares(size: int, degree: int) -> tuple[int, ...]:

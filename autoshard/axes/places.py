@@ -165,13 +165,15 @@ class Places:
         actions: list[tuple[Action, int]] = []
         calls = sorted(self._calls, key=lambda call: call.begin - call.end)
         for call in calls:
-            if not rest or value not in call.inputs or value in call.outputs:
+            if not rest or value not in call.inputs:
                 continue
             readers = {op for op in self._readers.get(value, ()) if call.begin <= op < call.end}
             if readers and readers <= rest:
                 rest -= readers
                 for path in _paths(call.input_paths, call.inputs, value):
                     actions.append((self._of_module(call, kind, path, dim, axis), call.index))
+                if value in call.outputs:
+                    actions.append((self._of_module(call, "restore", "", 0, ""), call.index))
         for op in sorted(rest):
             site = self._site(op)
             if site is None or value not in [seen for _, seen in site.inputs]:

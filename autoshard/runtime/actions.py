@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
-from autoshard.nested import replace_at, tensor_at, tensors_in
+from autoshard.nested import map_tensors, replace_at, tensor_at, tensors_in
 from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
 from autoshard.sharding import DROPOUTS, Action
 
@@ -36,12 +36,16 @@ _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_
 
 
 class Memo:
-    """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it."""
+    """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it.
 
-    __slots__ = ("entered",)
+    `given`: (as it was changed, as it was) of arguments that a module hands on.
+    """
+
+    __slots__ = ("entered", "given")
 
     def __init__(self) -> None:
         self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def enter(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return the alias of a tensor whose gradient is summed over ranks."""
@@ -54,6 +58,18 @@ class Memo:
             known = self.entered[id(tensor)] = tensor, enter(tensor, ranks), tensor._version
         return known[1]
 
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module was given where it hands a tensor on."""
+        for changed, given in reversed(self.given):
+            if tensor is changed:
+                tensor = given
+        return tensor
+
+    def forget(self) -> None:
+        """The forward is over."""
+        self.entered.clear()
+        self.given.clear()
+
     def __deepcopy__(self, memo: dict) -> "Memo":
         return Memo()
 
@@ -61,7 +77,7 @@ class Memo:
 class Step:
     """One action, ready to be carried out. `where` names its place for messages."""
 
-    __slots__ = ("action", "axis", "fresh", "memo", "paths", "ranks", "weight", "where")
+    __slots__ = ("action", "axis", "fresh", "kept", "memo", "paths", "ranks", "weight", "where")
 
     def __init__(self, action: Action, shares: tuple[int, ...], ranks: Ranks, memo: Memo, where: str) -> None:
         self.action = action
@@ -72,6 +88,7 @@ class Step:
         self.weight = shares[ranks.rank or 0] / sum(shares)
         self.paths: tuple[str, ...] = (action.argument,)
         self.fresh = action.function in _FRESH
+        self.kept = False  # the module hands its argument on
 
     def before(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Act on the arguments of a call; one that was left out, or is None, needs nothing."""
@@ -86,20 +103,37 @@ class Step:
             tensor = tensor_at(arguments, path)
             if tensor is not None:
                 changed = change(tensor)
+                if self.kept and changed is not tensor:
+                    self.memo.given.append((changed, tensor))
                 return arguments if changed is tensor else replace_at(arguments, path, changed)
         return arguments
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.axis is not None
-        if tensor.shape[self.action.dim] != self.axis.where.size:
+        try:
+            axis = self.axis.sized(tensor.shape[self.action.dim])
+        except ValueError:
             raise ApplyError(
                 f"{self.where} was given a tensor of shape {list(tensor.shape)}, and the plan is for "
                 f"{self.axis.where.size} in dimension {self.action.dim}. Was it made before the model was cut?"
-            )
-        return self.axis.take(self.memo.enter(tensor, self.ranks), self.action.dim)
+            ) from None
+        return axis.take(self.memo.enter(tensor, self.ranks), self.action.dim)
+
+    def _axis_of(self, part: torch.Tensor) -> Axis:
+        """The axis of what this rank has a part of."""
+        assert self.axis is not None
+        try:
+            return self.axis.sized_by_part(part.shape[self.action.dim])
+        except ValueError:
+            raise ApplyError(
+                f"{self.where} has a tensor of shape {list(part.shape)}, and the plan is for {self.axis.width} on this "
+                f"rank in dimension {self.action.dim}. Plan again with inputs like these."
+            ) from None
 
     def after(self, result: Any) -> Any:
         """Act on the result of a call."""
+        if self.action.kind == "restore":
+            return map_tensors(result, self.memo.original)
         if self.action.kind not in ("reduce", "mean", "gather", "leave"):
             return result
         if not self.action.argument and isinstance(result, torch.Tensor):
@@ -114,8 +148,7 @@ class Step:
 
     def _after(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.action.kind == "gather":
-            assert self.axis is not None
-            return self.axis.gather(tensor, self.action.dim, self.ranks)
+            return self._axis_of(tensor).gather(tensor, self.action.dim)
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
         if self.action.kind == "mean":
@@ -166,7 +199,7 @@ class Step:
         ids, padding = given["input"], given.get("padding_idx")
         with torch_private.no_overrides():
             assert self.axis is not None
-            rows, missing = self.axis.rows(ids, self.ranks)
+            rows, missing = self.axis.rows(ids)
         found = call(rows, given["weight"])
         with torch_private.no_overrides():
             found = found.masked_fill(missing.unsqueeze(-1), 0)
@@ -182,11 +215,11 @@ class Step:
             return call(*args, **kwargs)
         tensor = given["input"]
         with torch_private.no_overrides():
-            assert self.axis is not None
-            whole = _ones_like(tensor, self.action.dim, self.axis.where.size)
+            axis = self._axis_of(tensor)
+            whole = _ones_like(tensor, self.action.dim, axis.where.size)
         mask = call(whole, given.get("p", 0.5), True)
         with torch_private.no_overrides():
-            mask = self.axis.take(mask, self.action.dim)
+            mask = axis.take(mask, self.action.dim)
             return tensor.mul_(mask) if given.get("inplace") else tensor * mask
 
 
@@ -308,7 +341,7 @@ class Forget:
         self.memo = memo
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        self.memo.entered.clear()
+        self.memo.forget()
 
 
 def _drop_interrupted() -> None:
@@ -338,6 +371,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         else:
             step.paths = _paths(module, step.action)
             at_call.append(step)
+    for step in at_call:
+        step.kept = any(other.action.kind == "restore" for other in at_call)
     handles: list[Any] = []
     before = [step for step in at_call if step.action.kind in ("enter", "slice")]
     after = [step for step in at_call if step.action.kind not in ("enter", "slice")]

@@ -15,7 +15,7 @@ the sum over ranks. That alone says what each function does in backward:
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError
-from autoshard.sharding import coordinates_of, kept
+from autoshard.sharding import coordinates_of, kept, resized
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -227,17 +227,23 @@ class Axis:
     """A layout with its indices as tensors, on the device of the tensors that were last seen.
 
     Attributes:
+        text, shares: what is cut how; `ranks`: among whom.
         begin: where this rank's part begins, if it is one piece.
         index: what this rank keeps; `owned`: 1 where its gradient counts, 0 where rank 0 keeps the same.
         places: for each index of the whole, where it is in this rank's part, -1 where it is not (or rank 0's counts).
+        others: the same axis in runs with another batch size or length, by its size.
     """
 
+    text: str
+    shares: tuple[int, ...]
+    ranks: Ranks
     where: Layout
     begin: int | None
     order: torch.Tensor
     index: torch.Tensor
     owned: torch.Tensor
     places: torch.Tensor
+    others: "dict[int, Axis]" = field(default_factory=dict)
 
     @classmethod
     def of(cls, ranks: Ranks, axis: str, shares: tuple[int, ...]) -> "Axis":
@@ -262,7 +268,32 @@ class Axis:
             torch.from_numpy(where.order),
             [ranks.own(tuple(x)) for x in (index, owned, places)],
         )
-        return cls(where=where, begin=begin, order=order, index=own, owned=first, places=place)
+        return cls(
+            text=axis, shares=shares, ranks=ranks, where=where, begin=begin, order=order, index=own, owned=first,
+            places=place,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        """How long the part of this rank is."""
+        return len(self.where.kept[self.ranks.rank or 0])
+
+    def sized(self, size: int) -> "Axis":
+        """This axis where the whole has `size` indices. Raises ValueError if it can't have."""
+        if size == self.where.size:
+            return self
+        if size not in self.others:
+            self.others[size] = Axis.of(self.ranks, resized(self.text, size), self.shares)
+        return self.others[size]
+
+    def sized_by_part(self, size: int) -> "Axis":
+        """This axis where the part of this rank has `size` indices. Raises ValueError if it can't have."""
+        if size == self.width:
+            return self
+        share = self.shares[self.ranks.rank or 0]
+        if size % share:
+            raise ValueError(f"{self.text!r} can't have a part of {size} on a rank.")
+        return self.sized(size // share * sum(self.shares))
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a whole tensor."""
@@ -271,15 +302,15 @@ class Axis:
         self._follow(tensor)
         return tensor.index_select(dim, self.index)
 
-    def gather(self, tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole of a tensor of which this is this rank's part."""
         self._follow(tensor)
         dim = dim % tensor.dim()
         if tracked(tensor):
-            return _Gather.apply(tensor, ranks, dim, self.where, self.order, self.index, self.owned)
-        return ranks.gather(tensor, dim, self.where, self.order)
+            return _Gather.apply(tensor, self.ranks, dim, self.where, self.order, self.index, self.owned)
+        return self.ranks.gather(tensor, dim, self.where, self.order)
 
-    def rows(self, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the rows of a table that `ids` name are in this rank's part, and which of them it does not have.
 
         Of rows that all ranks keep, rank 0 has them and the others do not: they are summed.
