@@ -142,7 +142,7 @@ class _Flows:
         self.live: list[list[tuple[int, int]]] = [[] for _ in range(size + 1)]
         self.awaited: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(size + 1)]
         self.fed: dict[int, list[int]] = {}
-        for x, device in zip(problem.pinned_x.tolist(), problem.pinned_at.tolist(), strict=True):
+        for x, device in sorted(set(zip(problem.pinned_x.tolist(), problem.pinned_at.tolist(), strict=True))):
             self.fed.setdefault(x, []).append(device)
         consumers: dict[int, list[int]] = {}
         for x, at in zip(problem.edge_x.tolist(), problem.edge_at.tolist(), strict=True):

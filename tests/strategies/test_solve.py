@@ -60,6 +60,10 @@ def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
     check(17602, random_chain(17602), "throughput", "any")
 
 
+def test_a_copy_for_two_units_pinned_to_one_device_is_paid_once() -> None:
+    check(211750, random_chain(211750, per_pair=True), "latency", "any")
+
+
 @pytest.mark.slow
 def test_equal_to_brute_force_on_many_more_chains() -> None:
     run_many(range(10_000, 100_000))
