@@ -63,15 +63,15 @@ class Prover:
         self._results: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
 
     def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
-        """Prove groups of the same blocks, each alone and then all at once; one outcome for each."""
+        """Prove groups of the same blocks, to be cut at once; one outcome for each."""
+        made: list[Cut] = []
+        if len(groups) > 1 and not _tried(lambda: made.extend(self._proved(groups, self._cuts(groups, shares)))):
+            return list(made)
         outcomes = [self.prove(group, share) for group, share in zip(groups, shares, strict=True)]
-        cuts = [outcome for outcome in outcomes if isinstance(outcome, Cut)]
-        if len(cuts) < 2:
-            return outcomes
-        reason = _tried(lambda: self._proved(groups, cuts))
-        if reason:  # each is right alone: the one that saves least stays whole
+        if len(groups) > 1 and all(isinstance(outcome, Cut) for outcome in outcomes):
+            # Each is right alone, and not all at once: the one that saves least stays whole.
             least = min(range(len(groups)), key=lambda index: groups[index].nbytes)
-            outcomes[least] = Refusal(reason=f"not together with others: {reason}")
+            outcomes[least] = Refusal(reason="it can't be cut together with what else is cut there")
         return outcomes
 
     def prove(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
@@ -79,13 +79,16 @@ class Prover:
         key = (group.index, shares)
         if key not in self._results:
             made: list[Cut] = []
-
-            def work() -> None:
-                made.extend(self._proved([group], [_cut(group, shares, self._find_scales(group, shares))]))
-
-            reason = _tried(work)
+            reason = _tried(lambda: made.extend(self._proved([group], self._cuts([group], [shares]))))
             self._results[key] = Refusal(reason=reason) if reason else made[0]
         return self._results[key]
+
+    def _cuts(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut]:
+        """The cuts of groups with the integers to scale. Raises `NotFound`."""
+        if self._is_large(groups[0].blocks[0]):
+            self._left_out(groups)
+        pairs = zip(groups, shares, strict=True)
+        return [_cut(group, share, self._find_scales(group, share)) for group, share in pairs]
 
     # ---- the numbers
 
@@ -115,14 +118,25 @@ class Prover:
             self._samples[path] = sample_block(self._model.get_submodule(path), self._given(path))
         return self._samples[path]
 
-    def _smaller(self, path: str, groups: Sequence[AxisGroup]) -> tuple[Sample, tuple[Cut, ...]]:
-        """A smaller block with arguments, and the cuts of these groups there. All that can be left out of it is."""
-        kept = list(groups)
+    def _left_out(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
+        """These groups, and others that can be made smaller with them. Raises `NotFound` if that is not enough."""
+        path = groups[0].blocks[0]
+        chosen = list(groups)
         for other in sorted(self._groups, key=lambda group: -group.nbytes):
-            apart = all(other.index not in group.conflicts and other.index != group.index for group in kept)
+            apart = all(other.index not in group.conflicts and other.index != group.index for group in chosen)
             looked_up = any(action.kind == "lookup" for action in other.actions)  # by numbers that the block may make
             if other.blocks[0] == path and apart and other.size > SLICES and not looked_up:
-                kept.append(other)
+                chosen.append(other)
+        block = self._model.get_submodule(path)
+        nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in block.parameters()}.values())
+        left = nbytes - sum(group.nbytes * (1 - SLICES / group.size) for group in chosen)
+        if left * elements_of(block) > SMALLER_ELEMENTS * nbytes:
+            raise NotFound("too large to be proved, with all left out that can be")
+        return chosen
+
+    def _smaller(self, path: str, groups: Sequence[AxisGroup]) -> tuple[Sample, tuple[Cut, ...]]:
+        """A smaller block with arguments, and the cuts of these groups there."""
+        kept = self._left_out(groups)
         whole: list[Cut] = []
         scales: list[Scales] = []
         for group in list(kept):
@@ -136,7 +150,7 @@ class Prover:
             whole.append(replace(_cut(group, (SLICES, group.size - SLICES), scales[-1]), blocks=("",)))
         block = smaller_block(self._model.get_submodule(path), whole)
         if elements_of(block) > SMALLER_ELEMENTS:
-            raise NotFound(f"too large to be proved: {elements_of(block):,} elements with all left out that can be")
+            raise NotFound("too large to be proved, with all left out that can be")
         calls = zip(self._calls_of(path), self._given(path), strict=False)
         given = [smaller_arguments(one, call, self._graph, kept, whole) for call, one in calls]
         small = tuple(
