@@ -102,16 +102,19 @@ class Hook:
         self.guard = guard
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # For most calls of most modules the loop is all that happens. It is spelled out here because what it costs is
-        # what an applied model costs over the plain one.
+        # For most calls of most modules this loop is all that happens. It is spelled out here, and each tuple is put at
+        # the end of the list, because what it costs is what an applied model costs over the plain one.
         if self.guard is None and self.runtime.copies.in_run:
             home = self.home
-            for value in (*args, *kwargs.values()):
+            values = [*args, *kwargs.values()]
+            for value in values:
                 kind = _KINDS.get(type(value))
                 if kind == _TENSOR:
                     if value.device != home:
                         break
-                elif kind not in _UNTOUCHED and not self.all_here((value,)):
+                elif kind == _TUPLE and not self.mixed:
+                    values += value
+                elif kind not in _UNTOUCHED:
                     break
             else:
                 return None
