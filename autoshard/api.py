@@ -64,22 +64,30 @@ def plan(
         devices = max_memory
     cluster = parse_devices(devices)
     measured = profile(model, inputs, workload=workload)
-    if strategy == "column-parallel":
-        limits, _ = _limits_and_pins(cluster, max_memory, None)
-        if pins:
-            raise SpecError(
-                'modules can\'t be pinned with strategy="column-parallel": every device has a part of each.'
-            )
-        limited = cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
-        return _plan_cuts(model, inputs, measured, limited, objective)
-    return plan_profile(
-        measured,
-        cluster,
-        strategy=strategy,
-        objective=objective,
-        max_memory=max_memory,
-        pins=pins,
+    return plan_measured(
+        model, inputs, measured, cluster, strategy=strategy, objective=objective, max_memory=max_memory, pins=pins
     )
+
+
+def plan_measured(
+    model: nn.Module,
+    inputs: Any,
+    profile: "Profile",
+    cluster: Cluster,
+    *,
+    strategy: str = "auto",
+    objective: str = "latency",
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan a model whose profile is known, with any strategy."""
+    if strategy != "column-parallel":
+        return plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=max_memory, pins=pins)
+    limits, _ = _limits_and_pins(cluster, max_memory, None)
+    if pins:
+        raise SpecError('modules can\'t be pinned with strategy="column-parallel": every device has a part of each.')
+    limited = cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
+    return _plan_cuts(model, inputs, profile, limited, objective)
 
 
 def _plan_cuts(model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str) -> Plan:
@@ -133,16 +141,17 @@ def _limits_and_pins(
 
 
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
-    """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers, lower bound.
+    """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table.
     """
     from autoshard.cluster.parse import cluster_of, parse_devices
-    from autoshard.cost import estimate as compute
+    from autoshard.cost import estimate as of_placements
+    from autoshard.cut_cost import estimate_cuts
 
     plan = _as_plan(plan, profile)
     cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
-    return compute(plan, profile, cluster)
+    return (estimate_cuts if plan.cuts else of_placements)(plan, profile, cluster)
 
 
 def apply(

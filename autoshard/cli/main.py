@@ -45,7 +45,9 @@ DevicesOption = Annotated[
         "or a cluster file.",
     ),
 ]
-StrategyOption = Annotated[str, typer.Option("--strategy", "-s", help="auto, sequential, balanced or balanced_low_0.")]
+StrategyOption = Annotated[
+    str, typer.Option("--strategy", "-s", help="auto, sequential, balanced, balanced_low_0 or column-parallel.")
+]
 ObjectiveOption = Annotated[str, typer.Option("--objective", help="latency, throughput or memory.")]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", help="Sequences, images or rows per pass.", show_default=False)
@@ -99,14 +101,17 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    from autoshard.api import plan_profile
+    from autoshard.api import plan_measured
 
     limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
     cluster = _cluster(devices, limits)
     loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
     profile = _profile(loaded)
     with step("planning"):
-        plan = plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=limits, pins=pins)
+        plan = plan_measured(
+            loaded.model, loaded.inputs, profile, cluster,
+            strategy=strategy, objective=objective, max_memory=limits, pins=pins,
+        )  # fmt: skip
     if out is not None:
         plan.save(out)
     # The plan's devices have the limits in them.
@@ -195,7 +200,7 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
-    from autoshard.api import plan_profile, verify
+    from autoshard.api import plan_measured, verify
     from autoshard.cli.plans import read_plan
     from autoshard.cli.verifying import build
 
@@ -210,7 +215,10 @@ def verify_command(
     if plan is not None:
         _same_model(plan, profile, plan_file or "")
     elif cluster is not None:
-        plan = plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=limits, pins=pins)
+        plan = plan_measured(
+            loaded.model, loaded.inputs, profile, cluster,
+            strategy=strategy, objective=objective, max_memory=limits, pins=pins,
+        )  # fmt: skip
     with step("running the model whole and split"):
         found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)
     if as_json:

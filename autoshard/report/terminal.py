@@ -8,6 +8,7 @@ from rich.text import Text
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.cuts import collectives_line, print_cuts
 from autoshard.report.layout import (
     INDENT,
     Column,
@@ -85,8 +86,11 @@ def print_plan(
     sentence = f"{how}: {len(used)} of {len(estimate.devices)} devices used"
     print_section(console, "Plan", sentence if estimate.fits else f"{sentence}, and it does not fit")
     _print_bars(console, estimate, kinds or {d.name: d.kind for d in plan.devices})
-    print_section(console, "Modules")
-    _print_placements(console, plan, profile)
+    if plan.cuts:
+        print_cuts(console, plan, profile)
+    else:
+        print_section(console, "Modules")
+        _print_placements(console, plan, profile)
     print_section(console, "Predicted")
     _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
@@ -241,7 +245,10 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
             _rate(profile, estimate.latency_seconds),
         ]
     ]
-    if sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:
+    if estimate.all_reduces or estimate.all_gathers:
+        count = collectives_line(estimate.all_reduces, estimate.all_gathers)
+        lines.append(["collectives", format_seconds(estimate.collective_seconds), count])
+    elif sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:
         busiest = max(estimate.devices, key=lambda d: d.compute_seconds + d.transfer_seconds)
         rate = _rate(profile, estimate.bottleneck_seconds)
         overlapped = f"{busiest.name}; {rate} if passes overlap" if rate else busiest.name

@@ -49,7 +49,7 @@ def column_parallel(
     much is cut as can be. Raises `PlanError` for a degree that nothing allows, with those that are possible, and for a
     model that does not fit.
     """
-    task = make_task(profile, cluster, found.groups, objective, even)
+    task = make_task(profile, cluster, found, objective, even)
     if degree is not None:
         _check_degree(task, degree)
     task, best, cuts = _fitting_choice(task, degree, prove)
@@ -199,7 +199,14 @@ def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limi
     seconds = [task.whole_seconds[device.name] for device in devices]
     whole = held_bytes(task, len(devices))
     budget = [device.budget_bytes if limited else whole for device in devices]
-    picked = choose(options, seconds, whole, budget, task.objective)
+    usual = [option for option in options if option.index not in task.fallback]
+    picked = choose(usual, seconds, whole, budget, task.objective)
+    if picked is None:
+        picked = choose(options, seconds, whole, budget, task.objective)
+    elif len(usual) < len(options):
+        taken = {option.index for option in picked}
+        left = [o for o in options if o.index in task.fallback and taken.isdisjoint(o.conflicts)]
+        picked = choose([*picked, *left], seconds, whole, budget, task.objective)
     if picked is None:
         return None
     rest = max(own - sum(option.whole_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
@@ -224,16 +231,25 @@ def _room(task: Task, devices: tuple[Device, ...], most: Choice) -> list[float] 
 
 
 def valid_degrees(task: Task) -> tuple[int, ...]:
-    """Degrees up to `MOST_DEGREE` at which as many bytes can be cut as at any, by sizes: nothing is proved here."""
-    known: dict[tuple[int, ...], int] = {}
-    cut: dict[int, int] = {}
+    """Degrees up to `MOST_DEGREE` at which as many bytes can be cut as at any, with as few collectives.
+
+    By sizes: nothing is proved here, and what only single modules can be cut into does not count.
+    """
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    found: dict[int, tuple[int, int]] = {}
     for degree in range(2, MOST_DEGREE + 1):
-        allowed = tuple(group.index for group in task.groups if allows(group, degree, task.even))
+        usual = [group for group in task.groups if group.index not in task.fallback]
+        allowed = tuple(group.index for group in usual if allows(group, degree, task.even))
         if allowed not in known:
-            known[allowed] = sum(cut_bytes(task, group) for group in _largest(task, allowed))
-        cut[degree] = known[allowed]
-    most = max(cut.values())
-    return tuple(degree for degree, nbytes in cut.items() if nbytes >= most * (1 - 1e-6) and nbytes > 0)
+            cut = _largest(task, allowed)
+            known[allowed] = -sum(cut_bytes(task, group) for group in cut), sum(map(_collectives, cut))
+        found[degree] = known[allowed]
+    best = min(found.values())
+    return tuple(degree for degree, value in found.items() if value == best and value[0])
+
+
+def _collectives(group: AxisGroup) -> int:
+    return len(group.blocks) * (group.reductions + group.gathers)
 
 
 def _best_cut(task: Task) -> Choice | None:
@@ -251,11 +267,11 @@ def _best_cut(task: Task) -> Choice | None:
 
 
 def _largest(task: Task, allowed: Sequence[int]) -> list[AxisGroup]:
-    """The compatible groups, among those allowed, with the most bytes."""
+    """The compatible groups, among those allowed, with the most bytes, and of those the fewest collectives."""
     options = [
         Option(
-            index=group.index, shares=(), whole_seconds=(0.0,), share_seconds=0.0, collective_seconds=0.0,
-            saved_bytes=(cut_bytes(task, group),), places=0, conflicts=conflicts,
+            index=group.index, shares=(), whole_seconds=(0.0,), share_seconds=0.0, places=0, conflicts=conflicts,
+            collective_seconds=_collectives(group), saved_bytes=(cut_bytes(task, group),),
         )
         for group, conflicts in zip(task.groups, task.conflicts, strict=True) if group.index in allowed
     ]  # fmt: skip
@@ -275,7 +291,8 @@ def _refusal(task: Task, degree: int | None) -> str:
     assert closest is not None
 
     def works(cluster: Cluster, degree: int | None) -> bool:
-        posed = make_task(task.profile, cluster, task.groups, task.objective, task.even)
-        return best_choice(replace(posed, banned=task.banned), degree) is not None
+        posed = make_task(task.profile, cluster, AxisGroups(groups=task.groups, blocked=(), regions=()), task.objective)
+        posed = replace(posed, even=task.even, fallback=task.fallback, banned=task.banned)
+        return best_choice(posed, degree) is not None
 
     return lacking_memory(task, closest, degree, works)

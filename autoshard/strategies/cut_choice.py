@@ -61,13 +61,13 @@ def choose(
     spent = np.array([option.share_seconds + option.collective_seconds for option in options]) / second
     freed = np.array([option.whole_seconds for option in options]).T / second
     saved = np.array([option.saved_bytes for option in options], float).T / byte
-    # variables: y, z = seconds of what is not cut, u = fullness of the fullest rank
+    # variables: y, z = seconds of what is not cut, u = fullness of the fullest rank; scaled so that all are about 1
     seconds = np.concatenate([spent, [1.0, 0.0]])
     fullness = np.concatenate([np.zeros(count + 1), [1.0]])
     order = np.concatenate([[option.places + rank / count for rank, option in enumerate(options)], [0.0, 0.0]])
     rows = [np.concatenate([freed[rank], [1.0, 0.0]]) for rank in range(ranks)]
     least = [own / second for own in whole_seconds]
-    rows += [np.concatenate([saved[rank], [0.0, budget[rank] / byte]]) for rank in range(ranks)]
+    rows += [np.concatenate([saved[rank], [0.0, budget[rank] / budget.max()]]) for rank in range(ranks)]
     least += [whole_bytes / byte] * ranks
     tight = [(rank, (whole_bytes - budget[rank]) / byte) for rank in range(ranks) if whole_bytes > budget_bytes[rank]]
     rows += [np.concatenate([saved[rank], [0.0, 0.0]]) for rank, _ in tight]

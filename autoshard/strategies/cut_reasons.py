@@ -62,7 +62,8 @@ def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
         return f"no device alone has room for the {need} of the model"
     one = f"{format_seconds(alone.seconds)} on {alone.devices[0].name} alone"
     if best.seconds > alone.seconds:
-        return f"that is slower than {one}, and what was asked for"
+        why = "less memory" if task.wanted == "memory" else "this degree"
+        return f"that is slower than {one}, but {why} was asked for"
     return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
 
 

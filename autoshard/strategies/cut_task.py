@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.axes.groups import AxisGroup
+from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import op_seconds, optimizer_seconds
@@ -44,6 +44,7 @@ class Task:
     Attributes:
         even: every rank must keep as much (one process for all devices).
         conflicts: per group, the indices of those that can't be cut as well.
+        fallback: indices of groups of single modules, with a gather behind each: for what no group of a block cuts.
         objective: what is minimised; `wanted` is what was asked for.
         whole_seconds, whole_bytes: a pass of the model on each device alone, and its peak there.
         shrinking: how far activations are taken to shrink when the model is cut: 0 not at all, 1 as what is cut.
@@ -57,6 +58,7 @@ class Task:
     objective: str
     even: bool
     conflicts: tuple[frozenset[int], ...]
+    fallback: frozenset[int]
     whole_seconds: Mapping[str, float]
     whole_bytes: int
     bytes_per_parameter_byte: float
@@ -66,17 +68,19 @@ class Task:
 
 
 def make_task(
-    profile: Profile, cluster: Cluster, groups: Sequence[AxisGroup], objective: str = "latency", even: bool = False
+    profile: Profile, cluster: Cluster, found: AxisGroups, objective: str = "latency", even: bool = False
 ) -> Task:
     """Work out what all sets of devices share."""
+    blocks = {region.paths for region in found.regions}
     state = profile.gradient_bytes + profile.optimizer_bytes
     return Task(
         profile=profile,
         cluster=cluster,
-        groups=tuple(groups),
+        groups=found.groups,
         objective=objective,
         even=even,
-        conflicts=_conflicts(groups),
+        conflicts=_conflicts(found.groups),
+        fallback=frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks),
         whole_seconds={device.name: _whole_seconds(profile, device) for device in cluster.devices},
         whole_bytes=profile.peak_bytes,
         bytes_per_parameter_byte=1 + state / max(profile.parameter_bytes, 1),

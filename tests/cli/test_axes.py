@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoshard.report.axes import fold, fold_paths, members
+from autoshard.report.words import fold, fold_paths, members
 from tests.cli.test_commands import command
 
 MODEL = """
@@ -122,3 +122,33 @@ def test_members_in_words():
     heads = [("s.q.weight", 0, 2, False), ("s.q.bias", 0, 1, False), ("s.o.weight", 1, 2, False)]
     assert members(heads) == ("s", "q rows; o columns")
     assert members([("s.fused", 0, 3, True), ("bias", 0, 1, False)]) == ("s", "a part of the dimension 0 of fused")
+    assert members([("weight", 0, 2, False), ("bias", 0, 1, False)]) == ("", "rows")
+
+
+def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
+    asked = ("--strategy", "column-parallel", "--objective", "memory", "--devices", "2x100GiB")
+    path = tmp_path / "plan.json"
+    printed = command("plan", file, *asked, "-o", path).stdout
+    for words in (
+        "column-parallel, for memory: 2 of 2 devices used",
+        "\nCut\n",
+        "blocks.0-2: up rows; down columns\n    96 slices, 48 on each device; equal on 2 ranks",
+        "blocks.0-2.mixer: a, b, c rows; d columns\n    2 slices, 1 on each device",
+        "\nWhole on every device\n  sorted\n    ",
+        "6 all-reduces, 1 all-gather",
+    ):
+        assert words in printed, words
+    assert "Modules" not in printed and max(map(len, printed.splitlines())) <= 80
+    document = json.loads(command("plan", file, *asked, "--json").stdout)
+    assert len(document["plan"]["cuts"]) == 3 and document["estimate"]["all_reduces"] == 6
+    again = command("estimate", path, file).stdout
+    assert "6 all-reduces" in again and "\nCut\n" in again
+
+
+def test_one_device_is_an_answer(file):
+    printed = command("plan", file, "--strategy", "column-parallel", "--devices", "2x100GiB").stdout
+    assert "one device is best: cuda:0 takes" in printed and "Modules" in printed
+    assert (
+        "pinned"
+        in command("plan", file, "-s", "column-parallel", "--pin", "table=cuda:0", "-d", "2x1GiB", expect=2).stderr
+    )

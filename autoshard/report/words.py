@@ -1,0 +1,97 @@
+"""Words for dimensions of parameters, made of their paths alone: "layers.0-2.mlp: gate, up rows; down columns"."""
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from autoshard.report.layout import INDENT
+
+_NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def members(cut: Sequence[tuple[str, int, int, bool]]) -> tuple[str, str]:
+    """Say in which module which dimensions are cut: (parameter, dimension, how many it has, whether only a part of it).
+
+    Vectors go with the matrices beside them and are named only where there are none.
+    """
+    if any(ndim > 1 for _, _, ndim, _ in cut):
+        cut = [row for row in cut if row[2] > 1]
+    named: dict[str, list[str]] = {}
+    for name, dim, ndim, part in cut:
+        word = {0: "rows", 1: "columns"}[dim] if ndim == 2 else "entries" if ndim < 2 else f"dimension {dim}"
+        label = "" if name == "weight" else name.removesuffix(".weight")
+        named.setdefault(f"a part of the {word} of" if part else word, []).append(label)
+    labels = [label for found in named.values() for label in found]
+    above = labels[0].split(".")[:-1]
+    for label in labels:
+        parts = label.split(".")[:-1]
+        while parts[: len(above)] != above:
+            above.pop()
+    prefix = "".join(f"{part}." for part in above)
+    texts = []
+    for word, found in named.items():
+        folded = ", ".join(fold([label.removeprefix(prefix) for label in found]))
+        texts.append((f"{word} {folded}" if word.startswith("a part") else f"{folded} {word}").strip())
+    return prefix[:-1], "; ".join(texts)
+
+
+def after(block: str, module: str, text: str) -> str:
+    where = ".".join(part for part in (block, module) if part)
+    return f"{where}: {text}" if where else text
+
+
+def fold_paths(paths: Sequence[str]) -> str:
+    """ "layers.0", "layers.1", "layers.2"   ->   "layers.0-2"; the first few of what can't be folded."""
+    found = fold(paths)
+    return ", ".join(found) if len(found) < 4 else f"{', '.join(found[:3])} and {len(found) - 3} more"
+
+
+def fold(paths: Sequence[str]) -> list[str]:
+    """Join paths that differ in one number only; the order of the first of each is kept."""
+    made = list(dict.fromkeys(paths))
+    most = max((len(_NUMBERS.findall(path)) for path in made), default=0)
+    for position in reversed(range(most)):
+        groups: dict[tuple[str, str] | str, list[int]] = {}
+        for path in made:
+            numbers = list(_NUMBERS.finditer(path))
+            if position < len(numbers):
+                at = numbers[position]
+                groups.setdefault((path[: at.start()], path[at.end() :]), []).append(int(at[0]))
+            else:
+                groups[path] = []
+        made = [key if isinstance(key, str) else f"{key[0]}{_runs(found)}{key[1]}" for key, found in groups.items()]
+    return made
+
+
+def _runs(numbers: list[int]) -> str:
+    """0, 1, 2, 5 -> "{0-2,5}"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
+
+
+def outer(axis: str) -> int:
+    """How many times the slices follow one another along an axis: 8 for "8x*4x64"."""
+    before = re.match(r"(\d+)x\*", axis)
+    return int(before[1]) if before else 1
+
+
+def is_part(axis: str) -> bool:
+    """Whether an axis has a part that every rank keeps."""
+    return any("*" not in part for part in re.split(r"[|]", axis)) if "|" in axis else False
+
+
+def print_item(console: Console, text: str, remark: str) -> None:
+    width = max(console.width - 2 * len(INDENT), 20)
+    for i, line in enumerate(textwrap.wrap(text, width, break_long_words=False)):
+        console.print(Text(f"{INDENT * (1 if i == 0 else 2)}{line}"), soft_wrap=True)
+    for line in textwrap.wrap(remark, width, break_long_words=False):
+        console.print(Text(f"{INDENT * 2}{line}", style="bright_black"), soft_wrap=True)
