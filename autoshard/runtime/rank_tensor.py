@@ -9,6 +9,7 @@ written into an ordinary tensor: that raises.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
 """Ops besides the tagged ones after which the tensor written to has another shape."""
 _SHAPED_ONLY = ("_like", "new_")
 """In the names of ops that read the shape of a tensor, never its values."""
+_DIFFERENT = "the ranks have different values where the model's code reads one. Plan with this part of it whole."
 
 
 class RankTensor(torch.Tensor):
@@ -71,10 +73,34 @@ class RankTensor(torch.Tensor):
     def agreed(self) -> torch.Tensor:
         """Rank 0's tensor, which must be that of all ranks."""
         if not same(self.parts):
-            raise ApplyError(
-                "the ranks have different values where the model's code reads one. Plan with this part of it whole."
-            )
+            raise ApplyError(_DIFFERENT)
         return self.parts[0]
+
+    def _number(self) -> Any:
+        """The only element. Nothing is dispatched: `torch.tensor` reads the tensors in a list with dispatch off."""
+        if self.numel() != 1:
+            return torch.Tensor.item(self)  # raises
+        values = [part.tolist() for part in self.parts]
+        while isinstance(values[0], list):
+            values = [value[0] for value in values]
+        if any(value != values[0] and (value == value or values[0] == values[0]) for value in values):
+            raise ApplyError(_DIFFERENT)
+        return values[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __index__(self) -> int:
+        return int(operator.index(self._number()))
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __complex__(self) -> complex:
+        return complex(self._number())
 
     def tolist(self) -> Any:
         return self.agreed().tolist()

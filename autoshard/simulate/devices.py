@@ -58,6 +58,9 @@ class _SimulationMode(TorchDispatchMode):
         return False  # else torch wraps the next method so that its compiler is imported and asked at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for kind in types:
+            if kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                return NotImplemented  # a wrapper of another kind, with simulated tensors inside: it takes the op apart
         return run_op(func, args, kwargs or {}, self.devices, self)
 
 

@@ -1,5 +1,7 @@
 """Cut models on several devices of one process."""
 
+import math
+
 import pytest
 import torch
 
@@ -62,6 +64,17 @@ def test_generates_the_same_tokens(decoder, options):
         remove_cuts(decoder)
 
 
+def test_beam_search_on_simulated_devices(decoder):
+    """Caches are reordered outside of the forward, by ordinary indices on rank 0's device."""
+    ids, options = torch.tensor([[3, 1, 4, 1, 5]]), {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
+    expected = decoder.generate(ids, **options)
+    with autoshard.simulate("2x1GiB") as devices:
+        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
+        found = decoder.generate(ids, **options)
+        remove_cuts(decoder)
+    assert torch.equal(found, expected)
+
+
 def test_on_simulated_devices(decoder):
     """Each device holds its part, and outputs come back to where the inputs were."""
     ids = torch.tensor([[3, 1, 4, 1, 5]])
@@ -112,6 +125,32 @@ def test_values_that_differ_between_ranks_are_not_read():
         lambda: torch.bernoulli(different / 4),
     ):
         with pytest.raises(ApplyError):
+            read()
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, 1j])
+def test_tensors_are_made_of_lists_of_numbers_that_all_ranks_have(value):
+    """torch.tensor reads such numbers from memory, with dispatch off, and the wrapper has none."""
+    item = ranked(value, value)
+    for tensor_of in (torch.tensor, torch.as_tensor, torch.asarray, torch.ones((), dtype=item.dtype).new_tensor):
+        if value == 1j and tensor_of.__name__ == "new_tensor":
+            continue  # ordinary tensors can't do that either
+        assert tensor_of([[item], [item]]).tolist() == [[value], [value]]
+        with RanksMode([torch.device("cpu")] * 2, torch.device("cpu")):
+            made = tensor_of([item, item])
+        assert [part.tolist() for part in made.parts] == [[value, value]] * 2
+    with pytest.raises(ApplyError, match="different values"):
+        torch.tensor([ranked(1, 2)])
+
+
+def test_a_tensor_is_the_number_that_an_ordinary_one_is():
+    assert [0, 1, 2, 3][ranked(2, 2)] == 2 and int(ranked(2.5, 2.5)) == 2 and float(ranked([2], [2])) == 2
+    assert math.isnan(ranked(math.nan, math.nan))
+    for read, error in (
+        (lambda: [1][ranked(0.0, 0.0)], TypeError),
+        (lambda: bool(ranked([1, 2], [1, 2])), RuntimeError),
+    ):
+        with pytest.raises(error):
             read()
 
 
