@@ -4,7 +4,9 @@
 
 A decoder of 32 small layers. "one device" has a hook on the root only; "two devices" has one on every layer, and both
 names are the plain CPU, so nothing is copied and what is measured is the hooks. Accelerate's dispatch_model runs on the
-same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per hooked module call.
+same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per hooked module call; then what
+one hook costs alone, with the arguments of a decoder layer: the least of many short bursts, which a busy machine hardly
+disturbs.
 """
 
 import os
@@ -63,6 +65,48 @@ def measure(models: dict[str, torch.nn.Module], rounds: int) -> dict[str, list[f
     return times
 
 
+class Idle(torch.nn.Module):
+    """Does nothing, with the arguments of a decoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor, **more: object) -> torch.Tensor:
+        return hidden
+
+
+class Caller(torch.nn.Module):
+    """Calls each of three idle modules in bursts and keeps the least time per call, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Idle(), Idle()
+        plain, empty = Idle(), Idle()
+        empty.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+        self.called = {"plain": plain, "empty": empty, "autoshard": self.first}
+        self.least = dict.fromkeys(self.called, 1.0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        more = {"attention_mask": hidden, "position_embeddings": (hidden, hidden), "position_ids": hidden}
+        more |= {"past_key_values": None, "use_cache": False}
+        for _ in range(1000):
+            for name, module in self.called.items():
+                start = time.perf_counter()
+                for _ in range(100):
+                    module(hidden, **more)
+                self.least[name] = min(self.least[name], (time.perf_counter() - start) / 100)
+        return hidden
+
+
+def alone() -> dict[str, float]:
+    """Microseconds that a hook adds to a call: one that does nothing, and autoshard's."""
+    caller = Caller()
+    apply_plan(caller, Plan.from_device_map({"first": "cpu:0", "second": "cpu:1"}))
+    caller(torch.zeros(1, 16, 64))
+    return {name: (least - caller.least["plain"]) * 1e6 for name, least in caller.least.items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -85,6 +129,8 @@ def main() -> None:
             f"{name:18}{middle * 1e3:10.2f}{low * 1e3:9.2f} …{high * 1e3:7.2f}{ratio:8.3f}{hooked:7d}"
             + (f"{each:13.2f}" if hooked else "")
         )
+    found = alone()
+    print(f"alone: {found['autoshard']:.2f} us per hook, of which {found['empty']:.2f} us are torch's for any hook")
 
 
 if __name__ == "__main__":
