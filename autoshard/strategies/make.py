@@ -32,7 +32,6 @@ STRATEGIES: dict[str, Strategy] = {
 }  # fmt: skip
 LATER = {
     "pipeline": 'Use "balanced" with objective="throughput": it makes the slowest stage as fast as it can be.',
-    "column-parallel": 'Use "balanced": it places whole modules.',
     "data-parallel": 'Use "balanced" for one copy of the model, and torch\'s own DistributedDataParallel for several.',
 }
 OBJECTIVES = ("latency", "throughput", "memory")
@@ -114,10 +113,15 @@ def make_plan(
 
 
 def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
+    if strategy == "column-parallel":
+        raise SpecError(
+            'strategy="column-parallel" proves its cuts on the model; a profile alone is not enough. '
+            "Use autoshard.plan(model, devices, inputs=…)."
+        )
     if strategy in LATER:
         raise SpecError(f'the strategy "{strategy}" is not there yet. {LATER[strategy]}')
     if strategy not in STRATEGIES:
-        raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join(STRATEGIES)}.")
+        raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join((*STRATEGIES, 'column-parallel'))}.")
     if objective not in OBJECTIVES:
         raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
     if "disk" in cluster.names:

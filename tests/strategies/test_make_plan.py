@@ -147,7 +147,7 @@ def test_training_never_parts_tied_weights(profiles) -> None:
     [
         ({"strategy": "fastest"}, "unknown strategy 'fastest': use one of auto, sequential, balanced, balanced_low_0"),
         ({"strategy": "pipeline"}, 'not there yet. Use "balanced" with objective="throughput"'),
-        ({"strategy": "column-parallel"}, "not there yet"),
+        ({"strategy": "column-parallel"}, "a profile alone is not enough"),
         ({"strategy": "data-parallel"}, "not there yet"),
         ({"objective": "beauty"}, "unknown objective 'beauty': use one of latency, throughput, memory"),
         ({"pins": {"haed": "cpu:0"}}, "no module or tensor of that name. Did you mean 'head'?"),
