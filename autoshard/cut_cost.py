@@ -198,6 +198,9 @@ class _Blocks:
             if block is not None:
                 self.ops[block].append(op.index)
         self.leaving = set(graph.outputs)
+        for call in graph.calls:
+            if call.path in known:  # what a block returns is put together, whether somebody reads it or not
+                self.leaving.update(call.outputs)
         for op in graph.ops:
             for value in op.inputs:
                 maker = graph.values[value].op

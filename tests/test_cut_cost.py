@@ -13,7 +13,7 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.collective_cost import all_reduce_seconds
+from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import estimate
 from autoshard.cut_cost import estimate_cuts, local_profile, trace_cuts
 from autoshard.errors import PlanError
@@ -21,6 +21,7 @@ from autoshard.plan import Plan, PlanDevice
 from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, Scale
+from autoshard.strategies.cut_reasons import collectives
 from autoshard.workload import Workload
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")
@@ -49,7 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.mixer(self.norm(x))
-        return x + self.down(F.gelu(self.up(x)))
+        inner = F.gelu(self.up(x))
+        return x + self.down(inner), inner  # nobody reads the second; it is put together all the same
 
 
 class Words(nn.Module):
@@ -61,7 +63,7 @@ class Words(nn.Module):
     def forward(self, ids):
         x = self.table(ids)
         for block in self.blocks:
-            x = block(x)
+            x, _ = block(x)
         return self.head(x).softmax(-1).square().sum()
 
 
@@ -151,6 +153,7 @@ def test_the_estimate_is_what_a_rank_measures(name, workload, shares):
     profile = autoshard.profile(model, inputs, workload=workload)
     found = estimate_cuts(plan, profile, posed)
     traced = trace_cuts(profile.graph, cuts)
+    handed_out = 12 * 96 * 4 if name == "words" else 0  # counts whole from where it is made, not from the gather on
     for rank in (0, 1):
         local = copy.deepcopy(model)
         apply_cuts(local, cuts, InPlace(rank=rank, size=2))
@@ -159,7 +162,8 @@ def test_the_estimate_is_what_a_rank_measures(name, workload, shares):
         true = estimate(alone, measured, posed, lower_bound_seconds=0.0).devices[rank]
         assert found.devices[rank].parameter_bytes == true.parameter_bytes
         assert found.devices[rank].optimizer_bytes == true.optimizer_bytes
-        assert found.devices[rank].peak_bytes == pytest.approx(true.peak_bytes, rel=0.01)
+        over = found.devices[rank].peak_bytes - true.peak_bytes
+        assert -0.01 * true.peak_bytes <= over <= 0.01 * true.peak_bytes + handed_out
         flops = sum(op.flops for op in local_profile(profile, traced, rank).graph.ops)
         assert flops == pytest.approx(sum(op.flops for op in measured.graph.ops), rel=1e-6)
     assert not any("can't be followed" in note for note in found.notes)
@@ -171,9 +175,10 @@ def test_collectives_are_counted_and_priced():
     profile = autoshard.profile(make().eval(), inputs, workload=INFERENCE)
     found = estimate_cuts(plan_of(cuts, 2), profile, posed)
     # two per block, the table's lookup, the head
-    assert (found.all_reduces, found.all_gathers) == (2 * 2 + 1 + 1, 0)
-    states, logits = 12 * 64 * 4, 12 * 48 * 4
+    assert (found.all_reduces, found.all_gathers) == (2 * 2 + 1 + 1, 2) == collectives(cuts)
+    states, inner, logits = (12 * width * 4 for width in (64, 96, 48))
     seconds = 5 * all_reduce_seconds(posed, posed.names, states) + all_reduce_seconds(posed, posed.names, logits)
+    seconds += 2 * all_gather_seconds(posed, posed.names, inner)
     assert found.collective_seconds == pytest.approx(seconds)
     assert found.latency_seconds == pytest.approx(seconds + found.devices[0].compute_seconds)
     whole = estimate(replace(plan_of(cuts, 2), cuts=()), profile, posed, lower_bound_seconds=0.0)
