@@ -129,10 +129,8 @@ def main() -> None:
             f"{name:18}{middle * 1e3:10.2f}{low * 1e3:9.2f} …{high * 1e3:7.2f}{ratio:8.3f}{hooked:7d}"
             + (f"{each:13.2f}" if hooked else "")
         )
-    each_alone = alone()
-    print(
-        f"alone: {each_alone['autoshard']:.2f} us per hook, of which {each_alone['empty']:.2f} us are torch's for any hook"
-    )
+    hook = alone()
+    print(f"alone: {hook['autoshard']:.2f} us per hook, of which {hook['empty']:.2f} us are torch's for any hook")
 
 
 if __name__ == "__main__":
