@@ -37,7 +37,7 @@ class Places:
         ]  # fmt: skip
         self._sites = sorted(graph.sites, key=lambda site: site.begin)
         self._begins = [site.begin for site in self._sites]
-        self._differentiable = _differentiable(graph)
+        self._differentiable = differentiable(graph)
         # Not all outputs: a cast to the dtype that a tensor has already returns the tensor itself.
         made_here = {value for value in walk.axes if graph.values[value].op in self._inside}
         self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
@@ -247,7 +247,7 @@ def _paths(paths: tuple[str, ...], values: tuple[int, ...], value: int) -> list[
     return [path for path, seen in zip(paths, values, strict=True) if seen == value]
 
 
-def _differentiable(graph: ModelGraph) -> set[int]:
+def differentiable(graph: ModelGraph) -> set[int]:
     """Values that a gradient may reach: parameters, floating-point inputs, and what is computed from them."""
     found = {tensor.value for tensor in graph.tensors if tensor.kind == "parameter" and tensor.trainable}
     found |= {value for value in graph.inputs if graph.values[value].dtype.is_floating_point}

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.places import differentiable
 from autoshard.capture.capture import observe_calls
 from autoshard.capture.fake import silenced
 from autoshard.capture.graph import Call, ModelGraph
@@ -58,6 +59,7 @@ class Prover:
     ) -> None:
         self._model, self._graph, self._calls = model, graph, calls
         self._groups = found.groups
+        self._differentiable = differentiable(graph)
         self._samples: dict[str, Sample] = {}
         self._scales: dict[tuple[int, tuple[int, ...]], Scales | NotFound] = {}
         self._results: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
@@ -103,7 +105,8 @@ class Prover:
             ways = check_equal(self._sample(path), tuple(replace(cut, blocks=("",)) for cut in cuts))
             how = f"equal on {cuts[0].degree} ranks"
         proof = f"{how} with random values, {'forward and backward' if ways else 'forward'}"
-        return [replace(cut, proof=proof) for cut in cuts]
+        training = all(part.training for part in self._model.get_submodule(path).modules())
+        return [replace(cut, training=training, proof=proof) for cut in cuts]
 
     def _is_large(self, path: str) -> bool:
         return elements_of(self._model.get_submodule(path)) > RUN_ELEMENTS
@@ -115,8 +118,16 @@ class Prover:
 
     def _sample(self, path: str) -> Sample:
         if path not in self._samples:
-            self._samples[path] = sample_block(self._model.get_submodule(path), self._given(path))
+            module = self._model.get_submodule(path)
+            self._samples[path] = sample_block(module, self._given(path), self._tracked(path))
         return self._samples[path]
+
+    def _tracked(self, path: str) -> list[set[str]]:
+        """For each call of a block, the paths of the arguments that a gradient may reach."""
+        return [
+            {where for where, value in zip(call.input_paths, call.inputs, strict=True) if value in self._differentiable}
+            for call in self._calls_of(path)
+        ]
 
     def _left_out(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
         """These groups, and others that can be made smaller with them. Raises `NotFound` if that is not enough."""
@@ -141,7 +152,7 @@ class Prover:
         scales: list[Scales] = []
         for group in list(kept):
             try:
-                scales.append(self._find_scales(group, (SLICES, group.size - SLICES)))
+                scales.append(self._find_scales(group, (1, group.size - 1)))
             except NotFound:
                 if group in groups:
                     raise
@@ -157,7 +168,7 @@ class Prover:
             smaller_cut(cut, _scales(found, (1,) * SLICES, SLICES))
             for cut, found in zip(whole[: len(groups)], scales, strict=False)
         )
-        return sample_block(block, given), small
+        return sample_block(block, given, self._tracked(path)), small
 
     # ---- the scales
 

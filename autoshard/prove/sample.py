@@ -5,7 +5,7 @@ twice or a norm left out.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.observe import TensorSpec, fill_specs
+from autoshard.nested import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,15 @@ class Sample:
     calls: tuple[tuple[tuple, dict[str, Any]], ...]
 
 
-def sample_block(module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]], seed: int = 0) -> Sample:
+def sample_block(
+    module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]], tracked: Iterable[Container[str]]
+) -> Sample:
     """Copy a block with random values in place of its own; `calls` are arguments with `TensorSpec` for tensors.
 
-    Raises whatever copying raises: a block that can't be copied can't be proved.
+    `tracked`: for each call, the paths of the arguments that a gradient may reach in the model. Raises whatever copying
+    raises: a block that can't be copied can't be proved.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in memo:
@@ -39,6 +43,9 @@ def sample_block(module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]
                 memo[id(value)] = _random_like(value, generator)
     block = copy.deepcopy(module, memo)
     made = tuple(fill_specs(call, lambda spec: _tensor(spec, generator)) for call in calls)
+    for call, paths in zip(made, tracked, strict=False):
+        for path, tensor in tensors_in(call):
+            tensor.requires_grad_(path in paths and (tensor.is_floating_point() or tensor.is_complex()))
     return Sample(block=block, calls=made)
 
 
@@ -66,7 +73,7 @@ def _tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         value = spec.value.clone()
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator).requires_grad_()
+        return torch.randn(spec.shape, generator=generator)
     if spec.dtype.is_complex:
         return torch.randn(spec.shape, generator=generator, dtype=torch.complex64)
     return torch.zeros(spec.shape, dtype=spec.dtype)

@@ -1,0 +1,84 @@
+"""Hand-made blocks, each with a trap for whoever cuts them; names say nothing about what they are."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Grouped(nn.Module):
+    """Attention with fewer keys than queries; sizes come from attributes."""
+
+    def __init__(self, width: int = 24, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.many, self.few, self.each = heads, groups, width // heads
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, groups * self.each)
+        self.c = nn.Linear(width, groups * self.each)
+        self.d = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q = self.a(x).view(rows, length, self.many, self.each).transpose(1, 2)
+        k = self.b(x).view(rows, length, self.few, self.each).transpose(1, 2)
+        v = self.c(x).view(rows, length, self.few, self.each).transpose(1, 2)
+        k, v = (t.repeat_interleave(self.many // self.few, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.d(y.transpose(1, 2).reshape(rows, length, self.many * self.each))
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one projection, taken apart by sizes in a list."""
+
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.sizes = [width, width, width]
+        self.all = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.all(x).split(self.sizes, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        weights = (q @ k.transpose(-1, -2) * 0.4).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Partly(nn.Module):
+    """One projection of which a part is used by every slice of the rest: that part stays whole on every rank."""
+
+    def __init__(self, width: int = 24, common: int = 6) -> None:
+        super().__init__()
+        self.own, self.common = 2 * width, common
+        self.both = nn.Linear(width, self.own + common)
+        self.mix = nn.Linear(common, 1)
+        self.back = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, common = self.both(x).split([self.own, self.common], dim=-1)
+        return self.back(F.silu(own) * self.mix(common).sigmoid())
+
+
+class Normed(nn.Module):
+    """Divides by a size that it reads from a shape: a cut of that size would change the result without any error."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.down(y.relu() / y.shape[-1])
+
+
+class Stack(nn.Module):
+    """Blocks of one kind between residual sums."""
+
+    def __init__(self, kind: type[nn.Module], count: int = 2, **settings: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(**settings) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x

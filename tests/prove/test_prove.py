@@ -1,0 +1,139 @@
+"""What is proved is right, and what is wrong is found: on blocks with traps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
+from autoshard.capture.capture import capture
+from autoshard.capture.graph import ModelGraph
+from autoshard.plan_cuts import Refusal
+from autoshard.prove import prove as proving
+from autoshard.prove.prove import Prover, make_prover
+from autoshard.sharding import Cut, even_shares
+from tests.prove.blocks import Fused, Grouped, Normed, Partly, Stack
+
+X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
+
+
+def analysed(model: nn.Module) -> tuple[ModelGraph, AxisGroups, Prover]:
+    """A model's composite graph, its groups and what proves them."""
+    graph = capture(model, X, composite=True)
+    found = find_groups(graph)
+    return graph, found, make_prover(model, X, None, graph, found)
+
+
+def of_blocks(found: AxisGroups, *sizes: int) -> AxisGroup:
+    """The group of the repeated blocks themselves, not of a module in them, with one of these sizes: the largest."""
+    mine = [group for group in found.groups if group.blocks == ("blocks.0", "blocks.1") and group.size in sizes]
+    return max(mine, key=lambda group: group.nbytes)
+
+
+def scales_of(cut: Cut) -> dict[str, tuple[int, tuple[int, ...]]]:
+    return {f"{scale.module}.{scale.attribute}".lstrip("."): (scale.value, scale.local) for scale in cut.scales}
+
+
+def test_equal_blocks_are_analysed_once():
+    _, found, _ = analysed(Stack(Grouped))
+    group = of_blocks(found, 2)
+    assert {(shard.name, shard.dim): shard.axis for shard in group.shards} == {
+        ("a.weight", 0): "*2x12", ("a.bias", 0): "*2x12", ("b.weight", 0): "*2x6", ("b.bias", 0): "*2x6",
+        ("c.weight", 0): "*2x6", ("c.bias", 0): "*2x6", ("d.weight", 1): "*2x12",
+    }  # fmt: skip
+    assert group.reductions == 1 and group.gathers == 0
+
+
+def test_heads_in_groups_need_both_counts_scaled():
+    _, found, prover = analysed(Stack(Grouped))
+    group = of_blocks(found, 2)
+    cut = prover.prove(group, (1, 1))
+    assert isinstance(cut, Cut)
+    assert scales_of(cut) == {"many": (4, (2, 2)), "few": (2, (1, 1))}
+    assert "forward and backward" in cut.proof
+
+
+def test_a_list_of_sizes_is_scaled_item_by_item():
+    _, found, prover = analysed(Stack(Fused))
+    group = of_blocks(found, 4)
+    assert {shard.axis for shard in group.shards if shard.name == "all.weight"} == {"(*4x6|*4x6|*4x6)"}
+    cut = prover.prove(group, (3, 1))
+    assert isinstance(cut, Cut)
+    assert {name: local for name, (_, local) in scales_of(cut).items()} == {
+        "heads": (3, 1), "sizes.0": (18, 6), "sizes.1": (18, 6), "sizes.2": (18, 6)
+    }  # fmt: skip
+
+
+def test_what_all_ranks_keep_has_its_gradient_once():
+    _, found, prover = analysed(Stack(Partly))
+    group = of_blocks(found, 48)
+    assert any(shard.axis == "(*48|6)" for shard in group.shards)
+    assert set(group.summed) >= {"mix.weight"}
+    cut = prover.prove(group, (24, 24))
+    assert isinstance(cut, Cut), cut
+    assert scales_of(cut) == {"own": (48, (24, 24))}
+
+
+def test_a_silent_use_of_a_size_is_refused():
+    """The shapes are all right, and every result is twice too large."""
+    _, found, prover = analysed(Stack(Normed))
+    group = of_blocks(found, 48)
+    outcome = prover.prove(group, (24, 24))
+    assert isinstance(outcome, Refusal)
+    assert "differs" in outcome.reason
+
+
+@pytest.mark.parametrize("left_out", ["reduce", "enter"])
+def test_a_missing_action_is_found(left_out):
+    """Without the sum of the outputs, or of the gradients, ranks don't give what the whole gives."""
+    _, found, prover = analysed(Stack(Grouped))
+    group = of_blocks(found, 2)
+    wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != left_out))
+    outcome = prover.prove(wrong, (1, 1))
+    assert isinstance(outcome, Refusal) and "differs" in outcome.reason
+
+
+def test_a_wrong_axis_is_found():
+    """Queries cut in another order than the values they meet."""
+    _, found, prover = analysed(Stack(Fused))
+    group = of_blocks(found, 4)
+    shards = tuple(replace(s, axis="6x*4") if s.name == "out.weight" else s for s in group.shards)
+    outcome = prover.prove(replace(group, shards=shards), (2, 2))
+    assert isinstance(outcome, Refusal) and "differs" in outcome.reason
+
+
+@pytest.mark.parametrize("kind", [Grouped, Fused, Partly])
+def test_a_large_block_is_proved_on_a_smaller_one(kind, monkeypatch):
+    """The scales are those that the block itself would have shown."""
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
+    _, found, followed = analysed(Stack(kind))
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 1 << 25)
+    _, _, run = analysed(Stack(kind))
+    largest = of_blocks(found, 2, 4, 48)
+    shares = even_shares(largest.size, 2)
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
+    small = followed.prove(largest, shares)
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 1 << 25)
+    whole = run.prove(largest, shares)
+    assert isinstance(small, Cut) and isinstance(whole, Cut), (small, whole)
+    assert small.scales == whole.scales
+    assert "smaller block" in small.proof and "smaller block" not in whole.proof
+
+
+def test_a_large_block_with_a_silent_use_of_a_size_is_refused_too(monkeypatch):
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
+    _, found, prover = analysed(Stack(Normed))
+    group = of_blocks(found, 48)
+    outcome = prover.prove(group, (24, 24))
+    assert isinstance(outcome, Refusal) and "differs" in outcome.reason
+
+
+def test_the_model_is_as_it_was():
+    model = Stack(Grouped)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, found, prover = analysed(model)
+    for group in found.groups:
+        prover.prove(group, even_shares(group.size, 2))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.many == 4 for module in model.blocks)
