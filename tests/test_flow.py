@@ -2,6 +2,7 @@
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,29 @@ def test_what_the_caller_gave_stays_where_it_is_when_the_root_hands_it_back():
     first, second = (int(result.buffers.died[copy.buffer]) for copy in home)
     steps = [call.begin for call in generation().calls if call.path == ""]
     assert (first, second) == (steps[1], result.steps)
+
+
+def test_rows_looked_up_by_code_around_the_model_go_back_to_it():
+    """The runtime hooks tables also inside of modules that are on one device."""
+    make = Builder()
+    make.module("")
+    head = make.module("head", weight=10)["weight"]
+    make.module("inner", weight=5)
+    table = make.module("inner.embed", weight=100)["weight"]
+    ids = make.input(10)
+    make.begin("inner.embed", ids)
+    rows = make.op(table, ids, size=20)
+    make.ops[-1] = replace(make.ops[-1], target=torch.ops.aten.embedding.default)
+    make.end(rows)
+    make.begin("", rows)
+    make.begin("head", rows)
+    y = make.op(rows, head, size=5)
+    make.end(y)
+    make.end(y)
+    result = flow(make.graph(y), {"head": "d0", "inner": "d1"})
+    moves = [(copy.source, copy.destination, copy.reason) for copy in result.copies]
+    assert moves == [("d0", "d1", "hook"), ("d1", "d0", "output")]
+    assert result.op_device == (1, 0)
 
 
 def test_devices_that_meet_are_aligned_to_the_first_tensor_in_a_mixed_module():

@@ -6,6 +6,7 @@ Derivation knows the words that configs and forward signatures share (`vocab_siz
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -71,6 +72,8 @@ def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
     }
     if any(value is not None for value in more.values()):  # models that compare two kinds of input take neither alone
         calls.append(((), {**calls[0][1], **{name: value for name, value in more.items() if value is not None}}))
+    if workload.sequence_length is None:  # the limit may count positions that no token can have
+        calls += derive_inputs(model, replace(workload, sequence_length=max(1, sequence_length(config, workload) // 2)))
     return calls
 
 

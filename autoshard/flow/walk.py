@@ -12,6 +12,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op
 from autoshard.flow.data import Buffers, Flow
@@ -19,6 +20,8 @@ from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths
 from autoshard.flow.unfold import Uses, out_of_order
 from autoshard.placement import Homes, resolve_homes, tensor_devices
+
+_LOOK_UP = torch.ops.aten.embedding.default
 
 
 def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
@@ -56,7 +59,8 @@ class Walk:
         self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
         self.objects = Objects(graph, devices or (homes.homes[""],))
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
-        self.hooked = {path: self.device_index[homes.homes[path]] for path in homes.hooked}
+        hooked = [*homes.hooked, *(_tables(graph, homes) if "" in homes.mixed else ())]
+        self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
         self.root_device = self.hooked[""]
         self.end = len(graph.ops)
         self.op_device = [HOST_DEVICE] * self.end
@@ -443,6 +447,14 @@ class Walk:
             steps=self.end,
             uncounted=self.graph.uncounted,
         )
+
+
+def _tables(graph: ModelGraph, homes: Homes) -> list[str]:
+    """Modules that look up rows of a tensor of their own, which are called from code around the model as well."""
+    own = {(tensor.module, tensor.storage) for tensor in graph.tensors}
+    looking = [op for op in graph.ops if op.target is _LOOK_UP and not op.backward]
+    found = [(graph.calls[op.call].path, graph.values[op.inputs[0]].storage) for op in looking]
+    return [path for path, storage in dict.fromkeys(found) if (path, storage) in own and path in homes.homes]
 
 
 def _is_copy_into(op: Op) -> bool:

@@ -113,6 +113,15 @@ def test_refused_when_nothing_is_known(model, said):
         capture(model)
 
 
+def test_fewer_tokens_where_the_limit_is_one_of_positions():
+    """Positions of this model begin after that of the padding token, so it takes fewer tokens than it has of them."""
+    config = transformers.RobertaConfig(**TEXT)
+    model = transformers.RobertaForMaskedLM(config).eval()
+    assert "inputs derived from the config: input_ids (1, 32), attention_mask (1, 32)" in capture(model).notes
+    with pytest.raises(CaptureError, match="no inputs that the config suggests fit"):
+        capture(model, workload=Workload(sequence_length=64))  # what was asked for is not changed
+
+
 def cache_bytes(graph):
     return sum(graph.storages[s].nbytes for s in {graph.values[value].storage for value in graph.state})
 
