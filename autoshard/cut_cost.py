@@ -182,9 +182,10 @@ def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
 
 
 class _Blocks:
-    """Which ops belong to which of some blocks."""
+    """Which ops belong to which of some blocks; `leaving`: values that others read, or that a block returns."""
 
     def __init__(self, graph: ModelGraph, blocks: Iterable[str]) -> None:
+        self.graph = graph
         known = set(blocks)
         outside = next((region.ops for region in find_regions(graph) if region.path == OUTSIDE), ())
         inner = set(outside) if OUTSIDE in known else set()
@@ -206,6 +207,11 @@ class _Blocks:
                 maker = graph.values[value].op
                 if maker >= 0 and self.of_op[maker] != self.of_op[op.index]:
                     self.leaving.add(value)
+
+    def maker(self, value: int) -> str | None:
+        """The block that made a value."""
+        op = self.graph.values[value].op
+        return self.of_op[op] if op >= 0 else None
 
 
 def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:
@@ -236,9 +242,11 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
         sizes = [prod(_local(axis, leaf, share) for axis in axes) / whole for share in cut.shares]
         known = traced.parts.get(value, (1.0,) * cut.degree)
         traced.parts[value] = tuple(min(one, other) for one, other in zip(known, sizes, strict=True))
+    gathered = {value for value in blocks.leaving if blocks.maker(value) == block}
     due = {contraction.op for contraction in walk.contractions if leaf in leaves(contraction.axis)}
     for op in sorted(due):
-        if op < begin and op not in uncounted:
+        partial = any(walk.cut_dims(value, leaf) for value in graph.ops[op].inputs if value not in gathered)
+        if partial and op < begin and op not in uncounted:
             traced.reduced += [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
 
 
