@@ -123,6 +123,6 @@ def _read(kind: Any, data: Any, name: str) -> Any:
         expect(set(data) <= set(known), name, f"an object with {', '.join(known)} only", sorted(set(data) - set(known)))
         types = get_type_hints(kind)
         return kind(**{key: _read(types[key], value, f"{name}.{key}") for key, value in data.items()})
-    wanted = {str: "a string", int: "an integer"}[kind]
-    expect(isinstance(data, kind) and not isinstance(data, bool), name, wanted, data)
+    wanted = {str: "a string", int: "an integer", bool: "true or false"}[kind]
+    expect(isinstance(data, kind) and isinstance(data, bool) == (kind is bool), name, wanted, data)
     return data

@@ -81,6 +81,7 @@ class Cut:
     Attributes:
         size: how many slices the axis has; `shares`: how many of them each rank keeps, in rank order.
         summed: replicated parameters used inside the cut; every rank has a part of their gradient.
+        training: whether the blocks were in training mode when it was found; if not, they may not drop anything in it.
         proof: how it was shown to be equal, for people.
     """
 
@@ -91,6 +92,7 @@ class Cut:
     actions: tuple[Action, ...] = ()
     scales: tuple[Scale, ...] = ()
     summed: tuple[str, ...] = ()
+    training: bool = False
     title: str = ""
     proof: str = ""
 

@@ -20,6 +20,7 @@ from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
 from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
@@ -45,6 +46,7 @@ class CutRecord:
         tensors: name -> how it is cut; `devices`: name -> where it was before.
         partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
             indices are.
+        unplanned: blocks that may not draw random numbers in training.
         scales, handles: undo the integers and the hooks.
     """
 
@@ -53,6 +55,7 @@ class CutRecord:
     tensors: dict[str, CutTensor]
     devices: dict[str, torch.device]
     partial: dict[str, CutTensor | None]
+    unplanned: Unplanned
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
 
@@ -187,6 +190,7 @@ def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only:
         tensors=found,
         devices={name: tensor.device for name, tensor in tensors.items()},
         partial=_find_partial(cuts, tensors, found),
+        unplanned=Unplanned(model, cuts),
     )
     steps, memos = _find_steps(model, cuts, ranks)
     return _Ready(record=record, steps=steps, memos=memos, scales=find_scales(model, cuts))
@@ -326,6 +330,8 @@ class Arrive:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
             _sum_gradients(module, record)
             watch_norms(module, record.tensors, record.ranks)
+        if not torch.compiler.is_compiling():
+            record.unplanned.watch(module, lambda: _devices(module, record.ranks), record.handles)
         if not isinstance(record.ranks, LocalRanks):
             return None
         devices = record.ranks.devices
@@ -336,6 +342,10 @@ class Arrive:
         given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
         RanksMode(devices, ordinary[0].device if ordinary else devices[0]).__enter__()
         return given
+
+
+def _devices(model: nn.Module, ranks: Ranks) -> Sequence[torch.device]:
+    return ranks.devices if isinstance(ranks, LocalRanks) else [tensor.device for tensor in model.parameters()]
 
 
 class Leave:

@@ -303,6 +303,7 @@ def cut_dropped(ranks, divide=even_shares):
                 *cut.actions,
                 Action(kind="dropout", module="", function="dropout", occurrence=0, argument="0.0", dim=2, axis="*24"),
             ),
+            training=True,
         ),
     )
 

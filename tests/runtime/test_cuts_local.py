@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import autoshard
 from autoshard import torch_private
@@ -188,6 +190,59 @@ def test_random_numbers_are_drawn_once():
     expected = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
     for found, wanted in zip((*made, after), (*expected, torch.rand(1)), strict=True):
         assert all(torch.equal(part, wanted) for part in found.parts)
+
+
+class Dropping(nn.Sequential):
+    """Blocks that drop as a module, as a function, or in attention."""
+
+    def __init__(self, kind):
+        super().__init__(Layer(kind), Layer(kind))
+
+
+class Layer(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.up, self.down, self.drop = nn.Linear(8, 24), nn.Linear(24, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = F.gelu(self.up(x))
+        if self.kind == "module":
+            x = self.drop(x)
+        elif self.kind == "function":
+            x = F.dropout(x, 0.5, self.training)
+        elif self.kind == "attention":
+            x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * self.training)
+        return self.down(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "attention", "nothing"])
+def test_what_is_drawn_in_training_must_have_been_planned(kind):
+    torch.manual_seed(0)
+    model, x = Dropping(kind).eval(), torch.ones(2, 3, 8)
+    memory = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    expected = model(x)
+    plan = autoshard.plan(model, memory, inputs=x, strategy="column-parallel", objective="memory")
+    assert not any(cut.training for cut in plan.cuts)
+    autoshard.apply(model, autoshard.Plan.from_json(plan.to_json()))
+    torch.testing.assert_close(model(x), expected, **TOLERANCE)
+    if kind == "nothing":
+        torch.testing.assert_close(model.train()(x), expected, **TOLERANCE)
+        return
+    model[1].drop.train(), model[1].train()
+    with pytest.raises(ApplyError, match=r"^1 .*training.*Plan after model\.train\(\)"):
+        model(x)
+    with pytest.raises(ApplyError, match=r"^0 "):
+        model.train()(x)
+    torch.testing.assert_close(model.eval()(x), expected, **TOLERANCE)
+    autoshard.remove(model.train())
+    torch.manual_seed(3)
+    expected = model(x)
+    plan = autoshard.plan(model, memory, inputs=x, strategy="column-parallel", objective="memory")
+    assert all(cut.training for cut in plan.cuts)
+    autoshard.apply(model, plan)
+    torch.manual_seed(3)
+    torch.testing.assert_close(model(x), expected, **TOLERANCE)
 
 
 def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
