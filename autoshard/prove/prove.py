@@ -135,8 +135,9 @@ class Prover:
         chosen = list(groups)
         for other in sorted(self._groups, key=lambda group: -group.nbytes):
             apart = all(other.index not in group.conflicts and other.index != group.index for group in chosen)
-            looked_up = any(action.kind == "lookup" for action in other.actions)  # by numbers that the block may make
-            if other.blocks[0] == path and apart and other.size > SLICES and not looked_up:
+            # What is looked up by numbers that the block makes, or goes on whole inside of it, has to keep its size.
+            closed = not any(action.kind in ("lookup", "gather", "slice") for action in other.actions)
+            if other.blocks[0] == path and apart and other.size > SLICES and closed:
                 chosen.append(other)
         block = self._model.get_submodule(path)
         nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in block.parameters()}.values())
