@@ -90,6 +90,7 @@ def test_fields_that_have_a_default_may_be_missing():
         (("actions", 1, "surprise"), 1, "surprise"),
         (("scales", 0, "local"), [20], "2 numbers"),
         (("title",), None, "a string"),
+        (("training",), 1, "true or false"),
         (("summed",), "a.norm.weight", "a list"),
     ],
 )
@@ -161,11 +162,13 @@ def test_what_is_no_axis(text):
 
 
 def test_every_field_is_read_by_its_type():
-    """A new kind of field needs a reader: the reader knows strings, integers, literals, tuples and dataclasses."""
+    """A new kind of field needs a reader: the reader knows strings, integers, booleans, literals, tuples and dataclasses."""
     for kind in (Cut, Shard, Action, Scale, Whole):
         for name, hint in typing.get_type_hints(kind).items():
             while typing.get_origin(hint) is tuple:
                 assert typing.get_args(hint)[1] is Ellipsis
                 hint = typing.get_args(hint)[0]
-            known = hint in (str, int) or typing.get_origin(hint) is typing.Literal or dataclasses.is_dataclass(hint)
+            known = (
+                hint in (str, int, bool) or typing.get_origin(hint) is typing.Literal or dataclasses.is_dataclass(hint)
+            )
             assert known, f"{kind.__name__}.{name}: {hint}"
