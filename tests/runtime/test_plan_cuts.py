@@ -162,7 +162,7 @@ def test_what_is_no_axis(text):
 
 
 def test_every_field_is_read_by_its_type():
-    """A new kind of field needs a reader: the reader knows strings, integers, booleans, literals, tuples and dataclasses."""
+    """A new kind of field needs a reader: it knows strings, numbers, booleans, literals, tuples and dataclasses."""
     for kind in (Cut, Shard, Action, Scale, Whole):
         for name, hint in typing.get_type_hints(kind).items():
             while typing.get_origin(hint) is tuple:
