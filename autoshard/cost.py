@@ -179,10 +179,10 @@ def _rounded(nbytes: int, device: Device) -> int:
     return -(-nbytes // device.block_bytes) * device.block_bytes
 
 
-def _parts_at(time: int, device: Device, graph: ModelGraph, moves: Flow) -> dict[str, int]:
+def _parts_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> dict[str, int]:
     """Bytes live on a device at one op time, by what they are."""
     rows = moves.buffers
-    live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time < rows.died)
+    live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
     state = {graph.values[value].storage for value in graph.state}
     end, backward = len(graph.ops), graph.backward_begin
     parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)

@@ -1,7 +1,7 @@
 """Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "conj_and_neg_keys",
     "count_hooks_again",
     "drop_gradient_hooks",
+    "engine_runs",
     "fake_device_read",
     "fake_from_meta",
     "flop_formulas",
@@ -38,6 +39,7 @@ __all__ = [
     "intercept",
     "is_composite",
     "is_held",
+    "is_write_to_view",
     "no_modes",
     "no_overrides",
     "node_sequence",
@@ -57,6 +59,25 @@ def autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+@contextmanager
+def engine_runs(begin: Callable[[Sequence[Any]], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `begin` with the outputs before every run of the autograd engine, and `end` after it."""
+    run = torch.autograd._engine_run_backward
+
+    def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        begin(outputs)
+        try:
+            return run(outputs, *args, **kwargs)
+        finally:
+            end()
+
+    torch.autograd._engine_run_backward = watched  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
+
+
 def are_functions_transformed() -> bool:
     """Whether a transform of `torch.func` (vmap, grad, …) is running, which ask more of an autograd function."""
     return torch._C._are_functorch_transforms_active()
@@ -70,6 +91,11 @@ def sequence_number() -> int:
 def node_sequence(node: Any) -> int:
     """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
     return node._sequence_nr()
+
+
+def is_write_to_view(node: Any) -> bool:
+    """Whether an autograd node was made for a write into a view, after the op; all others are made before theirs."""
+    return type(node).__name__ == "CopySlices"
 
 
 def flop_formulas() -> dict[Any, Any]:

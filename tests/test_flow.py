@@ -338,11 +338,9 @@ def test_peaks_are_those_of_simulated_devices(name, seed, training):
     placements = placements_of(profile_graph(graph, workload), seed)
     found = flow(graph, placements)
     measured = measured_peaks(model, inputs, placements, found, graph, training)
-    # What one backward op holds for a moment may differ: autograd sends gradients between its ops, not before one.
-    room = 0.04 if training else 0.01
     for device, peak in measured.items():
         predicted = found.peak(device)[0] if device in found.devices else 0
-        assert predicted == pytest.approx(peak, rel=room), device
+        assert 0.998 * peak <= predicted <= max(peak + 64, 1.01 * peak), device
 
 
 class Residual(nn.Module):

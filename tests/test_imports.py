@@ -26,6 +26,7 @@ FLOORS = (
         "estimate",
         "fingerprint",
         "torch_private",
+        "layout",
         "sharding",
     },
     {"capture", "cluster", "runtime"},

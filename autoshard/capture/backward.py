@@ -40,9 +40,10 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
 
     def pack(tensor: torch.Tensor) -> _Kept:
         value, op, origin = recorder.saved(tensor)
+        save = ledger.save(value, op, recorder.current_call)
         recorder.unpacked = id(tensor)
         # A detached tensor is a view and holds its base, with all of its history; `.data` holds the memory alone.
-        return _Kept(tensor.data, origin, ledger, ledger.save(value, op))
+        return _Kept(tensor.data, origin, ledger, save)
 
     def unpack(kept: _Kept) -> torch.Tensor:
         version = _version(kept.origin)

@@ -40,7 +40,7 @@ class Value:
     """One tensor object: made by `op` (-1: parameter, buffer, input or constant), seen by Python until `died`.
 
     `nbytes` is numel * itemsize; the storage may be larger (it is a view) or smaller (expanded). `copy_bytes` is what a
-    copy of it takes: expanded dimensions count once. -1: as `nbytes`.
+    copy of it on another device takes (see `layout.py`). -1: as `nbytes`.
     """
 
     index: int
@@ -92,6 +92,7 @@ class Call:
 
     `contained` is those of `inputs` found only inside lists, dicts or dataclasses: hooks do not move them.
     `input_paths` and `output_paths` are where `tensors_in` found the values, in composite graphs; else empty.
+    `grad`: gradients were enabled; not in a forward that is checkpointed.
     """
 
     index: int
@@ -103,6 +104,7 @@ class Call:
     outputs: tuple[int, ...]
     backward: bool = False
     contained: tuple[int, ...] = ()
+    grad: bool = True
     input_paths: tuple[str, ...] = ()
     output_paths: tuple[str, ...] = ()
 
@@ -127,11 +129,55 @@ class SiteCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A tensor kept by autograd for backward: saved by `op`, let go at time `released` (len(ops) if never)."""
+    """A tensor kept by autograd for backward: saved by `op`, let go at time `released` (len(ops) if never).
+
+    `call`: the module that was running then, -1 if unknown. It is around that of `op` if a function of the user's calls
+    modules.
+    """
 
     value: int
     op: int
     released: int
+    call: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradEdge:
+    """A gradient that an autograd node sent: `value`, into `slot` of `node` (an index into `ModelGraph.nodes`).
+
+    `sum`: the op at which it became a term of a sum with what was in the slot, -1 if nothing was. It is the gradient of
+    the value `read` as the forward op `reader` saw it, -1 if unknown.
+    """
+
+    node: int
+    slot: int
+    value: int
+    sum: int = -1
+    reader: int = -1
+    read: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradNode:
+    """An autograd node, once it ran: ops `begin` to `end`, followed by the sums of what it sent.
+
+    Attributes:
+        made: the forward op it differentiates (the first one, for a function of the user's), -1 if it fills a `.grad`.
+        call: the module that was running when it was made, -1 if unknown. It is around that of op `made` if a function
+            of the user's calls modules.
+        leaf: the value whose `.grad` it fills, else -1.
+        run: which run of the engine; a node may start another (reentrant checkpointing) while it runs.
+        incoming: per slot, the gradient it got, -1 if none.
+    """
+
+    made: int
+    call: int = -1
+    leaf: int = -1
+    run: int = 0
+    begin: int
+    end: int
+    incoming: tuple[int, ...]
+    edges: tuple[GradEdge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +224,8 @@ class ModelGraph:
         functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
+        lasting: values that the forward made and that are there after the run: outputs, tables kept on attributes.
+        nodes: autograd nodes in the order in which they ran.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
     """
@@ -202,6 +250,8 @@ class ModelGraph:
     gradients: tuple[tuple[str, int], ...] = ()
     functions: tuple[Function, ...] = ()
     sites: tuple[SiteCall, ...] = ()
+    nodes: tuple[GradNode, ...] = ()
+    lasting: tuple[int, ...] = ()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""
@@ -214,9 +264,10 @@ class ModelGraph:
 
     @property
     def held(self) -> frozenset[int]:
-        """Values that the caller has when the run is over: its inputs, and the outputs and state that live so long."""
+        """Values that the caller has when the run is over: inputs, `lasting` values, outputs and state still alive."""
         end = len(self.ops)
-        return frozenset([*self.inputs, *(v for v in (*self.outputs, *self.state) if self.values[v].died >= end)])
+        alive = (value for value in (*self.outputs, *self.state) if self.values[value].died >= end)
+        return frozenset([*self.inputs, *alive, *self.lasting])
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""

@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
+from autoshard.layout import copied_bytes
 
 
 class _Ref(weakref.ref):
@@ -32,7 +33,7 @@ class Ledger:
         self.contents: dict[int, torch.Tensor] = {}  # by value: copies of lifted constants
         self._values: list[list[Any]] = []  # as in Value, from `storage` on
         self._storages: list[list[Any]] = []  # [nbytes, kind, born, died, name]
-        self._saves: list[list[int]] = []  # [value, op, released]
+        self._saves: list[list[int]] = []  # [value, op, released, call]
         self._tensor_refs: dict[int, _Ref] = {}
         self._storage_refs: dict[int, _Ref] = {}
         self._closed = False
@@ -97,8 +98,8 @@ class Ledger:
             self.fx_graph.erase_node(op.node)
         return op
 
-    def save(self, value: int, op: int) -> int:
-        self._saves.append([value, op, -1])
+    def save(self, value: int, op: int, call: int) -> int:
+        self._saves.append([value, op, -1, call])
         return len(self._saves) - 1
 
     def release(self, save: int) -> None:
@@ -126,6 +127,10 @@ class Ledger:
             for index, (storage, op, died, shape, dtype, nbytes, grad, copied) in enumerate(self._values)
         )
 
+    def alive(self) -> tuple[int, ...]:
+        """Values that are still there."""
+        return tuple(index for index, row in enumerate(self._values) if row[2] < 0)
+
     def storages(self) -> tuple[Storage, ...]:
         end = len(self.ops)
         return tuple(
@@ -135,7 +140,10 @@ class Ledger:
 
     def saves(self) -> tuple[Save, ...]:
         end = len(self.ops)
-        return tuple(Save(value=value, op=op, released=end if out < 0 else out) for value, op, out in self._saves)
+        return tuple(
+            Save(value=value, op=op, released=end if out < 0 else out, call=call)
+            for value, op, out, call in self._saves
+        )
 
     def _storage_of(self, tensor: torch.Tensor, nbytes: int, born: int, kind: StorageKind, name: str | None) -> int:
         if tensor.layout is not torch.strided:  # sparse tensors have several storages: one row stands for them
@@ -169,9 +177,7 @@ class Ledger:
 
 
 def _copy_bytes(tensor: torch.Tensor, nbytes: int) -> int:
-    """What a copy of a tensor takes when its expanded dimensions are copied once."""
-    if tensor.layout is torch.strided and nbytes:
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if stride == 0:
-                nbytes //= size
-    return nbytes
+    """What a copy of a tensor takes on another device."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not nbytes or tensor.is_contiguous():
+        return nbytes
+    return copied_bytes(tuple(tensor.shape), tensor.stride(), tensor.element_size())

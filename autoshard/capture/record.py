@@ -6,7 +6,7 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 
 import operator
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +16,16 @@ from autoshard import nested
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
-from autoshard.capture.graph import UNKNOWN, Call, Function, Op
+from autoshard.capture.graph import UNKNOWN, Call, Function, GradNode, Op
 from autoshard.capture.ledger import Ledger
+from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
 from autoshard.torch_private import (
     TorchDispatchMode,
     autograd_node,
     is_composite,
+    is_write_to_view,
     no_modes,
     node_sequence,
     run_composite,
@@ -68,6 +70,7 @@ class Recorder(TorchDispatchMode):
         busy: an op is being run; what reads devices now is not the model.
         composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
         state: values of the state that the last step of a generation returned.
+        histories: set if gradients are wanted: where those of the inputs of every op go.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
     """
 
@@ -89,11 +92,15 @@ class Recorder(TorchDispatchMode):
         self._sequences: list[int] = []  # autograd nodes numbered below sequences[i] …
         self._sequence_ops: list[int] = []  # … were made no later than by op sequence_ops[i]
         self._sequence_seen = sequence_number()
+        self._call_sequences: list[int] = []  # per call, the number of the first node made in it
+        self._call_grads: list[bool] = []  # per call, whether gradients were enabled
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
         self._parameters = 0
         self._formulas = formulas(composite)
         self.state: tuple[int, ...] = ()
+        self.node_log = NodeLog(self.ledger.find, lambda: self.ledger.now)
+        self.histories: Histories | None = None
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops
@@ -183,6 +190,10 @@ class Recorder(TorchDispatchMode):
             for tensor, value in zip(inputs, values, strict=True):
                 if tensor.requires_grad:
                     ledger.mark_differentiable(value)
+        if self.histories is not None and (not self.backward or self._stack):
+            for tensor, value in zip(inputs, values, strict=True):
+                if tensor.requires_grad:
+                    self.histories.note(index, value, tensor)
         lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
         node = ledger.fx_graph.create_node(
             "call_function",
@@ -232,13 +243,13 @@ class Recorder(TorchDispatchMode):
             for value in values:
                 if value < self._parameters:
                     self._last_reader[value] = index
-            return (self._stack[-1] if self._stack else self._root), -1
+            return self.current_call, -1
         node = autograd_node()
         forward = self._last_forward
         if node is not None:
             number = node_sequence(node)
             if number < self._sequence_seen:
-                place = bisect_right(self._sequences, number)
+                place = self._place(number, is_write_to_view(node))
                 if place < len(self._sequence_ops):
                     forward = self._sequence_ops[place]
             else:
@@ -249,6 +260,40 @@ class Recorder(TorchDispatchMode):
             return self._root, -1
         self._last_forward = forward
         return self.ledger.ops[forward].call, forward
+
+    @property
+    def current_call(self) -> int:
+        """The innermost module call that is running, or the root."""
+        return self._stack[-1] if self._stack else self._root
+
+    def _place(self, number: int, after: bool) -> int:
+        """Where in `_sequences` is the op for which a node of this number was made; `after` the op, not before it."""
+        return bisect_left(self._sequences, number) if after else bisect_right(self._sequences, number)
+
+    def _made_at(self, number: int, after: bool) -> range:
+        """The forward ops for which the autograd node of this number was made: several, if it is a user's function."""
+        place = min(self._place(number, after), len(self._sequences) - 1)
+        following = self._sequence_ops[place + 1 : place + 2] or [self.ledger.now]
+        return range(self._sequence_ops[place], following[0])
+
+    def _made_in(self, number: int, op: int) -> int:
+        """The innermost module call that was running when the node of this number was made, for op `op`."""
+        call = self.ledger.ops[op].call
+        while call >= 0 and self._call_sequences[call] > number:
+            call = self.calls[call][1]
+        return call
+
+    def grad_nodes(self) -> tuple[GradNode, ...]:
+        """Return the autograd nodes that ran."""
+        if self.histories is None:
+            return ()
+        made_by = [value.op for value in self.ledger.values()]
+        return self.node_log.nodes(self.ledger.ops, made_by, self._made_at, self._made_in, self.histories)
+
+    def lasting(self, end: int) -> tuple[int, ...]:
+        """Values made by ops before `end` that are still there: outputs, and what modules keep on attributes."""
+        values = self.ledger.values()
+        return tuple(value for value in self.ledger.alive() if 0 <= values[value].op < end)
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
@@ -289,6 +334,8 @@ class Recorder(TorchDispatchMode):
             self._root = row
         parent = self._stack[-1] if self._stack else -1
         contained = tuple(value for value in inputs if value not in direct)
+        self._call_sequences.append(sequence_number())
+        self._call_grads.append(torch.is_grad_enabled())
         self.calls.append([path, parent, self.ledger.now, -1, inputs, (), self.backward, contained, paths, ()])
         self._stack.append(row)
         return row
@@ -362,6 +409,7 @@ class Recorder(TorchDispatchMode):
                 contained=contained,
                 input_paths=input_paths,
                 output_paths=output_paths,
+                grad=self._call_grads[index],
             )
             for index, row in enumerate(self.calls)
             for path, parent, begin, end, inputs, outputs, backward, contained, input_paths, output_paths in (row,)

@@ -24,6 +24,7 @@ from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
+from autoshard.capture.nodes import Histories
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
@@ -83,6 +84,7 @@ def record_run(
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
         if training:
+            recorder.histories = Histories()
             stack.enter_context(saved_tensor_hooks(recorder))
         gradients: dict[str, int] = {}
         if decode is None:
@@ -98,7 +100,8 @@ def record_run(
             loss = training_loss(output, type(model).__name__)
             phases = [("forward", 0, ledger.now)]  # the loss belongs to it
             recorder.backward = True
-            torch.autograd.backward(loss)
+            with recorder.node_log.watching():
+                torch.autograd.backward(loss)
             phases.append(("backward", phases[0][2], ledger.now))
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
@@ -142,6 +145,8 @@ def record_run(
             gradients=tuple(gradients.items()),
             functions=tuple(recorder.functions),
             sites=tuple(sources.found) if isinstance(sources, Sites) else (),
+            nodes=recorder.grad_nodes(),
+            lasting=recorder.lasting(backward_begin),
         )
 
 
@@ -269,6 +274,13 @@ def _looks_for_overrides(module: nn.Module) -> bool:
     return code is not None and "has_torch_function" in code.co_names
 
 
+def _is_inference(module: nn.Module) -> bool:
+    """Whether fused layers may take their fused path: eval mode, and nothing to differentiate."""
+    if module.training:
+        return False
+    return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
+
+
 @contextmanager
 def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | None, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
@@ -287,7 +299,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | Non
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
-            if id(self) in shy:
+            if id(self) in shy and _is_inference(self):
                 with no_overrides():
                     output = call(self, *args, **kwargs)
             else:

@@ -32,7 +32,7 @@ class Copy:
     source: str
     destination: str
     nbytes: int
-    born: int
+    born: float
     reason: CopyReason
     producer: str
     consumer: str
@@ -42,8 +42,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Buffers:
-    """Every allocation on a planned device, as columns. Row r is live while ops `born[r] <= i < died[r]` run.
+    """Every allocation on a planned device, as columns. Row r is live at times `born[r] <= time <= died[r] - 1`.
 
+    Op `i` runs at time `i`; what autograd does between two ops (copies of gradients, their sums) at times in between.
     `device` indexes `Flow.devices`; `storage` is the graph's storage it holds or is copied from; `copied` marks copies.
     """
 
@@ -91,21 +92,32 @@ class Flow:
 
         `kinds` is a mask over `buffers` to count only some of them.
         """
+        return self._live(device, block_bytes, kinds, np.arange(self.steps + 1))
+
+    def peak(self, device: str, block_bytes: int = 1) -> tuple[int, float]:
+        """Return the most bytes live on a device and the time at which they first are."""
+        mine = self.buffers.born[self.buffers.device == self.devices.index(device)]
+        times = np.union1d(np.arange(self.steps + 1), mine)
+        live = self._live(device, block_bytes, None, times)
+        at = int(live.argmax())
+        return int(live[at]), float(times[at])
+
+    def _live(self, device: str, block_bytes: int, kinds: np.ndarray | None, times: np.ndarray) -> np.ndarray:
+        """Bytes live on a device at some times."""
         mask = self.buffers.device == self.devices.index(device)
         if kinds is not None:
             mask &= kinds
-        nbytes = self.buffers.nbytes[mask]
-        if block_bytes > 1:
-            nbytes = -(-nbytes // block_bytes) * block_bytes
-        change = np.zeros(self.steps + 2, np.int64)
-        np.add.at(change, self.buffers.born[mask], nbytes)
-        np.add.at(change, self.buffers.died[mask], -nbytes)
-        live = np.cumsum(change)[: self.steps + 1]
-        live[self.uncounted.start + 1 : self.uncounted.stop] = 0  # at its start the outputs before it go home
+        nbytes = -(-self.buffers.nbytes[mask] // block_bytes) * block_bytes
+        live = _total_before(times, self.buffers.born[mask], nbytes, "right")
+        live -= _total_before(times, self.buffers.died[mask] - 1, nbytes, "left")
+        live[(times > self.uncounted.start) & (times < self.uncounted.stop)] = 0  # at its start outputs go home
         return live
 
-    def peak(self, device: str, block_bytes: int = 1) -> tuple[int, int]:
-        """Return the most bytes live on a device and the op time at which they first are."""
-        live = self.timeline(device, block_bytes)
-        time = int(live.argmax())
-        return int(live[time]), time
+
+def _total_before(
+    times: np.ndarray, when: np.ndarray, nbytes: np.ndarray, side: Literal["left", "right"]
+) -> np.ndarray:
+    """Sum of what happened before each time ("left"), or at it too ("right")."""
+    order = np.argsort(when, kind="stable")
+    totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(nbytes[order])])
+    return totals[np.searchsorted(when[order], times, side)]

@@ -1,299 +1,313 @@
-"""The backward pass of a walk: a gradient op runs where its forward op ran, gradients follow the copies back.
+"""The backward pass of a walk, as the autograd engine runs it: nodes, the gradients that wait for them, and ways back.
 
     forward     h (device 0) ──copy, before op 40──▶ h' (device 1) ── op 41
-    backward    gradient of h (device 0) ◀──copy back── gradient of h' (device 1), once the pass is below op 40
+    backward    node of op 41 ──▶ way back of h' ──copy──▶ node that made h (device 0)
 
-Some forward ops leave no op in the backward pass: the gradient of a sum is that of each of its terms. They have a
-device all the same, and gradients pass through it:
+A node runs on the device of its forward op once everything that feeds it has run, the one made last first
+(torch/csrc/autograd/engine.cpp). So under a plan the recorded nodes run in the recorded order. Between them run the
+ways back of copies (`runtime/travel.py`), each before the first node that was made before its copy. Until then
+gradients wait on the device of the copy, and add up there. The nodes that fill `.grad` run as soon as they are fed.
 
-    y = x + f(x) on device 0, f on device 1:   gradient of y (device 0) ──▶ copy on device 1 for f
-                                               and stays on device 0 as a part of the gradient of x
+A gradient lives until the node that it was sent to has run, or until it became a term of a sum: the engine holds the
+inputs of a node as long as its function runs, and hands on what it returns (`call_function`, input_buffer.cpp).
 """
 
+import heapq
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autoshard.capture.graph import Op
+from autoshard.capture.graph import GradEdge, GradNode, ModelGraph, Op
 
 if TYPE_CHECKING:
     from autoshard.flow.walk import Walk
 
-_HOME = -1
-"""Way of the parts of a gradient that are where the forward value was made."""
-_SEARCHED = 64
-"""How many forward values are looked at to find the way of one gradient."""
-
-
-Version = tuple[int, int]
-"""A forward value as one op left it: (value, the op that made it or wrote it last, -1 for what was given)."""
+_MOMENT = 2.0**-20
+"""Time of one thing that autograd does between two ops."""
+Target = tuple[int, int]
+"""Where gradients wait: (node, slot), or (-1, alias) for the way back of a copy."""
 
 
 class Gradients:
-    """Backward ops of one walk."""
+    """Backward ops of one walk.
+
+    Attributes:
+        passed_on: buffers of gradients that were sent from node to node: they live until their last use.
+        outlived: storages of such gradients that lived longer when recorded: somebody else held them, too.
+    """
 
     def __init__(self, walk: "Walk") -> None:
         self.walk, self.graph, self.objects = walk, walk.graph, walk.objects
+        self.nodes = walk.graph.nodes
         self.begin = walk.graph.backward_begin
-        self._last_device = walk.root_device
-        self._one_device = len(walk.objects.devices) == 1
-        self._sum_of: dict[int, Version] = {}  # value made by a sum of gradients -> what they are gradients of
-        self._parts: dict[int, dict[int, int]] = {}  # value made by a sum -> way back -> what goes that way together
-        self._moved: dict[tuple[int, Version, int], int] = {}  # (gradient object, version, device) -> object there
-        self._read_as: dict[int, int] = {}  # gradient object, a part of a sum -> the object its forward op read
-        self._lowest: list[int] = []  # per backward op, the earliest forward op that the pass has come down to
-        self._home = {
-            value: walk.device_index[walk.tensor_device[name]] for name, value in walk.graph.gradients
-        }  # gradient of a parameter -> device of the parameter
-        self._has_backward = [False] * walk.end
-        self._writes: dict[int, list[int]] = {}  # value -> forward ops that write it in place
-        lowest = walk.end
-        for op in walk.graph.ops[self.begin :]:
-            if op.forward >= 0:
-                self._has_backward[op.forward] = True
-                lowest = min(lowest, op.forward)
-            self._lowest.append(lowest)
-        for op in walk.graph.ops[: self.begin]:
-            for value in op.mutates:
-                self._writes.setdefault(value, []).append(op.index)
+        self.passed_on: set[int] = set()
+        self.outlived = _outlived(walk.graph)
+        self._time, self._moments = self.begin, 0  # the op that comes next, and what happened since the last one
+        self._now: float = self.begin - 1  # when the last thing happened
+        self._next = 0  # node
+        self._running: list[int] = []  # nodes, each inside the one before it
+        self._slots: dict[Target, int] = {}  # -> the gradient that waits there
+        self._ways: dict[int, list[tuple[float, int]]] = {}  # run of the engine -> heap of (-time made, -alias)
+        self._onward: dict[int, GradEdge] = {}  # alias whose way back is pending -> the edge it is a part of
+        self._pending: dict[int, int] = {}  # node -> ways back that lead to it and have not run
+        self._late: set[int] = set()  # nodes that fill `.grad` and wait for a way back when recorded
+        self._sums = {edge.sum: edge for node in self.nodes for edge in node.edges if edge.sum >= 0}
+
+    # ---- ops
 
     def inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Return the objects a backward op reads, on its device, and the device."""
+        self._advance(op.index)
         objects, values = self.objects, self.graph.values
-        made = [value for value in op.inputs if values[value].op >= self.begin]
-        if len(made) == 2 and not self._one_device and _is_sum(op):
-            shared = self._shared(*made)
-            if shared is not None:
-                return self._add(op, made[0], made[1], shared)
-        goals, device = self._wanted_by(op, made)
-        if device >= 0:
-            self._last_device = device
-        forward = self._forward_objects(op)
-        read = []
-        for value in op.inputs:
-            if values[value].op >= self.begin:
-                obj = self._come(value, goals, op)
-                if value in op.mutates:
-                    objects.current[value] = obj
-            else:
-                obj = forward.get(value, -1)
-                if obj < 0 or objects.device_of(obj) != device:
-                    obj = objects.elsewhere.get((value, device), obj)
-                if obj < 0:
-                    obj = objects.current[value] if objects.current[value] >= 0 else objects.original(value, device, 0)
+        if op.index in self._sums:
+            return self._sum(op, self._sums[op.index])
+        node = self._running[-1] if self._running else -1
+        if node in self._late:
+            return self._skip(op, self.nodes[node])
+        device, read = self._device(op, node), []
+        given = [self._object(value, op.forward, device) for value in op.inputs]
+        places = {objects.device_of(obj) for obj in given}
+        if len(places) == 1 and all(values[value].op < self.begin for value in op.inputs):
+            device = places.pop()  # a function of the user's saved it there
+        for value, obj in zip(op.inputs, given, strict=True):
             if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
-                obj = self._once(obj, (-1, -1), device, op.index, op)  # its way is not known
+                obj = self._copy(obj, device, op.index, self.graph.calls[op.call].path)  # its way is not known
+                if values[value].op >= self.begin:
+                    objects.current[value] = obj
             read.append(obj)
+        self._now = op.index
         return tuple(read), device
 
-    def _wanted_by(self, op: Op, made: list[int]) -> tuple[tuple[Version, ...], int]:
-        """What an op reads gradients of, and the device it runs on."""
-        if len(op.outputs) == 1 and op.outputs[0] in self._home:  # what `.grad` will hold
-            return (), self._home[op.outputs[0]]
+    def _device(self, op: Op, node: int) -> int:
+        if node >= 0 and self.nodes[node].leaf >= 0:
+            return self._device_of_node(node)
         if op.forward >= 0:
-            outputs = self.graph.ops[op.forward].outputs
-            return tuple((value, op.forward) for value in outputs), self.walk.op_device[op.forward]
+            return self.walk.op_device[op.forward]
+        made = [value for value in op.inputs if self.graph.values[value].op >= self.begin]
         devices = {self.objects.device_of(self.objects.current[value]) for value in made}
-        return (), devices.pop() if devices else self._last_device
+        if devices:
+            return devices.pop()
+        home = self.walk.caller  # the gradient of the loss is where that is: where outputs go, if they go
+        return self.walk.op_device[self.begin - 1] if home is None else home
 
-    def _add(self, op: Op, left: int, right: int, shared: Version) -> tuple[tuple[int, ...], int]:
-        """A sum of two gradients of one value: parts that go back from one copy are added before they do.
-
-        recorded          ((a + b) + c)            a on device 0, b and c from one copy on device 1
-        under the plan    a + copy of (b + c)
-        """
+    def _object(self, value: int, forward: int, device: int) -> int:
+        """The object behind a value: a gradient, what autograd saved for the forward op, or what that op read."""
         objects = self.objects
-        (out,) = op.outputs
-        reached = self._lowest[op.index - self.begin]
-        ours, theirs = (self._parts_of(value, shared, op, reached) for value in (left, right))
-        way = next((way for way in ours if way in theirs), None)
-        if way is None:  # an alias is made just before the op that uses it: if that was the last part, it goes now
-            ours, theirs = (self._parts_of(value, shared, op, reached - 1) for value in (left, right))
-            way = next((way for way in ours if way in theirs), None)
-        merged = {**ours, **theirs}
-        read: tuple[int, ...] = ()
-        device = self._device_of(shared)
-        if way is not None:
-            device = objects.device_of(ours[way])
-            read = (ours[way], theirs[way])
-            merged[way] = ours[way] if out == left else objects.original(out, device, op.index)
-        self._sum_of[out] = shared
-        self._parts[out] = merged
-        objects.current[out] = merged.get(_HOME if way is None else way, next(iter(merged.values())))
-        return read, device
+        obj = objects.current[value]
+        if self.graph.values[value].op < self.begin:
+            obj = self.walk.given.get((forward, value), self.walk.saved.get((forward, value), -1))
+            if obj < 0 and forward >= 0:
+                read = zip(self.graph.ops[forward].inputs, self.walk.op_objects[forward], strict=True)
+                obj = next((obj for given, obj in read if given == value), -1)
+                if obj < 0 or objects.device_of(obj) != device:
+                    obj = objects.elsewhere.get((value, device), obj)
+            if obj < 0:
+                obj = objects.current[value]
+        return obj if obj >= 0 else objects.original(value, device, 0)
 
-    def _parts_of(self, value: int, shared: Version, op: Op, reached: int) -> dict[int, int]:
-        """Way back -> the part of a gradient that has not gone it once the pass is back at op `reached`."""
-        if self._sum_of.get(value) != shared or value not in self._parts:
-            obj = self._come(value, (shared,), op, arrive=False)
-            self._parts[value], self._sum_of[value] = {self._way_of(obj, value, shared): obj}, shared
-        gone = [way for way in self._parts[value] if way != _HOME and reached < self.objects.way_back.get(way, 0)]
-        return self._bring_together(value, gone, op)
+    def _sum(self, op: Op, edge: GradEdge) -> tuple[tuple[int, ...], int]:
+        """The recorded sum of a gradient and what was in its slot. Under the plan that slot may be another one."""
+        self._now = op.index
+        target = self._send(edge, op.index)
+        obj = self.objects.current[op.outputs[0]] = self._slots[target]
+        return (obj,) * len(op.inputs), self.objects.device_of(obj)
 
-    def _way_of(self, obj: int, value: int, version: Version) -> int:
-        """The alias of a copy by which a gradient goes back."""
-        device = self.objects.device_of(obj)
-        if device == self._device_of(version):
-            return _HOME
-        read = self._read_as.get(obj, -1)
-        if read < 0:
-            read = self._object_read(self.graph.ops[self.graph.values[value].op].forward, version[0])
-        return read if read >= 0 else self.objects.elsewhere.get((version[0], device), _HOME)
+    def _skip(self, op: Op, node: GradNode) -> tuple[tuple[int, ...], int]:
+        """An op of a node that fills a `.grad`, which will be done when its gradient has come."""
+        parameter = self.objects.current[node.leaf]
+        for value in op.outputs:
+            if self.objects.current[value] < 0:
+                self.objects.current[value] = parameter
+        return (parameter,) * len(op.inputs), self.objects.device_of(parameter)
 
-    def _bring_together(self, value: int, ways: list[int], op: Op) -> dict[int, int]:
-        """Send the parts that go these ways to where the forward value was made, and add them up there."""
-        objects, parts, shared = self.objects, dict(self._parts[value]), self._sum_of[value]
-        home = self._device_of(shared)
-        for way in ways:
-            if way == _HOME:
-                continue
-            obj = self._to_maker(parts.pop(way), shared, op, way)
-            if _HOME in parts:
-                row = self.graph.values[value]
-                time = max(row.op, objects.buffer_born[objects.buffer[obj]])
-                objects.used[obj] = max(objects.used[obj], time)
-                objects.used[parts[_HOME]] = max(objects.used[parts[_HOME]], time)
-                obj = objects.new_object(value, objects.new_buffer(row.storage, home, row.nbytes, time, copied=True))
-                self.walk.left[obj] = time + 1
-            parts[_HOME] = obj
-        self._parts[value] = parts
-        return parts
+    # ---- nodes
 
-    def _gather(self, value: int, op: Op) -> int:
-        """The whole of a sum, where the forward value was made if it has parts in several places."""
-        parts = self._parts[value]
-        if len(parts) > 1:
-            parts = self._bring_together(value, list(parts), op)
-        obj = self.objects.current[value] = next(iter(parts.values()))
-        return obj
-
-    def _shared(self, left: int, right: int) -> Version | None:
-        """The latest version that two gradients can both belong to; None for steps of one formula."""
-        ops, values = self.graph.ops, self.graph.values
-        if left not in self._sum_of and ops[values[left].op].forward == ops[values[right].op].forward:
-            return None
-        common = set(self._ways(left)) & set(self._ways(right))
-        return max(common, key=lambda version: (version[1], version[0]), default=None)
-
-    def _ways(self, gradient: int) -> dict[Version, Version | None]:
-        """Versions a gradient may be of, or go on to: version -> the one it was reached from, None for the first."""
-        values, ops = self.graph.values, self.graph.ops
-        if gradient in self._sum_of:
-            found: dict[Version, Version | None] = {self._sum_of[gradient]: None}
-        else:
-            forward = ops[values[gradient].op].forward
-            found = dict.fromkeys(self._read_by(ops[forward])) if forward >= 0 else {}
-        queue = list(found)
-        for version in queue:
-            maker = version[1]
-            if 0 <= maker < self.begin and not self._has_backward[maker] and len(found) < _SEARCHED:
-                for term in self._read_by(ops[maker]):
-                    if term not in found:
-                        found[term] = version
-                        queue.append(term)
-        return found
-
-    def _read_by(self, op: Op) -> list[Version]:
-        """The versions of differentiable values that a forward op read."""
-        read = []
-        for value in op.inputs:
-            row = self.graph.values[value]
-            if row.requires_grad:
-                writes = self._writes.get(value, ())
-                read.append((value, max((time for time in writes if time < op.index), default=row.op)))
-        return read
-
-    def _come(self, value: int, goals: tuple[Version, ...], op: Op, arrive: bool = True) -> int:
-        """The object of a gradient after it went the way of its forward values to a goal; not the last step of it
-        unless it is to `arrive`."""
-        obj = self._gather(value, op) if value in self._parts else self.objects.current[value]
-        maker = self.graph.ops[self.graph.values[value].op]
-        if self._one_device or not goals or (maker.forward == op.forward >= 0 and value not in self._sum_of):
-            return obj
-        ways = self._ways(value)
-        step: Version | None = next((goal for goal in goals if goal in ways), None)
-        way = []
-        while step is not None:
-            way.append(step)
-            step = ways[step]
-        reader = -1 if value in self._sum_of else maker.forward
-        for passed in reversed(way):
-            read = self._object_read(reader, passed[0])
-            if passed is way[0] and not arrive:
-                if read >= 0:
-                    self._read_as.setdefault(obj, read)
+    def _advance(self, time: int) -> None:
+        """Run everything that autograd does before op `time`."""
+        while True:
+            following = self.nodes[self._next] if self._next < len(self.nodes) else None
+            running = self.nodes[self._running[-1]] if self._running else None
+            inside = running is None or (following is not None and following.run > running.run)
+            if inside:
+                if following is None or following.begin > time:
+                    break
+                self._set_time(following.begin)
+                self._begin(self._next, following)
+                self._running.append(self._next)
+                self._next += 1
             else:
-                obj = self._to_maker(obj, passed, op, read)
-            reader = passed[1]
-        return obj
+                assert running is not None
+                if running.end > time:
+                    break
+                self._set_time(running.end)
+                self._running.pop()
+                for edge in running.edges:
+                    if edge.sum < 0:
+                        self._send(edge)
+                if following is None or following.run != running.run:
+                    self._go_back(running.run, -1)
+        self._set_time(time)
 
-    def _object_read(self, reader: int, value: int) -> int:
-        """The object by which a forward op read a value, -1 if unknown."""
-        if reader < 0:
-            return -1
-        read = zip(self.graph.ops[reader].inputs, self.walk.op_objects[reader], strict=False)
-        return next((obj for given, obj in read if given == value), -1)
+    def finish(self) -> None:
+        """Run what is left after the last op, and keep what is in `.grad`."""
+        self._advance(self.walk.end)
+        for _, value in self.graph.gradients:
+            obj = self.objects.current[value]
+            if obj >= 0:
+                self.objects.used[obj] = max(self.objects.used[obj], self.walk.end - _MOMENT)
 
-    def _to_maker(self, obj: int, version: Version, op: Op, read: int = -1) -> int:
-        """Bring the gradient of a version to the device where that was made, copy by copy as the forward came.
+    def _set_time(self, time: int) -> None:
+        if time != self._time:
+            self._time, self._moments = time, 0
+            self._now = max(self._now, time - 1)
 
-        `read`: the object that was read; each copy on the way is undone when the pass comes back to where it was made.
-        """
+    def _moment(self) -> float:
+        """The time of one more thing that happens before the next op."""
+        self._moments += 1
+        self._now = self._time - 1 + self._moments * _MOMENT
+        return self._now
+
+    def _begin(self, index: int, node: GradNode) -> None:
         objects = self.objects
-        if objects.is_host_scalar(obj):
-            return obj
-        if read < 0:
-            read = self._read_as.get(obj, objects.elsewhere.get((version[0], objects.device_of(obj)), -1))
-        while read >= 0 and objects.source[read] >= 0:
-            made, read = objects.way_back.get(read, objects.buffer_born[objects.buffer[read]]), objects.source[read]
-            time = self._passed(made, self.graph.values[objects.value[obj]].op + 1, op.index)
-            obj = self._once(obj, version, objects.device_of(read), time, op)
-        return self._once(obj, version, self._device_of(version), op.index, op)
+        if node.leaf < 0:
+            self._go_back(node.run, node.made)
+            while self._pending.get(index):  # made before its copy, but numbered after it: views of written tensors are
+                self._go_back_once(node.run)
+        elif self._pending.get(index):
+            self._late.add(index)
+            return
+        for slot, value in enumerate(node.incoming):
+            if value < 0:
+                continue
+            obj = self._slots.pop((index, slot), objects.current[value])
+            if obj < 0:
+                continue
+            objects.current[value] = obj
+            died = self.graph.storages[self.graph.values[value].storage].died
+            last = (died if node.begin < died < node.end else node.end) - 1
+            self._use(obj, last if node.end > node.begin else self._now)
 
-    def _once(self, obj: int, version: Version, device: int, time: int, op: Op) -> int:
-        """Send a gradient to a device unless it is there, or was sent there for the same version before."""
-        if self.objects.device_of(obj) == device:
-            return obj
-        key = (obj, version, device)
-        if key not in self._moved:
-            self._moved[key] = self._send(obj, device, time, op)
-        return self._moved[key]
+    def _device_of_node(self, index: int) -> int:
+        node = self.nodes[index]
+        if node.leaf >= 0:
+            return self.objects.device_of(self.objects.current[node.leaf])
+        return self.walk.op_device[node.made]
 
-    def _send(self, obj: int, device: int, time: int, op: Op) -> int:
-        if self.graph.values[self.objects.value[obj]].op >= self.begin:
-            self.walk.left[obj] = max(self.walk.left.get(obj, 0), time + 1)
-        return self.objects.copy(obj, device, time, "backward", self.graph.calls[op.call].path)
+    # ---- gradients on their way
 
-    def _device_of(self, version: Version) -> int:
-        value, maker = version
-        if maker >= 0:
-            return self.walk.op_device[maker]
-        return self.objects.device_of(self.objects.current[value])
+    def _send(self, edge: GradEdge, time: float = -1) -> Target:
+        """Put what a node sent where it waits: at the next node, or at the way back of the copy that was read."""
+        obj = self.objects.current[edge.value]
+        if obj < 0:  # a constant
+            obj = self.objects.original(edge.value, self._device_of_node(edge.node), self._time)
+        alias = next(self._copies_between(edge), -1)
+        if alias < 0:
+            return self._put((edge.node, edge.slot), obj, edge, time)
+        if alias not in self._onward:
+            self._onward[alias] = edge
+            self._pending[edge.node] = self._pending.get(edge.node, 0) + 1
+            ways = self._ways.setdefault(self.nodes[edge.node].run, [])
+            heapq.heappush(ways, (-self._made(alias), -alias))
+        return self._put((-1, alias), obj, edge, time)
 
-    def _forward_objects(self, op: Op) -> dict[int, int]:
-        if op.forward < 0:
-            return {}
-        return dict(zip(self.graph.ops[op.forward].inputs, self.walk.op_objects[op.forward], strict=True))
+    def _copies_between(self, edge: GradEdge, after: int = -1) -> Iterator[int]:
+        """The copies through which a value was read, from the reader on, or from `after` on."""
+        objects, obj = self.objects, after
+        if after < 0:
+            read = zip(self.graph.ops[edge.reader].inputs, self.walk.op_objects[edge.reader], strict=False)
+            obj = next((obj for value, obj in read if value == edge.read), -1) if edge.reader >= 0 else -1
+            obj = self.walk.given.get((edge.reader, edge.read), obj)
+        else:
+            obj = objects.source[after]
+        made = self.nodes[edge.node].made
+        while obj >= 0 and objects.source[obj] >= 0 and made < self._made(obj):  # else it was written since
+            yield obj
+            obj = objects.source[obj]
 
-    def _passed(self, forward_time: int, earliest: int, latest: int) -> int:
-        """First backward op, from `earliest` to `latest`, that comes after the pass went below `forward_time`."""
-        for time in range(max(earliest, self.begin), latest):
-            if self._lowest[time - self.begin] < forward_time:
-                return time
-        return latest
+    def _made(self, alias: int) -> float:
+        return self.objects.way_back.get(alias, self.objects.buffer_born[self.objects.buffer[alias]])
 
-    def bring_home(self) -> None:
-        """Move gradients of parameters that were read elsewhere to the parameter's device, as soon as they are made."""
-        objects, walk = self.objects, self.walk
-        for name, value in self.graph.gradients:
-            home = walk.device_index[walk.tensor_device[name]]
-            obj = objects.current[value]
-            if value in self._parts:
-                obj = self._gather(value, self.graph.ops[-1])
-            if obj >= 0 and objects.device_of(obj) != home:
-                time = max(self.graph.values[value].op, objects.used[obj])
-                walk.left[obj] = time + 1
-                objects.copy(obj, home, time, "backward", name.rpartition(".")[0])
+    def _put(self, target: Target, obj: int, edge: GradEdge, time: float = -1) -> Target:
+        """Add a gradient to what waits at a target; at op `time`, or between ops."""
+        objects = self.objects
+        device = self._device_of_node(target[0]) if target[0] >= 0 else objects.device_of(target[1])
+        if objects.device_of(obj) != device and not objects.is_host_scalar(obj):
+            obj = self._copy(obj, device, self._moment(), "")
+        self._pass_on(obj)
+        waiting = self._slots.get(target, -1)
+        if waiting >= 0:
+            when = time if time >= 0 else self._moment()
+            total = self.nodes[edge.node].incoming[edge.slot]
+            row = self.graph.values[total]
+            for term in (waiting, obj):
+                self._use(term, when)
+            obj = objects.new_object(total, objects.new_buffer(row.storage, device, row.nbytes, when))
+            self._pass_on(obj)
+        self._slots[target] = obj
+        self._use(obj, self._now)
+        return target
+
+    def _go_back(self, run: int, made: int) -> None:
+        """Run the ways back of copies made after op `made`."""
+        ways = self._ways.get(run)
+        while ways and -ways[0][0] > made:
+            self._go_back_once(run)
+
+    def _go_back_once(self, run: int) -> None:
+        """Run the way back of the copy made last: its gradient goes to the source."""
+        alias = -heapq.heappop(self._ways[run])[1]
+        edge = self._onward.pop(alias)
+        obj = self._slots.pop((-1, alias))
+        objects = self.objects
+        device = objects.device_of(objects.source[alias])
+        copy = self._copy(obj, device, self._moment(), objects.producer_of(objects.value[alias]))
+        further = next(self._copies_between(edge, alias), -1)
+        if further >= 0:
+            self._pending[edge.node] += further not in self._onward
+            if further not in self._onward:
+                self._onward[further] = edge
+                heapq.heappush(self._ways[run], (-self._made(further), -further))
+        self._put((-1, further) if further >= 0 else (edge.node, edge.slot), copy, edge)
+        self._pending[edge.node] -= 1
+        if not self._pending[edge.node] and edge.node in self._late:
+            self._fill(self.nodes[edge.node], self._slots.pop((edge.node, edge.slot)))
+
+    def _fill(self, node: GradNode, obj: int) -> None:
+        """Do what a node that fills a `.grad` was recorded to do: keep the gradient, or a copy of it, or add to one."""
+        objects, values = self.objects, self.graph.values
+        now = self._now if node.begin == node.end else self._moment()
+        self._use(obj, now)
+        for op in self.graph.ops[node.begin : node.end]:
+            for value in op.outputs:
+                if values[value].storage == values[op.inputs[0]].storage and not op.mutates:
+                    objects.current[value] = objects.new_object(value, objects.buffer[obj], view_of=obj)
+                elif not op.mutates:
+                    device, row = objects.device_of(obj), values[value]
+                    buffer = objects.new_buffer(row.storage, device, row.nbytes, now)
+                    objects.current[value] = objects.new_object(value, buffer)
+                    self._pass_on(objects.current[value])
+
+    def _copy(self, obj: int, device: int, time: float, path: str) -> int:
+        self._use(obj, time)
+        copy = self.objects.copy(obj, device, time, "backward", path)
+        self._pass_on(obj)
+        self._pass_on(copy)
+        return copy
+
+    def _pass_on(self, obj: int) -> None:
+        buffer = self.objects.buffer[obj]
+        if self.objects.buffer_born[buffer] > self.begin - 1:  # not a tensor of the forward that is its own gradient
+            self.passed_on.add(buffer)
+
+    def _use(self, obj: int, time: float) -> None:
+        self.objects.used[obj] = max(self.objects.used[obj], time)
 
 
-def _is_sum(op: Op) -> bool:
-    schema = getattr(op.target, "_schema", None)
-    return schema is not None and schema.name in ("aten::add", "aten::add_")
+def _outlived(graph: ModelGraph) -> set[int]:
+    last: dict[int, int] = {}
+    for node in graph.nodes:
+        taken = [(value, node.end) for value in node.incoming if value >= 0]
+        taken += [(value, edge.sum + 1) for edge in node.edges if edge.sum >= 0 for value in graph.ops[edge.sum].inputs]
+        for value, time in taken:
+            storage = graph.values[value].storage
+            last[storage] = max(last.get(storage, 0), time)
+    return {storage for storage, time in last.items() if graph.storages[storage].died > time}

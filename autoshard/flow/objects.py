@@ -12,6 +12,8 @@ Copies with autograd history share their memory and have a way back for gradient
     layers.8 is called with it     object 11 in buffer B       an alias of object 9; its gradient goes to object 7
 """
 
+from collections.abc import Mapping, Set
+
 from autoshard.capture.graph import ModelGraph
 from autoshard.flow.data import HOST_NAME, Copy, CopyReason
 
@@ -25,7 +27,8 @@ class Objects:
     Attributes:
         value, buffer: of each object. source: the object it is a copy of, else -1.
         base: the object that a view keeps alive, else -1.
-        saved: time at which autograd lets go of this very object, 0 if it never had it.
+        saved: time at which autograd lets go of the memory, 0 if it never had it; held: of this very object. A node
+            keeps its inputs as they are, but of its outputs the memory alone (torch/csrc/autograd/saved_variable.cpp).
         used: last op that read it, -1 if none.
         way_back: alias of a copy -> the time it was made, at which its gradient goes back.
         until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.
@@ -42,12 +45,13 @@ class Objects:
         self.source: list[int] = []
         self.base: list[int] = []
         self.saved: list[int] = []
-        self.used: list[int] = []
-        self.until: list[int] = []
+        self.held: list[int] = []
+        self.used: list[float] = []
+        self.until: list[float] = []
         self.buffer_storage: list[int] = []
         self.buffer_device: list[int] = []
         self.buffer_bytes: list[int] = []
-        self.buffer_born: list[int] = []
+        self.buffer_born: list[float] = []
         self.buffer_version: list[int] = []
         self.buffer_copied: list[bool] = []
         self.original_buffer = [-1] * len(graph.storages)
@@ -55,11 +59,12 @@ class Objects:
         self.elsewhere: dict[tuple[int, int], int] = {}
         self.copies: list[Copy] = []
         self.in_forward = False
-        self.way_back: dict[int, int] = {}
+        self.way_back: dict[int, float] = {}
         self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
-        self._memo: dict[tuple[int, int], tuple[int, int]] = {}  # (object, device) -> copy, version it was made of
+        # (object, device, has history) -> copy, version it was made of
+        self._memo: dict[tuple[int, int, bool], tuple[int, int]] = {}
         self._returned: list[int] = []  # copies that the last forward returned of what it had been given
-        self._differentiable: list[tuple[int, int]] = []  # memo keys that go when the root returns
+        self._differentiable: list[tuple[int, int, bool]] = []  # memo keys that go when the root returns
 
     def device_of(self, obj: int) -> int:
         return self.buffer_device[self.buffer[obj]]
@@ -68,7 +73,7 @@ class Objects:
         """Whether torch takes the object with tensors of any device: a number in a plain CPU tensor."""
         return self.device_of(obj) == HOST_DEVICE and not self.graph.values[self.value[obj]].shape
 
-    def new_buffer(self, storage: int, device: int, nbytes: int, born: int, copied: bool = False) -> int:
+    def new_buffer(self, storage: int, device: int, nbytes: int, born: float, copied: bool = False) -> int:
         self.buffer_storage.append(storage)
         self.buffer_device.append(device)
         self.buffer_bytes.append(nbytes)
@@ -83,11 +88,12 @@ class Objects:
         self.source.append(source)
         self.base.append(view_of if view_of < 0 or self.base[view_of] < 0 else self.base[view_of])
         self.saved.append(0)
+        self.held.append(0)
         self.used.append(-1)
         self.until.append(-1)
         return len(self.value) - 1
 
-    def original(self, value: int, device: int, born: int) -> int:
+    def original(self, value: int, device: int, born: float) -> int:
         """Make the original object of a value, in the buffer of its storage if there is one already."""
         storage = self.graph.values[value].storage
         buffer = self.original_buffer[storage]
@@ -97,14 +103,15 @@ class Objects:
         obj = self.current[value] = self.new_object(value, buffer)
         return obj
 
-    def copy(self, obj: int, device: int, time: int, reason: CopyReason, consumer: str) -> int:
-        """Return the copy of an object on a device, with a way back of its own if it has history."""
-        if reason not in _WITH_WAY_BACK or not self._has_history(obj):
-            return self._copy(obj, device, time, reason, consumer)
+    def copy(self, obj: int, device: int, time: float, reason: CopyReason, consumer: str, tracked: bool = True) -> int:
+        """Return the copy of an object on a device; with a way back of its own if it has history that is `tracked`."""
+        differentiable = tracked and self._has_history(obj)
+        if reason not in _WITH_WAY_BACK or not differentiable:
+            return self._copy(obj, device, time, reason, consumer, differentiable)
         obj = self.root(obj)
         if self.device_of(obj) == device:
             return obj
-        return self._alias(obj, self._copy(obj, device, time, reason, consumer), time)
+        return self._alias(obj, self._copy(obj, device, time, reason, consumer, True), time)
 
     def renewed(self, obj: int, time: int) -> int:
         """Return another alias of a copy with history, for one more use; any other object as it is."""
@@ -124,22 +131,21 @@ class Objects:
     def _both_versions(self, source: int, obj: int) -> tuple[int, int]:
         return self.buffer_version[self.buffer[source]], self.buffer_version[self.buffer[obj]]
 
-    def _alias(self, root: int, copy: int, time: int) -> int:
+    def _alias(self, root: int, copy: int, time: float) -> int:
         alias = self.new_object(self.value[root], self.buffer[copy], source=root)
         self.until[alias], self.way_back[alias] = time, time
         self._versions[alias] = self._both_versions(root, alias)
         return alias
 
-    def _copy(self, obj: int, device: int, time: int, reason: CopyReason, consumer: str) -> int:
+    def _copy(self, obj: int, device: int, time: float, reason: CopyReason, consumer: str, differentiable: bool) -> int:
         """Return the copy of an object on a device: remembered, unless its source was written since."""
-        key, version = (obj, device), self.buffer_version[self.buffer[obj]]
+        key, version = (obj, device, differentiable), self.buffer_version[self.buffer[obj]]
         known = self._memo.get(key)
         if known is not None and known[1] == version and reason != "output":
             return known[0]
         value = self.graph.values[self.value[obj]]
         storage = self.graph.storages[value.storage]
         remembered = reason in ("hook", "align")
-        differentiable = self._has_history(obj)
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
         remembered = remembered and (self.in_forward or kept)
@@ -190,13 +196,13 @@ class Objects:
         self.in_forward = False
 
     def _note(
-        self, copy: int, value: int, nbytes: int, time: int, reason: CopyReason, consumer: str, kept: bool
+        self, copy: int, value: int, nbytes: int, time: float, reason: CopyReason, consumer: str, kept: bool
     ) -> None:
         source, destination = self.device_of(self.source[copy]), self.device_of(copy)
         self._append(value, source, destination, nbytes, time, reason, consumer, self.buffer[copy], kept)
 
     def _append(
-        self, value: int, source: int, destination: int, nbytes: int, time: int, reason: CopyReason, consumer: str,
+        self, value: int, source: int, destination: int, nbytes: int, time: float, reason: CopyReason, consumer: str,
         buffer: int, kept: bool,
     ) -> None:  # fmt: skip
         row = Copy(
@@ -225,54 +231,49 @@ class Objects:
         return name.rpartition(".")[0] if name else ""
 
 
-def buffer_deaths(objects: Objects, left: dict[int, int]) -> list[int]:
+def buffer_deaths(
+    objects: Objects, left: Mapping[int, int], passed_on: Set[int] = frozenset(), outlived: Set[int] = frozenset()
+) -> list[float]:
     """Return when each buffer is freed: with its last object, or when autograd lets go of the last one it saved.
 
-    `left`: object -> time by which it has gone to another device for good.
+    `left`: object -> time by which it has gone to another device for good. `passed_on`, `outlived`: see `Gradients`.
     """
     graph = objects.graph
-    end = len(graph.ops)
-    after = end + 1
-    gradients = {value for _, value in graph.gradients}
+    after = len(graph.ops) + 1
     held_to_end = graph.held
     copied = {objects.buffer_storage[row] for row, is_copy in enumerate(objects.buffer_copied) if is_copy}
     kept = {copy.buffer for copy in objects.copies if copy.kept}
     reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}
 
-    # Nobody but autograd holds gradients that its nodes made, so they are gone once they were read and sent.
-    makers = {obj: graph.storages[graph.values[objects.value[obj]].storage].born for obj in left}
-    emptied = {
-        objects.buffer[obj]
-        for obj, time in makers.items()
-        if graph.backward_begin <= time < end and graph.ops[time].forward >= 0
-    }
-    died = [0] * len(objects.value)
+    known = [0.0] * len(objects.value)  # until when Python or autograd holds the very object: so long copies are kept
+    died = [0.0] * len(objects.value)
     for obj, index in enumerate(objects.value):  # a source comes before its copies
         source, value = objects.source[obj], graph.values[index]
-        if source < 0 and objects.buffer[obj] in emptied:
-            last = left.get(obj, 0)
-        elif source < 0:
+        last: float
+        if source < 0:
             last = left.get(obj, after if index in held_to_end else value.died)
         elif reasons[objects.buffer[obj]] == "output":
             last = min(after if index in held_to_end else value.died, objects.until[obj])
-        elif reasons[objects.buffer[obj]] == "backward":
-            last = end if index in gradients else 0
         elif objects.until[obj] >= 0:
-            last = min(objects.until[obj], max(died[source], objects.saved[source]))
+            last = min(objects.until[obj], known[source])
         else:
-            last = max(died[source], objects.saved[source])
+            last = known[source]
+        known[obj] = max(last, objects.held[obj])
         died[obj] = max(last, objects.used[obj] + 1)
 
     buffer_died = [born + 1 for born in objects.buffer_born]
+    last_read = [born for born in objects.buffer_born]
     for obj, buffer in enumerate(objects.buffer):
         buffer_died[buffer] = max(buffer_died[buffer], died[obj], objects.saved[obj])
-    last_read = [-1] * len(buffer_died)  # under a plan a gradient may wait longer for the others of its sum
-    for obj, buffer in enumerate(objects.buffer):
         last_read[buffer] = max(last_read[buffer], objects.used[obj])
     held_storages = {graph.values[value].storage for value in held_to_end}
     for buffer, index in enumerate(objects.buffer_storage):
         storage = graph.storages[index]
-        if objects.buffer_copied[buffer]:
+        if buffer in passed_on:
+            buffer_died[buffer] = last_read[buffer] + 1
+            if index in outlived and buffer == objects.original_buffer[index]:
+                buffer_died[buffer] = max(buffer_died[buffer], storage.died)
+        elif objects.buffer_copied[buffer]:
             if buffer in kept:
                 buffer_died[buffer] = after
         elif storage.kind in ("parameter", "buffer", "input"):

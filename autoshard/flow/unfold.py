@@ -23,7 +23,7 @@ class Uses:
         self.times.setdefault(way, []).append(time)
 
 
-def out_of_order(uses: Uses, way_back: Mapping[int, int]) -> list[int]:
+def out_of_order(uses: Uses, way_back: Mapping[int, float]) -> list[int]:
     """Return the aliases whose gradients would not be added in the order of one device.
 
     `way_back`: alias -> when it was made. Such an alias has several uses and another way has a use after the first of

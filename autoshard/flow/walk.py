@@ -8,13 +8,13 @@ A module whose arguments were copied to its home sees the copies; so do the modu
     the call returns                  its view goes
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op
+from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.flow.data import Buffers, Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths
@@ -45,8 +45,11 @@ class Walk:
     """State of one walk over the ops.
 
     Attributes:
+        caller: device of the code around the outermost call, where its outputs go; None if they stay.
         op_device: per op, the index of its device, -1 for the host.
         op_objects: per op, the objects it read; kept only where a backward pass will ask.
+        saved: (op, value) -> the object that autograd saved for that op.
+        given: (op, value) -> the object that a function of the user's was given, if it calls modules that read a copy.
         left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
         watched: modules that are known to be watched when gradients are needed, and `unfolded` among them.
@@ -62,9 +65,12 @@ class Walk:
         hooked = [*homes.hooked, *(_tables(graph, homes) if "" in homes.mixed else ())]
         self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
         self.root_device = self.hooked[""]
+        self.caller: int | None = None
         self.end = len(graph.ops)
         self.op_device = [HOST_DEVICE] * self.end
         self.op_objects: list[tuple[int, ...]] = []
+        self.saved: dict[tuple[int, int], int] = {}
+        self.given: dict[tuple[int, int], int] = {}
         self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
@@ -76,7 +82,6 @@ class Walk:
         self._views: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
         self._next_call = 0
-        self._caller: int | None = None  # device of the code around the outermost call
         self._functions = iter(sorted(graph.functions, key=lambda function: function.begin))
         self._function: Function | None = next(self._functions, None)
         self._function_view: dict[int, int] = {}
@@ -84,34 +89,41 @@ class Walk:
     def run(self) -> Flow:
         self._place_givens()
         graph, objects = self.graph, self.objects
-        saves: dict[int, list[tuple[int, int]]] = {}
+        saves: dict[int, list[Save]] = {}
         for save in graph.saves:
-            saves.setdefault(save.op, []).append((save.value, save.released))
+            saves.setdefault(save.op, []).append(save)
         gradients = Gradients(self) if objects.grad else None
+        outer: dict[int, list[tuple[int, int]]] = {}  # op -> (value, call that a function of the user's was called in)
+        for node in graph.nodes:
+            for edge in node.edges:
+                if edge.reader >= 0 and node.call not in (-1, graph.ops[edge.reader].call):
+                    outer.setdefault(edge.reader, []).append((edge.read, node.call))
         for op in graph.ops:
             self._advance(op.index)
             if gradients is not None and op.backward and not self._recomputes(op):
                 read, device = gradients.inputs_of(op)
             else:
                 read, device = self._inputs_of(op)
+                for value, call in outer.get(op.index, ()):
+                    self.given[op.index, value] = self.sees(value, self._stack.index(call) + 1)
                 if gradients is not None and not op.backward:
                     self._note_uses(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:
-                objects.used[obj] = op.index
+                objects.used[obj] = max(objects.used[obj], op.index)
             if op.mutates:
                 self._mark_written(op, read)
-            for value, released in saves.get(op.index, ()):
-                self._keep_saved(op, read, value, released)
+            for save in saves.get(op.index, ()):
+                self._keep_saved(op, read, save)
             if objects.grad:
                 self.op_objects.append(read)
         self._advance(self.end)
         while self._stack:
             self._leave(self.end)
         if gradients is not None:
-            gradients.bring_home()
-        return self._result()
+            gradients.finish()
+        return self._result(gradients)
 
     # ---- the start
 
@@ -141,6 +153,9 @@ class Walk:
 
     def _advance(self, time: int) -> None:
         """Enter and leave calls and functions so that all is as it was while op `time` ran."""
+        while self._function is not None and self._function.end <= time:
+            self._function_view.clear()
+            self._function = next(self._functions, None)
         calls = self.graph.calls
         while self._next_call < len(calls) and calls[self._next_call].begin <= time:
             call = calls[self._next_call]
@@ -150,9 +165,6 @@ class Walk:
             self._next_call += 1
         while self._stack and calls[self._stack[-1]].end <= time:
             self._leave(time)
-        while self._function is not None and self._function.end <= time:
-            self._function_view.clear()
-            self._function = next(self._functions, None)
         if self._function is not None and self._function.begin == time:
             self._enter_function(self._function)
 
@@ -164,14 +176,14 @@ class Walk:
             return
         if call.parent < 0 and not call.backward:
             self.objects.forward_began(call.begin)
-            self._caller = self._device_of_caller(call)
+            self.caller = self._device_of_caller(call)
         view: dict[int, int] = {}
         for value in call.inputs:
             if value in call.contained:
                 continue
             obj = self.sees(value)
             if self.objects.device_of(obj) != home:
-                view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path)
+                view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path, call.grad)
                 self._hold(view[value], call.end)
                 self._given_to[view[value]] = call.index
         if view:
@@ -202,28 +214,33 @@ class Walk:
         own = (value for value in call.inputs if storages[values[value].storage].kind != "parameter")
         first = next(own, call.inputs[0] if call.inputs else None)
         device = None if first is None else self.objects.device_of(self.sees(first))
-        return self.root_device if call.path == "" and device in (None, HOST_DEVICE) else device  # inputs start there
+        starts_home = device is None or (device == HOST_DEVICE and first not in call.contained)
+        return self.root_device if call.path == "" and starts_home else device
 
     def _leave_outermost(self, call: Call, time: int) -> None:
         """Drop the copies made for one run; bring the outputs to where the caller's inputs were."""
         self.objects.forward_ended(time)
-        if self._caller is None:
+        if self.caller is None:
             return
-        home = {}
+        home: dict[int, int] = {}
+        gone: dict[int, int] = {}  # buffer -> when the output in it died
+        values = self.graph.values
         for value in dict.fromkeys(call.outputs):
             obj = self.sees(value)
             self._note_use(obj, self.end)  # by the caller
-            if self.objects.device_of(obj) != self._caller:
-                copy = self.objects.copy(obj, self._caller, time, "output", call.path)
+            if self.objects.device_of(obj) != self.caller:
+                copy = self.objects.copy(obj, self.caller, time, "output", call.path)
                 if value in call.contained:  # the caller has it as it was given, and goes on with that
                     self.objects.drop_with_outputs(copy)
                     continue
                 home[value] = copy
                 self.left[obj] = time + 1  # the caller gets the copy only
-                base = self.objects.base[obj]
-                values = self.graph.values
-                if base >= 0 and values[self.objects.value[base]].died >= values[value].died:  # only views held it
-                    self.left[base] = time + 1
+                buffer = self.objects.buffer[obj]
+                gone[buffer] = min(values[value].died, gone.get(buffer, values[value].died))
+        for obj, value in enumerate(self.objects.value if gone else ()):
+            output_died = gone.get(self.objects.buffer[obj], self.end + 1)
+            if value not in call.outputs and values[value].died >= output_died:  # only views held it
+                self.left[obj] = time + 1
         self._see(0, home)
 
     def _see(self, depth: int, view: dict[int, int]) -> None:
@@ -234,12 +251,12 @@ class Walk:
         else:
             self._views.append((depth, view))
 
-    def sees(self, value: int) -> int:
-        """The object that the running call means by a value."""
-        if self._function_view and value in self._function_view:
+    def sees(self, value: int, depth: int = -1) -> int:
+        """The object that the running call means by a value, or the one around it at this depth."""
+        if depth < 0 and value in self._function_view:
             return self._function_view[value]
-        for _, view in reversed(self._views):
-            if value in view:
+        for level, view in reversed(self._views):
+            if value in view and (depth < 0 or level <= depth):
                 return view[value]
         obj = self.objects.current[value]
         return obj if obj >= 0 else self.objects.original(value, HOST_DEVICE, 0)
@@ -254,11 +271,14 @@ class Walk:
     def _enter_function(self, function: Function) -> None:
         """A torch function that is several ops: devices that meet in its arguments meet before the first of them."""
         op = self.graph.ops[function.begin]
+        ops = self.graph.ops[function.begin : function.end]
         given = tuple([self.sees(value) for value in function.inputs])
+        if self._watching and self.objects.grad:
+            given = self._renew(ops, function.inputs, given)
         if self._all_together(given):
+            self._function_view = dict(zip(function.inputs, given, strict=True))
             return
         first = self.graph.values[function.inputs[0]].storage
-        ops = self.graph.ops[function.begin : function.end]
         writes = any(self.graph.values[value].storage == first for step in ops for value in step.mutates)
         self._function_view = dict(zip(function.inputs, self._align(op, given, writes), strict=True))
 
@@ -269,7 +289,7 @@ class Walk:
         if not given:
             return given, self._named_device(op)
         if self._watching and self.objects.grad and not self._function_view:
-            given = self._renew(op, given)
+            given = self._renew((op,), op.inputs, given)
         if op.device_source != UNKNOWN:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
@@ -281,16 +301,16 @@ class Walk:
         placed = [obj for obj in given if not self.objects.is_host_scalar(obj)]
         return given, device_of(placed[0] if placed else given[0])
 
-    def _renew(self, op: Op, given: tuple[int, ...]) -> tuple[int, ...]:
-        """Give an op in a watched module aliases of its own of the copies it uses."""
-        if not any(self.graph.values[value].requires_grad for value in op.outputs):
+    def _renew(self, ops: Sequence[Op], inputs: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+        """Give a torch call in a watched module aliases of its own of the copies it uses."""
+        if not any(self.graph.values[value].requires_grad for op in ops for value in op.outputs):
             return given
-        return tuple(
-            [
-                obj if value in op.mutates else self.objects.renewed(obj, op.index)
-                for obj, value in zip(given, op.inputs, strict=True)
-            ]
-        )
+        written = {value for op in ops for value in op.mutates}
+        renewed = [
+            obj if value in written else self.objects.renewed(obj, ops[0].index)
+            for obj, value in zip(reversed(given), reversed(inputs), strict=True)  # the last argument first, as `Align`
+        ]
+        return tuple(reversed(renewed))
 
     def _note_uses(self, op: Op, read: tuple[int, ...]) -> None:
         if any(self.graph.values[value].requires_grad for value in op.outputs):
@@ -402,24 +422,32 @@ class Walk:
             return True
         return any(graph.values[v].storage == storage for op in graph.ops[time + 1 :] for v in op.inputs)
 
-    def _keep_saved(self, op: Op, read: tuple[int, ...], value: int, released: int) -> None:
-        obj = next((obj for obj, given in zip(read, op.inputs, strict=True) if given == value), -1)
-        if obj < 0:
-            obj = self.sees(value)
-        for held in (obj, self.objects.base[obj]):
+    def _keep_saved(self, op: Op, read: tuple[int, ...], save: Save) -> None:
+        objects = self.objects
+        obj = next((obj for obj, given in zip(read, op.inputs, strict=True) if given == save.value), -1)
+        around = save.call != op.call and save.call in self._stack
+        if obj < 0 or around:
+            obj = self.sees(save.value, self._stack.index(save.call) + 1 if around else len(self._stack))
+        self.saved[op.index, save.value] = obj
+        objects.saved[obj] = max(objects.saved[obj], save.released)
+        for held in (obj, objects.base[obj]) if save.value not in op.outputs else ():
             if held >= 0:
-                self.objects.saved[held] = max(self.objects.saved[held], released)
+                objects.saved[held] = max(objects.saved[held], save.released)
+                objects.held[held] = max(objects.held[held], save.released)
 
     # ---- the end
 
-    def _result(self) -> Flow:
+    def _result(self, gradients: Gradients | None) -> Flow:
         objects = self.objects
-        died = buffer_deaths(objects, self.left)
+        if gradients is None:
+            died = buffer_deaths(objects, self.left)
+        else:
+            died = buffer_deaths(objects, self.left, gradients.passed_on, gradients.outlived)
         keep = [row for row, device in enumerate(objects.buffer_device) if device >= 0]
         number = {row: i for i, row in enumerate(keep)}
 
-        def column(rows: list[int]) -> np.ndarray:
-            return np.array([rows[row] for row in keep], np.int64)
+        def column(rows: Sequence[float], kind: type = np.int64) -> np.ndarray:
+            return np.array([rows[row] for row in keep], kind)
 
         order = [module.path for module in self.graph.modules]
         unfolded = {*self.unfolded, *self._find_unfolded()}
@@ -437,9 +465,9 @@ class Walk:
                 storage=column(objects.buffer_storage),
                 device=column(objects.buffer_device),
                 nbytes=column(objects.buffer_bytes),
-                born=column(objects.buffer_born),
-                died=column(died),
-                copied=np.array([objects.buffer_copied[row] for row in keep], bool),
+                born=column(objects.buffer_born, np.float64),
+                died=column(died, np.float64),
+                copied=column(objects.buffer_copied, np.bool_),
             ),
             aligned=tuple(path for path in order if path in self.aligned),
             unfolded=tuple(path for path in order if path in unfolded),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from autoshard.errors import ApplyError
+from autoshard.layout import gapped_strides
 
 CPU = torch.device("cpu")
 _CHECK_BYTES = 1 << 20
@@ -63,39 +64,16 @@ def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.numel() < 2 or tensor.is_contiguous():
         return _copy(tensor, device, None)
     if 0 not in tensor.stride():
-        return _copy(tensor, device, gapped_strides(tensor))
+        return _copy(tensor, device, copy_strides(tensor))
     distinct = tensor
     for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 and size > 1:
             distinct = distinct.narrow(dim, 0, 1)
-    return _copy(distinct, device, gapped_strides(distinct)).expand(tensor.shape)
+    return _copy(distinct, device, copy_strides(distinct)).expand(tensor.shape)
 
 
-def gapped_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return strides for a copy of a slice: small gaps where the slice has large ones; None if it has no gaps.
-
-        x[:, :3] of x (2, 9, 16)      rows xxx.........|xxx.........      strides (144, 16, 1)
-        its copy                      rows xxx.xxx                        strides (64, 16, 1), not (48, 16, 1)
-
-    Kernels choose how to compute by what is contiguous and how rows are aligned (to 64 bytes), and other choices give
-    other bits. So the copy of a slice has gaps where the slice has, at the same alignment, but as small as can be.
-    """
-    dims = sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: tensor.stride(d))
-    if not dims or tensor.stride(dims[0]) != 1:
-        return None
-    line = max(1, 64 // tensor.element_size())
-    strides = [1] * tensor.dim()
-    filled, old_filled, gaps = 1, 1, False  # elements spanned so far, in the copy and in the slice
-    for dim in dims:
-        stride = tensor.stride(dim)
-        if stride < old_filled:
-            return None  # overlapping: nothing to imitate
-        if stride > old_filled:
-            gaps = True
-            filled += 1 + (stride - filled - 1) % line
-        strides[dim] = filled
-        filled, old_filled = filled * tensor.shape[dim], stride * tensor.shape[dim]
-    return tuple(strides) if gaps else None
+def copy_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return gapped_strides(tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, strides: tuple[int, ...] | None) -> torch.Tensor:

@@ -208,13 +208,14 @@ def measured_peaks(
     same random numbers and finds the same weights as the capture did, since some models make shapes out of either
     (a router that sends other tokens to an expert of another device).
 
-    Inputs start where the estimate assumes them: at the home of the root.
+    Inputs start where the estimate assumes them: at the home of the root, or with the caller if they are in a list or
+    a dict.
     """
     tensors = [name for name, _ in named_tensors(model)]
     home = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors).home_of("")
     with autoshard.simulate({device.name: "1GiB" for device in plan.devices}) as devices:
         autoshard.apply(model, plan)
-        inputs = map_tensors(inputs, lambda tensor: tensor.to(home))
+        inputs = {name: value.to(home) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0) if training else None
         for _ in range(2):
             seed()

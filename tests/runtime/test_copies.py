@@ -15,7 +15,7 @@ from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_device_map, apply_plan, remove
 from autoshard.runtime.copies import Copies
-from autoshard.runtime.devices import check_copies, copy_tensor, gapped_strides, resolve_device
+from autoshard.runtime.devices import check_copies, copy_strides, copy_tensor, resolve_device
 
 D = 8
 ONE = "cpu:1"
@@ -135,8 +135,8 @@ def test_copies_of_slices_are_contiguous_where_the_slice_is(shape, data):
     with autoshard.simulate("2x1MiB") as devices:
         copy = copy_tensor(source, torch.device(ONE))
         assert torch.equal(copy.cpu(), source)
-        assert copy.is_contiguous() == source.is_contiguous() or gapped_strides(source) is None
-        if gapped_strides(source) is not None:
+        assert copy.is_contiguous() == source.is_contiguous() or copy_strides(source) is None
+        if copy_strides(source) is not None:
             for a in range(source.dim()):
                 for b in range(source.dim()):
                     if a != b and source.shape[a] > 1 and source.shape[b] > 1:

@@ -1,0 +1,41 @@
+"""How a copy of a tensor lies in the memory of another device, from shape and strides alone."""
+
+
+def gapped_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Return strides for a copy of a slice: small gaps where the slice has large ones; None if it has no gaps.
+
+        x[:, :3] of x (2, 9, 16)      rows xxx.........|xxx.........      strides (144, 16, 1)
+        its copy                      rows xxx.xxx                        strides (64, 16, 1), not (48, 16, 1)
+
+    Kernels choose how to compute by what is contiguous and how rows are aligned (to 64 bytes), and other choices give
+    other bits. So the copy of a slice has gaps where the slice has, at the same alignment, but as small as can be.
+    """
+    dims = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: strides[d])
+    if not dims or strides[dims[0]] != 1:
+        return None
+    line = max(1, 64 // itemsize)
+    small = [1] * len(shape)
+    filled, old_filled, gaps = 1, 1, False  # elements spanned so far, in the copy and in the slice
+    for dim in dims:
+        stride = strides[dim]
+        if stride < old_filled:
+            return None  # overlapping: nothing to imitate
+        if stride > old_filled:
+            gaps = True
+            filled += 1 + (stride - filled - 1) % line
+        small[dim] = filled
+        filled, old_filled = filled * shape[dim], stride * shape[dim]
+    return tuple(small) if gaps else None
+
+
+def copied_bytes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return what a copy takes: expanded dimensions are copied once, slices with their gaps."""
+    shape = tuple(1 if stride == 0 and size > 1 else size for size, stride in zip(shape, strides, strict=True))
+    small = gapped_strides(shape, strides, itemsize)
+    elements = 1
+    if small is None or 0 in shape:
+        for size in shape:
+            elements *= size
+    else:
+        elements += sum((size - 1) * stride for size, stride in zip(shape, small, strict=True))
+    return elements * itemsize
