@@ -12,6 +12,9 @@ from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.sharding import Action, Shard
 
+_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::index", "aten::gather")
+"""Ops that read as much of their first input as they write."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
@@ -22,7 +25,7 @@ class AxisGroup:
         shards: the dimensions that are cut.
         actions: what the runtime must do where cut and uncut tensors meet; see `sharding.Action`.
         summed: parameters that stay whole and are used inside the cut: every rank has a part of their gradient.
-        nbytes: bytes of parameters that are cut, in one block.
+        nbytes: bytes of parameters that are cut, in one block; `read_bytes` of them are read in one forward.
         flops: of one forward of one block, those that are shared among the ranks.
         reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block.
         conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
@@ -36,6 +39,7 @@ class AxisGroup:
     actions: tuple[Action, ...]
     summed: tuple[str, ...]
     nbytes: int
+    read_bytes: int
     flops: int
     reduced_bytes: int
     gathered_bytes: int
@@ -159,6 +163,11 @@ def _groups_of(
                 actions=actions,
                 summed=summed,
                 nbytes=sum(_cut_bytes(walk, tensor, leaf) for tensor in members if tensor.kind == "parameter"),
+                read_bytes=sum(
+                    min(_cut_bytes(walk, tensor, leaf), _read_bytes(graph, tensor))
+                    for tensor in members
+                    if tensor.kind == "parameter"
+                ),
                 flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, leaf)),
                 reduced_bytes=places.reduced_bytes(leaf),
                 gathered_bytes=places.gathered_bytes(leaf),
@@ -203,6 +212,17 @@ def _cut_bytes(walk: Walk, tensor: TensorInfo, leaf: Leaf) -> int:
     (dim,) = walk.cut_dims(tensor.value, leaf)
     axis = walk.axes[tensor.value][dim]
     return tensor.nbytes * _part(axis, leaf) // max(1, tensor.shape[dim])
+
+
+def _read_bytes(graph: ModelGraph, tensor: TensorInfo) -> int:
+    """Bytes of a tensor that a forward reads: of a table, the rows that are looked up."""
+    total = 0
+    for op in graph.ops:
+        if tensor.value in op.inputs:
+            name = str(getattr(getattr(op.target, "_schema", None), "name", ""))
+            rows = sum(graph.values[value].nbytes for value in op.outputs)
+            total += rows if name in _LOOKUPS and op.inputs[0] == tensor.value else tensor.nbytes
+    return total
 
 
 def _part(axis: Axis, leaf: Leaf) -> int:

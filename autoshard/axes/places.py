@@ -1,8 +1,8 @@
 """Where cut and uncut tensors meet: every such place as an `Action` that the runtime can find again.
 
 A place is a module call and one of its arguments or results, or else one call of a torch function inside a module. The
-first is preferred, the larger the better for what enters (one sum of gradients serves all readers) and the smaller the
-better for what leaves.
+first is preferred: other runs may call other functions. The smaller the better, as parts of a model may be called
+without the rest; but what enters a block does so at the largest, since a block is called whole and hooks take time.
 """
 
 from bisect import bisect_right
@@ -67,6 +67,12 @@ class Places:
 
         Raises `Unplaceable`.
         """
+        try:
+            return self._actions(leaf, smallest=True)
+        except Unplaceable:  # a small module may be called for other tensors as well
+            return self._actions(leaf, smallest=False)
+
+    def _actions(self, leaf: Leaf, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
         found: dict[Action, set[int]] = {}
 
         def note(actions: Iterable[tuple[Action, int]]) -> None:
@@ -77,7 +83,7 @@ class Places:
             for dim in self.walk.cut_dims(value, leaf):
                 axis = describe(self.walk.axes[value][dim], leaf)
                 readers = [op for op in self._readers.get(value, ()) if op in self._inside]
-                note(self._entering("slice", value, readers, dim, axis))
+                note(self._entering("slice", value, readers, dim, axis, smallest))
         for contraction in self.walk.contractions:
             if leaf in leaves(contraction.axis):
                 note(self._reduction(contraction, leaf))
@@ -86,7 +92,7 @@ class Places:
                 note(self._drawing(op, dim, describe(self.walk.axes[value][dim], leaf)))
         entering, staying, summed = self._crossings(leaf)
         for value, readers in entering.items():
-            note(self._entering("enter", value, readers, 0, ""))
+            note(self._entering("enter", value, readers, 0, "", smallest and self.region.path == OUTSIDE))
         for value in staying:
             note(self._leaving("leave", value, 0, ""))
         for value in self._outgoing:
@@ -159,12 +165,13 @@ class Places:
             raise Unplaceable(f"{self.where(op)} draws random numbers for a part of a tensor")
         return [(self._at(site, "dropout", "", dim, axis), site.call)]
 
-    def _entering(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[tuple[Action, int]]:
+    def _entering(
+        self, kind: str, value: int, ops: list[int], dim: int, axis: str, smallest: bool
+    ) -> list[tuple[Action, int]]:
         """Actions on a value before all of `ops` read it, and before nobody else does."""
         rest = set(ops)
         actions: list[tuple[Action, int]] = []
-        calls = sorted(self._calls, key=lambda call: call.begin - call.end)
-        for call in calls:
+        for call in sorted(self._calls, key=lambda call: (call.end - call.begin) * (1 if smallest else -1)):
             if not rest or value not in call.inputs:
                 continue
             readers = {op for op in self._readers.get(value, ()) if call.begin <= op < call.end}

@@ -142,7 +142,7 @@ def group_seconds(profile: Profile, group: AxisGroup, device: Device) -> float:
     Backward computes twice as much, and reads and writes as much again for gradients.
     """
     passes = 3 if profile.workload.training else 1
-    flops, nbytes = passes * group.flops, passes * group.nbytes
+    flops, nbytes = passes * group.flops, passes * group.read_bytes
     forward = max(flops / device.flops(profile.dtype), nbytes / device.bytes_per_second)
     return len(group.blocks) * (forward + optimizer_seconds(group.nbytes, profile.workload, device))
 

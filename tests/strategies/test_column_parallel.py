@@ -63,6 +63,7 @@ def group(
     actions += [Action(kind="gather", module=name) for name in names[:1] if gathered]
     return AxisGroup(
         index=index, blocks=blocks, size=size, actions=tuple(actions), summed=(), nbytes=nbytes, flops=flops,
+        read_bytes=nbytes,
         shards=tuple(Shard(name=name, dim=int("down" in name), axis=f"*{size}") for name in names),
         reduced_bytes=reduced, gathered_bytes=gathered, conflicts=tuple(conflicts), leaf=None, walk=None,
     )  # fmt: skip
