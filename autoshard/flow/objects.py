@@ -12,10 +12,13 @@ Copies with autograd history share their memory and have a way back for gradient
     layers.8 is called with it     object 11 in buffer B       an alias of object 9; its gradient goes to object 7
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.flow.data import HOST_NAME, Copy, CopyReason
+from autoshard.flow.data import HOST_NAME, Buffers, Copy, CopyReason
 
 HOST_DEVICE = -1
 _WITH_WAY_BACK = ("hook", "align", "output")
@@ -281,3 +284,22 @@ def buffer_deaths(
         elif index not in copied:  # nothing left its device: the recorded death is exact
             buffer_died[buffer] = after if index in held_storages else max(storage.died, last_read[buffer] + 1)
     return [min(time, after) for time in buffer_died]
+
+
+def columns(objects: Objects, died: Sequence[float]) -> tuple[Buffers, tuple[Copy, ...]]:
+    """Return the buffers on planned devices as columns, and the copies with their rows in them."""
+    keep = [row for row, device in enumerate(objects.buffer_device) if device >= 0]
+    number = {row: i for i, row in enumerate(keep)}
+
+    def column(rows: Sequence[float], kind: type = np.int64) -> np.ndarray:
+        return np.array([rows[row] for row in keep], kind)
+
+    buffers = Buffers(
+        storage=column(objects.buffer_storage),
+        device=column(objects.buffer_device),
+        nbytes=column(objects.buffer_bytes),
+        born=column(objects.buffer_born, np.float64),
+        died=column(died, np.float64),
+        copied=column(objects.buffer_copied, np.bool_),
+    )
+    return buffers, tuple(replace(copy, buffer=number.get(copy.buffer, -1)) for copy in objects.copies)

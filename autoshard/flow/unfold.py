@@ -8,8 +8,11 @@ time of its making. That is the order of one device if and only if that sum come
     by one copy                    g_add + (g_f + g_norm)                           so layer 7 is unfolded
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+from autoshard.capture.graph import Op
+from autoshard.flow.objects import Objects
 
 
 @dataclass(slots=True)
@@ -39,3 +42,43 @@ def out_of_order(uses: Uses, way_back: Mapping[int, float]) -> list[int]:
         if late:
             found.append(alias)
     return found
+
+
+class CopyUses:
+    """The uses of all values with history in one walk.
+
+    Attributes:
+        given_to: alias of a copy -> the call it was made for.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects, self.graph = objects, objects.graph
+        self.given_to: dict[int, int] = {}
+        self._uses: dict[tuple[int, int], Uses] = {}  # (object, version of its memory) -> its uses
+
+    def note_op(self, op: Op, read: tuple[int, ...]) -> None:
+        """Note what a forward op reads, if it has a gradient."""
+        if any(self.graph.values[value].requires_grad for value in op.outputs):
+            for obj in set(read):
+                self.note(obj, op.index)
+
+    def note(self, obj: int, time: int) -> None:
+        """Note one use of an object."""
+        objects = self.objects
+        if objects.grad and self.graph.values[objects.value[obj]].requires_grad:
+            root = objects.root(obj)
+            uses = self._uses.setdefault((root, objects.buffer_version[objects.buffer[root]]), Uses())
+            uses.add(-1 if root == obj else obj, time)
+
+    def out_of_order(self, watched: Collection[str]) -> set[str]:
+        """Modules that were given a copy whose gradients would be added in another order, unless they are watched."""
+        calls, found = self.graph.calls, set()
+        for uses in self._uses.values():
+            for alias in out_of_order(uses, self.objects.way_back):
+                if alias in self.given_to:
+                    around = index = self.given_to[alias]
+                    while around >= 0 and calls[around].path not in watched:
+                        around = calls[around].parent
+                    if around < 0:
+                        found.add(calls[index].path)
+        return found

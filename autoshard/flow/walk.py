@@ -9,16 +9,14 @@ A module whose arguments were copied to its home sees the copies; so do the modu
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 
-import numpy as np
 import torch
 
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
-from autoshard.flow.data import Buffers, Flow
+from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
-from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths
-from autoshard.flow.unfold import Uses, out_of_order
+from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
+from autoshard.flow.unfold import CopyUses
 from autoshard.placement import Homes, resolve_homes, tensor_devices
 
 _LOOK_UP = torch.ops.aten.embedding.default
@@ -76,8 +74,7 @@ class Walk:
         self.written_back: dict[str, None] = {}
         self.unfolded, self.watched = unfolded, watched
         self._watching = 0  # calls of watched modules in progress
-        self._uses: dict[tuple[int, int], Uses] = {}  # (object, version of its memory) -> its uses
-        self._given_to: dict[int, int] = {}  # alias of a copy -> the call it was made for
+        self._uses = CopyUses(self.objects)
         self._stack: list[int] = []
         self._views: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
@@ -107,7 +104,7 @@ class Walk:
                 for value, call in outer.get(op.index, ()):
                     self.given[op.index, value] = self.sees(value, self._stack.index(call) + 1)
                 if gradients is not None and not op.backward:
-                    self._note_uses(op, read)
+                    self._uses.note_op(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:
@@ -185,7 +182,7 @@ class Walk:
             if self.objects.device_of(obj) != home:
                 view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path, call.grad)
                 self._hold(view[value], call.end)
-                self._given_to[view[value]] = call.index
+                self._uses.given_to[view[value]] = call.index
         if view:
             self._views.append((len(self._stack), view))
 
@@ -227,7 +224,7 @@ class Walk:
         values = self.graph.values
         for value in dict.fromkeys(call.outputs):
             obj = self.sees(value)
-            self._note_use(obj, self.end)  # by the caller
+            self._uses.note(obj, self.end)  # by the caller
             if self.objects.device_of(obj) != self.caller:
                 copy = self.objects.copy(obj, self.caller, time, "output", call.path)
                 if value in call.contained:  # the caller has it as it was given, and goes on with that
@@ -311,31 +308,6 @@ class Walk:
             for obj, value in zip(reversed(given), reversed(inputs), strict=True)  # the last argument first, as `Align`
         ]
         return tuple(reversed(renewed))
-
-    def _note_uses(self, op: Op, read: tuple[int, ...]) -> None:
-        if any(self.graph.values[value].requires_grad for value in op.outputs):
-            for obj in set(read):
-                self._note_use(obj, op.index)
-
-    def _note_use(self, obj: int, time: int) -> None:
-        objects = self.objects
-        if objects.grad and self.graph.values[objects.value[obj]].requires_grad:
-            root = objects.root(obj)
-            uses = self._uses.setdefault((root, objects.buffer_version[objects.buffer[root]]), Uses())
-            uses.add(-1 if root == obj else obj, time)
-
-    def _find_unfolded(self) -> set[str]:
-        """Modules that were given a copy whose gradients would be added in another order, unless they are watched."""
-        calls, found = self.graph.calls, set()
-        for uses in self._uses.values():
-            for alias in out_of_order(uses, self.objects.way_back):
-                if alias in self._given_to:
-                    around = index = self._given_to[alias]
-                    while around >= 0 and calls[around].path not in self.aligned:
-                        around = calls[around].parent
-                    if around < 0:
-                        found.add(calls[index].path)
-        return found
 
     def _all_together(self, given: tuple[int, ...]) -> bool:
         device_of = self.objects.device_of
@@ -443,14 +415,9 @@ class Walk:
             died = buffer_deaths(objects, self.left)
         else:
             died = buffer_deaths(objects, self.left, gradients.passed_on, gradients.outlived)
-        keep = [row for row, device in enumerate(objects.buffer_device) if device >= 0]
-        number = {row: i for i, row in enumerate(keep)}
-
-        def column(rows: Sequence[float], kind: type = np.int64) -> np.ndarray:
-            return np.array([rows[row] for row in keep], kind)
-
+        buffers, copies = columns(objects, died)
         order = [module.path for module in self.graph.modules]
-        unfolded = {*self.unfolded, *self._find_unfolded()}
+        unfolded = {*self.unfolded, *self._uses.out_of_order(self.aligned)}
         called = [call.path + "." for call in self.graph.calls]
         for path in self.homes.mixed:  # a branch that this run did not take: nobody knows what meets in there
             if not any(prefix.startswith(path + ".") for prefix in called):
@@ -460,15 +427,8 @@ class Walk:
             tensor_device=self.tensor_device,
             devices=objects.devices,
             op_device=tuple(self.op_device),
-            copies=tuple(replace(copy, buffer=number.get(copy.buffer, -1)) for copy in objects.copies),
-            buffers=Buffers(
-                storage=column(objects.buffer_storage),
-                device=column(objects.buffer_device),
-                nbytes=column(objects.buffer_bytes),
-                born=column(objects.buffer_born, np.float64),
-                died=column(died, np.float64),
-                copied=column(objects.buffer_copied, np.bool_),
-            ),
+            copies=copies,
+            buffers=buffers,
             aligned=tuple(path for path in order if path in self.aligned),
             unfolded=tuple(path for path in order if path in unfolded),
             written_back=tuple(path for path in order if path in self.written_back),
