@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from autoshard.capture.graph import Call, Op, Storage
+from autoshard.capture.graph import Call, Op, Storage, Value
 
 _GIVEN = "0.1."
 """What the names of inputs begin with that only the context was given: it is the second prompt of the only argument."""
 
 
 def as_the_prompt_left_it(
-    storages: Sequence[Storage], ops: Sequence[Op], calls: Sequence[Call], context: range, state: Set[int]
-) -> tuple[Storage, ...]:
-    """Return the storages; those that the context's prompt made and that are not of the state have the prompt's sizes.
+    storages: Sequence[Storage], values: Sequence[Value], ops: Sequence[Op], calls: Sequence[Call], context: range,
+    state: Set[int],
+) -> tuple[tuple[Storage, ...], tuple[Value, ...]]:  # fmt: skip
+    """Return storages and values; what the context's prompt made and is not of the state has the prompt's sizes.
 
     `state` are indices of storages. What made a storage in the prompt is found by its place: the same op in the same
     module, the how-manieth. Without such an op it keeps its size.
@@ -41,7 +42,13 @@ def as_the_prompt_left_it(
         for storage, twin in zip(made.get(op.index, []), of_prompt.get(place, []), strict=False):
             if storage.died > context.stop and storage.index not in state:
                 resized[storage.index] = replace(storage, nbytes=min(storage.nbytes, twin.nbytes))
-    return tuple(resized)
+    return tuple(resized), tuple([_within(value, resized[value.storage]) for value in values])
+
+
+def _within(value: Value, storage: Storage) -> Value:
+    """A value whose copies take no more bytes than there are."""
+    copied = value.nbytes if value.copy_bytes < 0 else value.copy_bytes
+    return value if copied <= storage.nbytes else replace(value, copy_bytes=storage.nbytes)
 
 
 def _places(ops: Sequence[Op], calls: Sequence[Call]) -> Iterator[tuple[Any, Op]]:

@@ -119,18 +119,18 @@ def record_run(
             if node.op == "placeholder" and node.meta["value"] in ledger.contents:
                 node.meta["content"] = ledger.contents[node.meta["value"]]
         backward_begin = next((begin for name, begin, _ in phases if name == "backward"), ledger.now)
-        calls, storages = recorder.finished_calls(), ledger.storages()
+        calls, storages, values = recorder.finished_calls(), ledger.storages(), ledger.values()
         context = next((range(begin, end) for name, begin, end in phases if name == "context"), None)
         if context is not None:
             kept = {ledger.storage_of_value(value) for value in state}
-            storages = as_the_prompt_left_it(storages, ledger.ops, calls, context, kept)
+            storages, values = as_the_prompt_left_it(storages, values, ledger.ops, calls, context, kept)
         return ModelGraph(
             fx_graph=ledger.fx_graph,
             modules=modules,
             tensors=tensors,
             calls=calls,
             ops=tuple(ledger.ops),
-            values=ledger.values(),
+            values=values,
             storages=storages,
             saves=ledger.saves(),
             outputs=outputs,

@@ -192,6 +192,8 @@ def test_what_a_generating_loop_holds_is_of_the_prompt():
     held = [s for s in graph.storages if s.died > context.stop and s.born in range(context.start, step)]
     sizes = [s.nbytes for s in held if s.kind == "activation" and s.index not in state]
     assert max(sizes) == 2 * 5 * 8  # positions; those of the context are 42 long
+    copied = [v.copy_bytes for v in graph.values if v.storage in {s.index for s in held} - state]
+    assert max(copied) <= 2 * 5 * 8
     given = [s.nbytes for s in graph.storages if s.kind == "input"]
     assert given == [2 * 5 * 8, 2 * 5 * 8, 0, 0]  # ids and mask, once
 
