@@ -8,6 +8,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.prove.ranks import ThreadRanks, run_ranks
+from autoshard.prove.ranks import OwnDraws, ThreadRanks, run_ranks
 from autoshard.prove.sample import Sample
 from autoshard.runtime.cuts import apply_cuts, cut_record
 from autoshard.runtime.slices import merge
@@ -47,13 +48,25 @@ def check_equal(sample: Sample, cuts: tuple[Cut, ...]) -> bool:
     """
     differentiable = True
     for args, kwargs in sample.calls:
+        before = torch.get_rng_state()
         whole, gradients = _whole(sample, args, kwargs)
+        draws = not torch.equal(torch.get_rng_state(), before)
+        if draws:
+            torch.set_rng_state(before)
+            with OwnDraws(before):
+                whole, gradients = _whole(sample, args, kwargs)
         differentiable &= whole.differentiable
 
-        def work(ranks: ThreadRanks, args: tuple = args, kwargs: dict[str, Any] = kwargs) -> Run:
+        def work(
+            ranks: ThreadRanks,
+            args: tuple = args,
+            kwargs: dict[str, Any] = kwargs,
+            state: torch.Tensor | None = before if draws else None,
+        ) -> Run:
             local = copy.deepcopy(sample.block)
             apply_cuts(local, cuts, ranks)
-            return _run(local, args, kwargs, ranks)
+            with nullcontext() if state is None else OwnDraws(state):
+                return _run(local, args, kwargs, ranks)
 
         with torch.set_grad_enabled(gradients):
             for rank, found in enumerate(run_ranks(work, cuts[0].degree)):

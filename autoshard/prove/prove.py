@@ -9,6 +9,7 @@ A block too large to be run is followed on shapes alone, and the numbers are tho
 """
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -233,20 +234,27 @@ def _run_on_fakes(question: Question, cut: Cut, given: Arguments, scales: Scales
 
 
 def _tried(work: Callable[[], Any]) -> str:
-    """Run a proof; "" if it holds, else why not. A block's own code may stumble over what a rank has in any way."""
+    """Run a proof; "" if it holds, else why not. A block's own code may stumble over what a rank has in any way.
+
+    Random numbers after it are as if nothing had run.
+    """
+    state = random.getstate()
     try:
-        work()
+        with torch.random.fork_rng(devices=[]):
+            work()
     except (NotFound, Unequal) as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        random.setstate(state)
     return ""
 
 
 def _cut(group: AxisGroup, shares: tuple[int, ...], scales: Scales) -> Cut:
     return Cut(
         blocks=group.blocks, size=group.size, shares=shares, shards=group.shards, actions=group.actions,
-        scales=_scales(scales, shares), summed=group.summed,
+        scales=_scales(scales, shares), summed=group.summed, training=True,  # the mode is that in which it was found
     )  # fmt: skip
 
 

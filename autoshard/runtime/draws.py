@@ -47,7 +47,7 @@ class _Still:
     def __init__(self, path: str, devices: Sequence[torch.device]) -> None:
         self.path = path
         self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
-        self.before: list[torch.Tensor] = []
+        self.before: list[bytes] = []
 
     def begin(self, module: nn.Module, args: tuple) -> None:
         if not torch.compiler.is_compiling() and any(map(_training, module.modules())):
@@ -55,15 +55,15 @@ class _Still:
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
         before, self.before = self.before, []
-        if before and not all(map(torch.equal, before, self._states())):
+        if before and before != self._states():
             raise ApplyError(
                 f"{self.path or 'the model'}{_culprit(module)} draws random numbers in training, and its parameters "
                 "were cut by a plan that was made in evaluation, which does not know of them. Plan after model.train()."
             )
 
-    def _states(self) -> list[torch.Tensor]:
+    def _states(self) -> list[bytes]:
         own = [torch.get_device_module(device).get_rng_state(device) for device in self.devices]
-        return [torch.get_rng_state(), *own]
+        return [state.numpy().tobytes() for state in (torch.get_rng_state(), *own)]
 
 
 def _culprit(block: nn.Module) -> str:

@@ -43,6 +43,17 @@ class Fused(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Dropped(nn.Module):
+    """Masks for what is cut and for what is whole."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.b(self.c(F.silu(self.a(x)))), 0.3, self.training)
+
+
 class Partly(nn.Module):
     """One projection of which a part is used by every slice of the rest: that part stays whole on every rank."""
 

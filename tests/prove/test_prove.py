@@ -1,5 +1,6 @@
 """What is proved is right, and what is wrong is found: on blocks with traps."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import Fused, Grouped, Normed, Partly, Stack
+from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Stack
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -52,6 +53,25 @@ def test_heads_in_groups_need_both_counts_scaled():
     assert isinstance(cut, Cut)
     assert scales_of(cut) == {"many": (4, (2, 2)), "few": (2, (1, 1))}
     assert "forward and backward" in cut.proof
+
+
+def test_masks_of_cut_tensors_are_proved_in_training():
+    """Every rank draws what the whole block draws, and uses its part."""
+    model = Stack(Dropped).train()
+    torch.manual_seed(3)
+    before, others = torch.get_rng_state(), random.getstate()
+    _, found, prover = analysed(model)
+    group = of_blocks(found, 48)
+    assert [action.kind for action in group.actions].count("dropout") == 1
+    cut = prover.prove(group, (24, 24))
+    assert isinstance(cut, Cut) and cut.training and "forward and backward" in cut.proof
+    wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != "dropout"))
+    _, _, prover = analysed(model)
+    assert isinstance(prover.prove(wrong, (24, 24)), Refusal)
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == others
+    _, found, prover = analysed(model.eval())
+    cut = prover.prove(of_blocks(found, 48), (24, 24))
+    assert isinstance(cut, Cut) and not cut.training
 
 
 def test_a_list_of_sizes_is_scaled_item_by_item():

@@ -240,6 +240,8 @@ def test_what_is_drawn_in_training_must_have_been_planned(kind):
     expected = model(x)
     plan = autoshard.plan(model, memory, inputs=x, strategy="column-parallel", objective="memory")
     assert all(cut.training for cut in plan.cuts)
+    if kind in ("module", "function"):
+        assert "dropout" in {action.kind for cut in plan.cuts for action in cut.actions}
     autoshard.apply(model, plan)
     torch.manual_seed(3)
     torch.testing.assert_close(model(x), expected, **TOLERANCE)
