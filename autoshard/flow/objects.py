@@ -31,7 +31,7 @@ class Objects:
         value, buffer: of each object. source: the object it is a copy of, else -1.
         base: the object that a view keeps alive, else -1.
         saved: time at which autograd lets go of the memory, 0 if it never had it; held: of this very object. A node
-            keeps its inputs as they are, but of its outputs the memory alone (torch/csrc/autograd/saved_variable.cpp).
+            keeps its inputs as they are, but of outputs with history the memory alone (torch's saved_variable.cpp).
         used: last op that read it, -1 if none.
         way_back: alias of a copy -> the time it was made, at which its gradient goes back.
         until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.

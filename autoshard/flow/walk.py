@@ -402,7 +402,8 @@ class Walk:
             obj = self.sees(save.value, self._stack.index(save.call) + 1 if around else len(self._stack))
         self.saved[op.index, save.value] = obj
         objects.saved[obj] = max(objects.saved[obj], save.released)
-        for held in (obj, objects.base[obj]) if save.value not in op.outputs else ():
+        memory_alone = save.value in op.outputs and self.graph.values[save.value].requires_grad
+        for held in () if memory_alone else (obj, objects.base[obj]):
             if held >= 0:
                 objects.saved[held] = max(objects.saved[held], save.released)
                 objects.held[held] = max(objects.held[held], save.released)
