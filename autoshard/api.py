@@ -103,8 +103,16 @@ def _plan_cuts(model: nn.Module, inputs: Any, profile: "Profile", cluster: Clust
     graph = record(model, inputs, workload=forward, composite=True)
     found = find_groups(graph)
     prove = make_prover(model, inputs, forward, graph, found)
-    even = not (dist.is_available() and dist.is_initialized())  # one process runs all ranks on the same local shapes
-    return column_parallel(profile, cluster, found, prove, objective=objective, even=even)
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    return column_parallel(
+        profile,
+        cluster,
+        found,
+        prove,
+        objective=objective,
+        degree=processes if processes > 1 and processes == len(cluster.devices) else None,  # all of them run
+        even=not processes,  # one process runs all ranks on the same local shapes
+    )
 
 
 def plan_profile(

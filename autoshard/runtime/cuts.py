@@ -19,10 +19,11 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
-from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.outsiders import Explain, check_not_shared
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
 from autoshard.runtime.scales import Old, find_scales, restore, set_scales
 from autoshard.runtime.slices import (
@@ -184,6 +185,8 @@ def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only:
     for cut in cuts:
         _check_cut(cut, ranks)
     found = find_cut_tensors(model, cuts)
+    if isinstance(ranks, ProcessRanks | LocalRanks):  # a proof cuts copies of its own
+        check_not_shared(model, {name: tensors[name] for name in found})
     record = CutRecord(
         cuts=cuts,
         ranks=ranks,
@@ -268,6 +271,7 @@ def _install(model: nn.Module, ready: _Ready) -> None:
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
+    handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):
         handles.append(model.register_forward_hook(Leave(), always_call=True))
     _sum_gradients(model, ready.record)

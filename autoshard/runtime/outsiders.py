@@ -1,0 +1,61 @@
+"""What is outside of a cut model and would notice: modules that share its parameters, caches that others made."""
+
+import gc
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import ApplyError
+from autoshard.nested import tensors_in
+
+
+def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ApplyError` if a module outside of `model` has one of its tensors that are to be cut, by name."""
+    found = _sharing(model, tensors)
+    if found:
+        gc.collect()  # it may be gone but for a cycle
+        found = _sharing(model, tensors)
+    if found:
+        name, other = found
+        raise ApplyError(
+            f"{name} is also a parameter of a {other} that is not part of this {type(model).__name__}: it would have a "
+            "part of it, and a part of its gradient. Apply to the module that holds both, or untie them."
+        )
+
+
+def _sharing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    inside = {id(module) for module in model.modules()}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for other in gc.get_objects():
+        if issubclass(type(other), nn.Module) and id(other) not in inside:
+            owned = vars(other)
+            for held in (owned.get("_parameters"), owned.get("_buffers")):
+                for tensor in (held or {}).values():
+                    if id(tensor) in names:
+                        return names[id(tensor)], type(other).__name__
+    return None
+
+
+class Explain:
+    """Hook of the root, also after an exception: say what may be wrong if the model was given tensors in an object.
+
+    A cache has the sizes of the ranks that made it; torch then complains of shapes somewhere in the model.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
+        if not isinstance(error, RuntimeError | IndexError | ValueError) or hasattr(error, "__notes__"):
+            return
+        objects = [value for value in (*args, *kwargs.values()) if hasattr(value, "__dict__")]
+        kinds = [type(value).__name__ for value in objects if not list(tensors_in(value))]
+        if kinds:
+            error.add_note(
+                f"This model is cut over {self.size} ranks. A {kinds[0]} that was made by the whole model, or over "
+                "another number of ranks, has tensors of other sizes: let the cut model make a new one."
+            )
