@@ -116,6 +116,23 @@ DECODERS = [
         {**TEXT, "hidden_size": 32, "n_layer": 3, "n_head": 4},
         "transformer.h",
     ),
+    decoder(
+        "falcon",
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **TEXT,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+            "alibi": False,
+            "bias": False,
+            "parallel_attn": True,
+        },
+        "transformer.h",
+    ),
     decoder("mixtral", "MixtralForCausalLM", "MixtralConfig", {**_EXPERTS, "num_local_experts": 4}),
     decoder(
         "deepseek-v3",
@@ -209,6 +226,14 @@ ENCODERS = [
         {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2, "image_size": 16},
         pixels,
         shapes=IMAGE_SHAPES,
+    ),
+    encoder(
+        "resnet",
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "bottleneck"},
+        pixels,
+        shapes=((2, 32), (1, 32)),
     ),
     encoder(
         "segformer",

@@ -1,0 +1,124 @@
+"""Transformers of many kinds, cut over real processes: outputs, tokens, gradients and steps of the whole model.
+
+Starting processes takes a while, so each start checks several models, on one plan that rank 0 makes.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autoshard
+from autoshard.errors import ApplyError, PlanError, RankError
+from tests.conformance.rank_checks import CACHES, RELATIVE, assert_close, check_models, own_plan, shared_plan
+from tests.models import HF_CASES, by_name
+from tests.ranks import run_ranks
+
+QUICK = {
+    2: ["llama", "convnext"],
+    3: ["t5"],  # 4 heads: two ranks have one, and one has two
+    4: ["bloom"],
+}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_equal_to_the_whole_model(count):
+    run_ranks(check_models, count, QUICK[count], CACHES if count == 2 else CACHES[:1], timeout_seconds=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", [case.name for case in HF_CASES])
+def test_every_kind_is_equal_to_the_whole_model(name, count):
+    if name in QUICK[count]:
+        pytest.skip("a quick one")
+    run_ranks(check_models, count, [name], timeout_seconds=300)
+
+
+def plans_by_themselves():
+    """Every rank plans by itself, as scripts under torchrun do; then what may go wrong, and nobody waits for ever."""
+    case = by_name("llama")
+    model = case.model()
+    plan = own_plan(model, case.example(), objective="latency")
+    nothing_allows_it()
+    too_many_for_the_plan(case)
+    shared_with_others(case, plan)
+    caches_of_others(case, plan)
+    compiled(case, plan)
+    return plan.to_json()
+
+
+def nothing_allows_it():
+    with pytest.raises(PlanError, match="nothing in this model can be cut over 2 devices"):
+        own_plan(torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.ones(1, 1))
+
+
+def too_many_for_the_plan(case):
+    devices = {f"cpu:{rank}": "1GiB" for rank in range(3)}
+    settings = {"inputs": case.example(), "strategy": "column-parallel", "objective": "memory"}
+    plan = autoshard.plan(case.model(), devices, **settings)
+    with pytest.raises(PlanError, match="the plan is for 3 devices, and 2 processes run"):
+        autoshard.apply(case.model(), plan)
+
+
+def shared_with_others(case, plan):
+    """A parameter that will have a part of its values, and of its gradient, belongs to another module as well."""
+    model = case.model()
+    outside = torch.nn.Linear(32, 96, bias=False)
+    outside.weight = model.lm_head.weight
+    before = outside.weight.clone()
+    with pytest.raises((ApplyError, RankError), match=r"lm_head\.weight is also a parameter of a Linear"):
+        autoshard.apply(model, plan)
+    assert outside.weight is model.lm_head.weight and torch.equal(outside.weight, before)
+    del outside
+    autoshard.remove(autoshard.apply(model, plan))
+
+
+def caches_of_others(case, plan):
+    model = case.model()
+    ids = torch.arange(3, 11).reshape(1, 8)
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        autoshard.apply(model, plan)
+        with pytest.raises(RuntimeError) as caught:
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        assert "DynamicCache that was made by the whole model" in caught.value.__notes__[0]
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def compiled(case, plan):
+    """The collectives do not break the graph of a compiled model."""
+    whole, model = case.model(), case.model()
+    autoshard.apply(model, plan)
+    inputs = {"input_ids": case.example()["input_ids"], "use_cache": False}
+    run = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert_close("compiled", run(**inputs), whole(**inputs), RELATIVE)
+
+
+def test_ranks_that_plan_by_themselves_agree():
+    one, other = run_ranks(plans_by_themselves, 2)
+    assert one == other
+
+
+def dying():
+    model = by_name("llama").model()
+    autoshard.apply(model, shared_plan(model, by_name("llama").example()))
+    if dist.get_rank() == 2:
+        os._exit(1)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="lost") as caught, torch.no_grad():
+        for _ in range(3):
+            model(**by_name("llama").example())
+    return time.monotonic() - started, str(caught.value)
+
+
+def test_a_rank_that_dies():
+    *others, nothing = run_ranks(dying, 3, may_die=True)
+    assert nothing is None
+    for seconds, message in others:
+        assert seconds < 35  # the timeout of the group is 30
+        assert "start them all again" in message
