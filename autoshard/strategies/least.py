@@ -111,7 +111,7 @@ def least_sum(
         limit = (
             upper if max(each, upper) < np.inf else min(start + more * whole, upper)
         )  # `each` leaves little to look at
-        limit += rounding
+        limit += max(rounding, 1e-9 * abs(limit)) if limit < np.inf else 0.0  # copies may cost far more than units
         try:
             value, total, end = search(grid, limit)
             if end >= 0 and value - base + rounding > limit:  # a better one may lie outside this limit
