@@ -13,7 +13,7 @@ from autoshard.cluster.parse import active_cluster, parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.ops import run_op
-from autoshard.simulate.tensor import SimulatedTensor, become
+from autoshard.simulate.tensor import SimulatedTensor, all_ours, become
 from autoshard.torch_private import TorchDispatchMode
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
@@ -58,9 +58,8 @@ class _SimulationMode(TorchDispatchMode):
         return False  # else torch wraps the next method so that its compiler is imported and asked at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for kind in types:
-            if kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented  # a wrapper of another kind, with simulated tensors inside: it takes the op apart
+        if not all_ours(types):
+            return NotImplemented
         return run_op(func, args, kwargs or {}, self.devices, self)
 
 

@@ -52,6 +52,8 @@ class SimulatedTensor(torch.Tensor):
     ) -> Any:
         from autoshard.simulate.ops import run_op  # it needs this class
 
+        if not all_ours(types):
+            return NotImplemented
         return run_op(func, args, kwargs or {}, None, None)
 
     # What torch would read from memory that this tensor, seen from C++, does not have.
@@ -121,6 +123,17 @@ class SimulatedTensor(torch.Tensor):
             return
         set_metadata(self, value)
         self.plain, self.owner = value.plain.detach(), value.owner  # same storage, a shape of its own
+
+
+def all_ours(types: Any) -> bool:
+    """Whether no wrapper of another kind is among the types of an op's arguments.
+
+    One that is may have simulated tensors inside: it takes the op apart, and the ops on these come here.
+    """
+    for kind in types:
+        if kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return False
+    return True
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:

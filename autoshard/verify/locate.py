@@ -37,8 +37,23 @@ def locate(
             where = found.open[-1] if found.open else ""
             reason = f"{type(error).__name__}: {error}"
             stopped = Difference(during=seen.during, module=where, output="", max_error=math.inf, message=reason)
-            return compare(expected.results[: len(found.results)], found.results, tolerance).first or stopped
-    return compare(expected.results, found.results, tolerance).first or seen
+            pairs = _comparable(expected.results[: len(found.results)], found.results)
+            return compare(*pairs, tolerance, work.cut).first or stopped
+    return compare(*_comparable(expected.results, found.results), tolerance, work.cut).first or seen
+
+
+def _comparable(expected: list[Result], found: list[Result]) -> tuple[list[Result], list[Result]]:
+    """Leave out what ranks have parts of: inside of a cut that is as it should be."""
+    cut = {
+        index
+        for index, (whole, part) in enumerate(zip(expected, found, strict=False))
+        if part.parts and whole.value.shape != part.value.shape
+    }
+    return _without(expected, cut), _without(found, cut)
+
+
+def _without(results: list[Result], left_out: set[int]) -> list[Result]:
+    return [result for index, result in enumerate(results) if index not in left_out]
 
 
 class _Recorder:

@@ -11,7 +11,8 @@ class Difference:
         during: "forward", "backward", "optimizer step" or "decode".
         module: path of the first module, in calling order, whose output differs; "" is the root.
         output: which of its outputs, or which gradient, parameter or buffer.
-        max_error: largest absolute difference in it; inf if shapes, dtypes or calls differ or the run stopped there.
+        max_error: largest absolute difference in it; inf if shapes, dtypes or calls differ, the run stopped there, or
+            ranks that should have the same have not.
         message: what stopped the run, or what else there is to say.
     """
 

@@ -12,28 +12,41 @@ from torch import nn
 
 from autoshard.capture.backward import training_loss
 from autoshard.nested import map_tensors, tensors_in
+from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.verify.cuts import assembled, rounding_of, whole_tensors
 from autoshard.verify.report import Difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One tensor that a run produced, on the CPU: when, where (module path, or ""), which, and its values."""
+    """One tensor that a run produced, on the CPU: when, where (module path, or ""), which, and its values.
+
+    `parts`: of a tensor that ranks have different parts of, all of them.
+    """
 
     during: str
     module: str
     output: str
     value: torch.Tensor
+    parts: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a run does: a forward, or training steps with an optimizer, and then a cached greedy decode."""
+    """What a run does: a forward, or training steps with an optimizer, and then a cached greedy decode.
+
+    Attributes:
+        cut: the applied model is cut over ranks, so results are equal to rounding.
+        staying_cut: paths of outputs that ranks keep parts of (caches), which no loss can be made of.
+    """
 
     args: tuple
     kwargs: dict[str, Any]
     training: bool
     optimizer: str
     new_tokens: int
+    cut: bool = False
+    staying_cut: frozenset[str] = frozenset()
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -104,20 +117,26 @@ def _train(
 ) -> Iterator[Result]:
     """Take a step to compare and, if peaks are measured, another: by then all optimizer state is there."""
     optimizer = _optimizer(work.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    whole = whole_tensors(model)
     model.zero_grad()
     args, kwargs = _copied((work.args, work.kwargs), device)
     output = _listed(model(*args, **kwargs))
-    loss = _weighted_loss(output, type(model).__name__)
+    loss = _weighted_loss(output, type(model).__name__, work.staying_cut)
     loss.backward()
     yield from results_of("forward", "", "output", output)
     yield from results_of("backward", "", "loss", loss)
-    yield from _gradients(model, args, kwargs)
+    gradients = list(_gradients(model, args, kwargs))
+    yield from gradients
     yield from _buffers(model)
     del args, kwargs, output, loss
     if optimizer is not None:
+        if work.cut:
+            _soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
+        del gradients
         optimizer.step()
         for name, parameter in model.named_parameters():
-            yield from results_of("optimizer step", name.rpartition(".")[0], f"parameter {name}", parameter)
+            module = name.rpartition(".")[0]
+            yield from results_of("optimizer step", module, f"parameter {name}", whole(name, parameter))
     if measure is not None:
         model.zero_grad()
         args, kwargs = _copied((work.args, work.kwargs), device)
@@ -129,7 +148,7 @@ def _train(
             optimizer.step()
 
 
-def _weighted_loss(output: Any, name: str) -> torch.Tensor:
+def _weighted_loss(output: Any, name: str, left_out: frozenset[str]) -> torch.Tensor:
     """The output's own `.loss`, else the differentiable tensors in it summed with unequal weights.
 
     A plain sum would do for memory, but its gradient is one number expanded, which a copy between devices makes dense,
@@ -137,7 +156,9 @@ def _weighted_loss(output: Any, name: str) -> torch.Tensor:
     """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     found = {
-        id(tensor): tensor for _, tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()
+        id(tensor): tensor
+        for path, tensor in tensors_in(output)
+        if tensor.requires_grad and tensor.is_floating_point() and path not in left_out
     }
     if not found or (isinstance(own, torch.Tensor) and own.requires_grad):
         return training_loss(output, name)
@@ -150,17 +171,27 @@ def _weighted_loss(output: Any, name: str) -> torch.Tensor:
 
 def _gradients(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Result]:
     """Yield gradients from last to first, the order in which backward reaches them."""
+    whole = whole_tensors(model)
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None:
-            yield from results_of("backward", name.rpartition(".")[0], f"gradient of {name}", parameter.grad)
+            gradient = whole(name, parameter.grad)
+            yield from results_of("backward", name.rpartition(".")[0], f"gradient of {name}", gradient)
     for path, tensor in tensors_in((args, kwargs)):
         if tensor.is_leaf and tensor.grad is not None:
             yield from results_of("backward", "", f"gradient of argument {path}", tensor.grad)
 
 
 def _buffers(model: nn.Module) -> Iterator[Result]:
+    whole = whole_tensors(model)
     for name, buffer in model.named_buffers():
-        yield from results_of("forward", name.rpartition(".")[0], f"buffer {name}", buffer)
+        yield from results_of("forward", name.rpartition(".")[0], f"buffer {name}", whole(name, buffer))
+
+
+def _soften(optimizer: torch.optim.Optimizer, largest: float) -> None:
+    """Keep Adam from dividing gradients that are but rounding by themselves, which makes whole steps of them."""
+    for group in optimizer.param_groups:
+        if "eps" in group and largest:
+            group["eps"] = largest
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -179,12 +210,21 @@ def _listed(output: Any) -> Any:
 
 def results_of(during: str, module: str, what: str, value: Any) -> Iterator[Result]:
     for path, tensor in tensors_in(value):
-        output = f"{what} {path}".strip()
-        yield Result(during=during, module=module, output=output, value=tensor.detach().to("cpu", copy=True))
+        parts = tensor.parts if isinstance(tensor, RankTensor) else (tensor,)
+        values = tuple(part.detach().to("cpu", copy=True) for part in parts)
+        yield Result(
+            during=during,
+            module=module,
+            output=f"{what} {path}".strip(),
+            value=values[0],
+            parts=values if isinstance(tensor, RankTensor) else (),
+        )
 
 
 ROUNDING = 1e-5
 """Errors up to this fraction of the largest value of a gradient can come from adding in another order."""
+NOISE = 0.1
+"""Errors in a gradient up to this part of what rounding makes of the largest of all gradients are noise."""
 
 
 @dataclass(slots=True)
@@ -197,9 +237,13 @@ class Errors:
     only_rounding: bool = True  # all errors are small against the largest value of their tensor
 
 
-def compare(expected: list[Result], found: list[Result], tolerance: float) -> Errors:
-    """Compare two runs result by result; they must have the same results in the same order."""
+def compare(expected: list[Result], found: list[Result], tolerance: float, cut: bool = False) -> Errors:
+    """Compare two runs result by result; they must have the same results in the same order.
+
+    `tolerance`: the largest absolute error that passes. `cut`: what rounding of reordered sums makes passes as well.
+    """
     errors = Errors()
+    noise = _noise(expected) if cut else {}
     for ours, theirs in zip(found, expected, strict=False):
         if (ours.module, ours.output) != (theirs.module, theirs.output):
             message = f"the original has {theirs.output!r} of {theirs.module!r} here"
@@ -207,7 +251,10 @@ def compare(expected: list[Result], found: list[Result], tolerance: float) -> Er
                 during=ours.during, module=ours.module, output=ours.output, max_error=math.inf, message=message
             )
             return Errors(math.inf, math.inf, errors.first or difference)
-        _compare_one(theirs, ours, tolerance, errors)
+        passes = tolerance
+        if cut:
+            passes += max(rounding_of(theirs.value) * _scale(theirs.value), noise[theirs.during])
+        _compare_one(theirs, ours, passes, errors)
     if len(expected) != len(found):
         longer = max(expected, found, key=len)[min(len(expected), len(found))]
         who = "applied model has" if len(found) > len(expected) else "original has"
@@ -221,6 +268,8 @@ def compare(expected: list[Result], found: list[Result], tolerance: float) -> Er
 
 def _compare_one(expected: Result, found: Result, tolerance: float, errors: Errors) -> None:
     left, right, message = expected.value, found.value, ""
+    if found.parts and left.shape != right.shape:
+        right = assembled(left, found.parts)
     if left.shape != right.shape or left.dtype != right.dtype:
         error = relative = math.inf
         message = f"{left.dtype} {list(left.shape)} became {right.dtype} {list(right.shape)}"
@@ -232,6 +281,15 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
         errors.first = Difference(
             during=found.during, module=found.module, output=found.output, max_error=error, message=message
         )
+
+
+def _noise(results: list[Result]) -> dict[str, float]:
+    """What a gradient that is zero but for rounding may be: it has no size of its own to compare with."""
+    noise = dict.fromkeys((result.during for result in results), 0.0)
+    for result in results:
+        if result.during == "backward":
+            noise["backward"] = max(noise["backward"], NOISE * rounding_of(result.value) * _scale(result.value))
+    return noise
 
 
 def _scale(tensor: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, remove
 from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.simulate import SimulatedDevices, active_devices, simulate
+from autoshard.verify.cuts import runs_in_processes
 
 COPY_BYTES = 4 << 30
 """Models up to this size are verified on deep copies; larger ones are used themselves and put back."""
@@ -133,7 +134,10 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def devices_of(plan: Plan) -> Iterator[Stage]:
     """Provide the devices a plan uses: those that are here, or simulated ones of the plan's sizes."""
-    used = set(plan.placements.values())
+    if runs_in_processes(plan):  # each on its own device
+        yield Stage(plan=plan, simulated=None, original_names={})
+        return
+    used = devices_used(plan)
     names = [device.name for device in plan.devices if device.name in used]
     names += sorted(used - set(names))
     active = active_devices()
@@ -154,6 +158,11 @@ def devices_of(plan: Plan) -> Iterator[Stage]:
                 pins={},
             )
             yield Stage(plan=here, simulated=simulated, original_names={new: old for old, new in renamed.items()})
+
+
+def devices_used(plan: Plan) -> set[str]:
+    """Names of the devices that have anything: all of them where parameters are cut."""
+    return {device.name for device in plan.devices} if plan.cuts else set(plan.placements.values())
 
 
 def _is_here(name: str) -> bool:

@@ -5,6 +5,7 @@ fresh model ──────────────────▶ forward, b
 fresh model ──apply(plan)─────▶ the same on the plan's devices ───▶ results ─┘
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -12,20 +13,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.cost import estimate
+from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
+from autoshard.runtime.cuts import cut_record
+from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
+from autoshard.verify.cuts import runs_in_processes
 from autoshard.verify.locate import locate
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run
-from autoshard.verify.stage import Stage, cluster_here, devices_of, fresh_models, same_start
+from autoshard.verify.stage import Stage, cluster_here, devices_of, devices_used, fresh_models, same_start
 from autoshard.workload import Workload
 
 Build = Callable[[], nn.Module]
@@ -53,7 +59,9 @@ def verify(
 
     `plan`: a `Plan` or a `device_map`; None for a model that is applied: it is compared with what `remove` gives.
     `inputs`: as for `plan()`. `training` and `new_tokens`: None takes the plan's workload. `tolerance`: the largest
-    absolute difference that passes; 0 asks for equality bit for bit.
+    absolute difference that passes; 0 asks for equality bit for bit. For a plan with cuts 1e-5 of the largest value of
+    each tensor (in float32) passes besides, since sums over ranks are made in another order; under torchrun all
+    processes call it.
 
     Raises `VerifyError` if there is nothing to compare or the original itself fails, `PlanError` and `ApplyError` as
     `apply` does.
@@ -69,7 +77,11 @@ def verify(
     notes: list[str] = []
     if known is None:
         original, applied = _copies_of_applied(model)
-        return _compare(original, applied, _work(original, workload, calls), tolerance, notes, None, {})
+        work = _work(original, workload, calls)
+        if cut_record(model) is not None:
+            notes.append(REORDERED_SUMS)
+            work = _cut_work(work, applied, None)
+        return _compare(original, applied, work, tolerance, notes, None, {})
     with devices_of(known) as stage, fresh_models(model, notes, workload.training) as fresh:
 
         def original() -> nn.Module:
@@ -82,6 +94,9 @@ def verify(
             return apply_plan(original(), stage.plan)
 
         work = _work(original, workload, calls)
+        if stage.plan.cuts:
+            notes.append(REORDERED_SUMS)
+            work = _cut_work(work, applied, _home(stage, model))
         predicted = _predicted(original(), workload, stage, work, notes) if stage.simulated is not None else {}
         return _compare(original, applied, work, tolerance, notes, stage, predicted)
 
@@ -123,6 +138,18 @@ def _work(original: Build, workload: Workload, calls: list[Call]) -> Work:
     raise VerifyError(f"no inputs that the config suggests fit the model; pass inputs=. {refused}") from refused
 
 
+def _cut_work(work: Work, applied: Build, home: torch.device | None) -> Work:
+    """Return the work on a model that is cut, with the outputs that stay cut where a loss must leave them out."""
+    work = replace(work, cut=True)
+    if not work.training:
+        return work
+    results: list[Result] = []
+    with contextlib.suppress(Exception):  # it will be seen, and told, when the model is compared
+        run(applied(), replace(work, training=False, new_tokens=0), home, results=results)
+    staying = {result.output.removeprefix("output").strip() for result in results if result.parts}
+    return replace(work, staying_cut=frozenset(staying))
+
+
 def _copies_of_applied(model: nn.Module) -> tuple[Build, Build]:
     """Return how to copy an applied model: with the plan removed, and as it is."""
     try:
@@ -155,7 +182,7 @@ def _compare(
         measure = simulated.reset_peak if simulated is not None else None
         found, failure, full = _run_applied(applied, work, home, measure)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
-        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance)
+        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, work.cut)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
         if errors.first is not None and not full:
@@ -235,6 +262,9 @@ def _run_applied(
 
 def _home(stage: Stage, model: nn.Module) -> torch.device:
     """Return the device of the root, where inputs belong."""
+    if runs_in_processes(stage.plan):
+        device = torch.device(stage.plan.devices[dist.get_rank()].name)
+        return torch.device("cpu") if device.type == "cpu" else device
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     homes = resolve_homes(stage.plan.placements, [path for path, _ in model.named_modules()], tensors).homes
@@ -242,15 +272,19 @@ def _home(stage: Stage, model: nn.Module) -> torch.device:
 
 
 def _accelerators(stage: Stage | None) -> list[torch.device]:
-    names = dict.fromkeys(stage.plan.placements.values()) if stage is not None else ()
-    return [device for device in map(torch.device, names) if device.type != "cpu"]
+    if stage is not None and runs_in_processes(stage.plan):
+        names = {str(_home(stage, nn.Module()))}
+    else:
+        names = devices_used(stage.plan) if stage is not None else set()
+    return [device for device in map(torch.device, sorted(names)) if device.type != "cpu"]
 
 
 def _predicted(model: nn.Module, workload: Workload, stage: Stage, work: Work, notes: list[str]) -> dict[str, int]:
     """Return the estimated peak per device, by its name here."""
     try:
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
-        devices = estimate(stage.plan, profile, cluster_here(stage)).devices
+        price = estimate_cuts if stage.plan.cuts else estimate
+        devices = price(stage.plan, profile, cluster_here(stage)).devices
     except AutoshardError as error:
         notes.append(f"no prediction to hold the measured peaks against: {error}")
         return {}

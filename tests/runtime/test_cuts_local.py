@@ -77,6 +77,15 @@ def test_beam_search_on_simulated_devices(decoder):
     assert torch.equal(found, expected)
 
 
+def test_simulated_tensors_meet_rank_tensors():
+    with autoshard.simulate("2x1MiB") as devices:
+        devices = [torch.device(name) for name in devices]
+        cut = RankTensor([torch.ones(2, device=device) for device in devices], devices)
+        ordinary = torch.ones(2, device=devices[0])
+        for made in (ordinary + cut, cut + ordinary, ordinary.sum() + cut.sum()):
+            assert isinstance(made, RankTensor) and [part.device for part in made.parts] == devices
+
+
 def test_on_simulated_devices(decoder):
     """Each device holds its part, and outputs come back to where the inputs were."""
     ids = torch.tensor([[3, 1, 4, 1, 5]])

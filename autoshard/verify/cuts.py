@@ -1,0 +1,70 @@
+"""What is different where the applied model is cut over ranks: whole tensors, tensors that stay cut, and rounding."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.plan import Plan
+from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.runtime.slices import merge
+
+_ROUNDING = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+REORDERED = (
+    "sums over devices are made in another order than in one matrix, so results are equal to rounding: what passes is "
+    "1e-5 of the largest value of a tensor in float32 (1e-2 in float16, 5e-2 in bfloat16)"
+)
+
+
+def rounding_of(tensor: torch.Tensor) -> float:
+    """Errors up to this fraction of the largest value can come from adding in another order."""
+    return _ROUNDING.get(tensor.dtype, 1e-5) if tensor.is_floating_point() or tensor.is_complex() else 0.0
+
+
+def whole_tensors(model: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return what makes the whole of a parameter, buffer or gradient with a name; all ranks call it.
+
+    Where ranks that should have the same have not, it makes NaNs, which equal nothing.
+    """
+    record = cut_record(model)
+    if record is None:
+        return lambda name, tensor: tensor
+
+    def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        cut = record.tensors.get(name)
+        if cut is None and isinstance(tensor, RankTensor):
+            first, *others = (part.detach().cpu() for part in tensor.parts)
+            rtol = rounding_of(first)
+            for part in others:
+                if not torch.allclose(part, first, rtol=rtol, atol=rtol * _largest(first), equal_nan=True):
+                    return torch.full_like(first, torch.nan, dtype=None if first.is_floating_point() else torch.float32)
+        return merge(tensor, cut, record.ranks)
+
+    return whole
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def assembled(whole: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Put the parts of a tensor that stays cut (a cache) into the order of the whole: each slice is the nearest there.
+
+    Which slices a rank has is not known here. Returns rank 0's part where that can't be made one of the whole's shape.
+    """
+    dims = [
+        dim for dim in range(whole.dim()) if parts[0].dim() == whole.dim() and parts[0].shape[dim] != whole.shape[dim]
+    ]
+    if len(dims) != 1 or whole.numel() == 0:
+        return parts[0]
+    pieces = torch.cat(parts, dims[0]).movedim(dims[0], 0).flatten(1)
+    wanted = whole.movedim(dims[0], 0).flatten(1)
+    nearest = torch.stack([(pieces - row).abs().amax(1).argmin() for row in wanted])
+    return pieces[nearest].view(whole.movedim(dims[0], 0).shape).movedim(0, dims[0]).to(whole.dtype)
+
+
+def runs_in_processes(plan: Plan) -> bool:
+    """Whether every rank of a plan is one of several processes."""
+    return bool(plan.cuts) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

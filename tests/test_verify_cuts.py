@@ -1,0 +1,171 @@
+"""verify on plans with cuts: equal to rounding, and what is wrong with a cut is found and named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.plan import Plan, PlanDevice
+from autoshard.runtime import is_applied, slices
+from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.sharding import Action, Cut, Shard
+from autoshard.verify import verify
+from autoshard.workload import Workload
+from tests.runtime.cut_models import decoder_cuts, make_decoder
+
+IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> nn.Module:
+    return make_decoder()
+
+
+def a_plan(cuts, count=2) -> Plan:
+    devices = tuple(PlanDevice(name=f"cuda:{rank}", memory_bytes=1 << 30) for rank in range(count))
+    return Plan(
+        strategy="column-parallel", objective="latency", workload=Workload(), devices=devices,
+        placements={"": "cuda:0"}, cuts=cuts,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return a_plan(decoder_cuts(("model.layers.0", "model.layers.1")))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_cut_decoder_is_equal_to_rounding(decoder, training):
+    found = autoshard.plan(decoder, "2x1GiB", inputs=IDS, strategy="column-parallel", objective="memory")
+    report = verify(decoder, found, IDS, training=training, new_tokens=4)
+    assert report.ok, report.first_difference
+    steps = ("backward", "optimizer step") if training else ()
+    assert report.compared == ("forward", *steps, "decode") and report.simulated
+    assert any("another order" in note for note in report.notes)
+    for peak in report.peaks:
+        assert peak.measured_bytes < 1 << 22 and peak.predicted_bytes is not None
+    assert not is_applied(decoder)
+
+
+def without(plan, kind, module):
+    cuts = []
+    for cut in plan.cuts:
+        actions = tuple(one for one in cut.actions if (one.kind, one.module) != (kind, module))
+        cuts.append(replace(cut, actions=actions))
+    assert cuts != list(plan.cuts)
+    return replace(plan, cuts=tuple(cuts))
+
+
+def test_a_sum_that_is_left_out_is_found(decoder, plan):
+    report = verify(decoder, without(plan, "reduce", "mlp.down_proj"), IDS, new_tokens=0)
+    assert not report.ok and report.first_difference.module == "model.layers.0.mlp.down_proj"
+
+
+def test_a_gradient_that_is_not_summed_is_found(decoder, plan):
+    wrong = without(plan, "enter", "self_attn.k_proj")
+    assert verify(decoder, wrong, IDS, training=False, new_tokens=0).ok
+    report = verify(decoder, wrong, IDS, training=True, new_tokens=0)
+    assert not report.ok and report.first_difference.during == "backward"
+    assert report.first_difference.module.startswith("model.layers.1")
+
+
+def test_one_all_reduce_that_fails_is_found(decoder, plan, monkeypatch):
+    count, reduce = [], LocalRanks.all_reduce
+
+    def all_reduce(self, tensor):
+        count.append(1)
+        return tensor if len(count) % 4 == 3 else reduce(self, tensor)
+
+    monkeypatch.setattr(LocalRanks, "all_reduce", all_reduce)
+    report = verify(decoder, plan, IDS, training=False, new_tokens=0)
+    assert not report.ok and report.first_difference.module == "model.layers.1.self_attn.o_proj"
+
+
+def test_one_corrupted_element_of_a_shard_is_found(decoder, plan, monkeypatch):
+    cut = slices.slice_of
+
+    def corrupted(whole, how, rank):
+        part = cut(whole, how, rank)
+        if rank == 1 and tuple(whole.shape) == (48, 32):
+            part[3, 4] += 0.1
+        return part
+
+    monkeypatch.setattr(slices, "slice_of", corrupted)
+    report = verify(decoder, plan, IDS, training=False, new_tokens=0)
+    assert not report.ok and report.first_difference.module == "model.layers.0.mlp.down_proj"
+
+
+class Remembering(nn.Module):
+    """Returns what it would keep for the next call, which stays cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(2))
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x, keys = block(x)
+            kept.append(keys)
+        return x, kept
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), k
+
+
+HEADS = Cut(
+    blocks=("blocks.0", "blocks.1"),
+    size=4,
+    shares=(2, 2),
+    shards=(
+        *(Shard(name=f"{x}.{y}", dim=0, axis="*4x4") for x in "qkv" for y in ("weight", "bias")),
+        Shard(name="out.weight", dim=1, axis="*4x4"),
+    ),
+    actions=(
+        *(Action(kind="enter", module=x, argument="0.0") for x in "qkv"),
+        Action(kind="reduce", module="out", function="linear", occurrence=0, addend="0.2"),
+    ),
+)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_that_stay_cut_are_compared_part_by_part(training, monkeypatch):
+    torch.manual_seed(0)
+    model, x = Remembering().train(training), torch.randn(2, 3, 16)
+    plan = a_plan((HEADS,))
+    report = verify(model, plan, x, training=training)
+    assert report.ok, report.first_difference
+    forward = Remembers.forward
+
+    def shifted(self, x):
+        y, k = forward(self, x)
+        return y, k + 0.01 * (k.shape[1] < 4)
+
+    monkeypatch.setattr(Remembers, "forward", shifted)
+    report = verify(model, plan, x, training=training)
+    assert not report.ok and report.first_difference.output == "output 1.0"
+
+
+def test_an_applied_cut_model_is_compared_with_its_removed_state(decoder):
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    autoshard.apply(decoder, devices, inputs=IDS, strategy="column-parallel", objective="memory")
+    try:
+        assert verify(decoder, inputs=IDS, new_tokens=3).ok
+    finally:
+        autoshard.remove(decoder)
+
+
+def test_lower_precision(decoder, plan):
+    model = make_decoder().to(torch.bfloat16)
+    assert verify(model, plan, IDS, training=True, new_tokens=0).ok
+    assert not verify(model, without(plan, "reduce", "mlp.down_proj"), IDS, new_tokens=0).ok
