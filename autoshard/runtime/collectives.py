@@ -112,20 +112,22 @@ class ProcessRanks:
         return tensor
 
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
-        part = tensor.movedim(dim, 0)
-        if part.shape[0] < where.width:
-            part = torch.cat([part, part.new_zeros((where.width - part.shape[0], *part.shape[1:]))])
-        part = part.contiguous()
-        parts = part.new_empty((self.size * where.width, *part.shape[1:]))
+        if tensor.shape[dim] < where.width:
+            shape = list(tensor.shape)
+            shape[dim] = where.width - tensor.shape[dim]
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        part = tensor.contiguous()
+        parts = part.new_empty(self.size * part.numel())
         if torch.compiler.is_compiling():
-            dist.all_gather_into_tensor(parts, part, group=self.group)
+            dist.all_gather_into_tensor(parts, part.view(-1), group=self.group)
         else:
             try:
-                dist.all_gather_into_tensor(parts, part, group=self.group)
+                dist.all_gather_into_tensor(parts, part.view(-1), group=self.group)
             except RuntimeError as error:
                 raise lost(self, error) from error
-        whole = parts if where.in_order else parts.index_select(0, order)
-        return whole.movedim(0, dim)
+        # contiguous, as the whole is where it was never cut
+        whole = parts.view(self.size, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
+        return whole if where.in_order else whole.index_select(dim, order)
 
     def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return values[self.rank]
