@@ -1,0 +1,143 @@
+"""Latency of a cut decoder on two processes against Transformers' own tensor parallelism, in the same run, in turns.
+
+    python benchmarks/tensor_parallel.py [rounds] [hidden_size] [layers]
+
+Two gloo ranks of one thread each, on this machine's CPU. Each rank holds the same random Llama three times: cut by
+autoshard's plan, cut by `from_pretrained(tp_plan="auto")`, and whole. They take turns:
+
+    prefill    a forward of 128 tokens           decode    one token with a cache of 64, mean of 16 steps
+    alone      the whole model on rank 0 only    together  the whole model on both ranks at once, each its own copy
+
+"together" is the control of what the machine can do: two ranks that need nothing of each other. Half of it is the time
+of ideal halves. Prints medians with quartiles over rounds, and the medians of the ratios within a round; the same of
+the least times, which a busy machine disturbs least; and the processor time of rank 0, which it hardly does.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import transformers
+
+import autoshard
+
+PROMPT, CACHED, STEPS = 128, 64, 16
+Times = dict[str, list[tuple[float, float]]]
+"""What was run -> (seconds, seconds of the processor), one per round."""
+
+
+def prefill(model: torch.nn.Module) -> tuple[float, float]:
+    ids = torch.arange(PROMPT).reshape(1, PROMPT)
+    start, busy = time.perf_counter(), time.process_time()
+    model(input_ids=ids, use_cache=False)
+    return time.perf_counter() - start, time.process_time() - busy
+
+
+def decode(model: torch.nn.Module) -> tuple[float, float]:
+    ids = torch.arange(CACHED).reshape(1, CACHED)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    dist.barrier()
+    start, busy = time.perf_counter(), time.process_time()
+    for step in range(STEPS):
+        model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+    return (time.perf_counter() - start) / STEPS, (time.process_time() - busy) / STEPS
+
+
+def measure(models: dict[str, torch.nn.Module], rounds: int) -> dict[str, Times]:
+    """Seconds on rank 0, by what is run and on which model."""
+    times: dict[str, Times] = {"prefill": {}, "decode": {}}
+    runs: dict[str, Callable[[torch.nn.Module], tuple[float, float]]] = {"prefill": prefill, "decode": decode}
+    names = ["autoshard", "tp_plan", "together", "alone"]
+    with torch.no_grad():
+        for index in range(rounds + 2):
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
+                model = models.get(name, models["whole"])
+                for kind, run in runs.items():
+                    dist.barrier()
+                    if name == "alone" and dist.get_rank():
+                        if kind == "decode":
+                            dist.barrier()  # the one within
+                        continue
+                    seconds = run(model)
+                    if index >= 2:
+                        times[kind].setdefault(name, []).append(seconds)
+    return times
+
+
+def build(folder: str) -> dict[str, torch.nn.Module]:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    whole, ours = load(folder).eval(), load(folder).eval()
+    inputs = {"input_ids": torch.arange(PROMPT).reshape(1, PROMPT), "use_cache": False}
+    plan = autoshard.plan(ours, {"cpu:0": "8GiB", "cpu:1": "8GiB"}, inputs=inputs, strategy="column-parallel")
+    autoshard.apply(ours, plan)
+    theirs = load(folder, tp_plan="auto").eval()
+    with torch.no_grad():
+        wanted = whole(**inputs).logits
+        for name, model in (("autoshard", ours), ("tp_plan", theirs)):
+            off = (model(**inputs).logits - wanted).abs().max() / wanted.abs().max()
+            assert off < 1e-5, f"{name} is off by {off:.1e}"
+    if not dist.get_rank():
+        print(*plan.reasons, sep="\n")
+    return {"whole": whole, "autoshard": ours, "tp_plan": theirs}
+
+
+def rank_main(rank: int, folder: str, rounds: int) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    times = measure(build(folder), rounds)
+    if not rank:
+        report(times)
+    dist.destroy_process_group()
+
+
+def report(times: dict[str, Times]) -> None:
+    print("| | alone | together | tp_plan | autoshard | autoshard / tp_plan | of ideal |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for kind, found in times.items():
+        wall = {name: [seconds for seconds, _ in rows] for name, rows in found.items()}
+        busy = {name: statistics.median(seconds for _, seconds in rows) for name, rows in found.items()}
+        least = {name: min(rows) for name, rows in wall.items()}
+        spread = {name: statistics.quantiles(rows, n=4) for name, rows in wall.items()}
+        cells = {name: f"{m * 1e3:.1f} ms ({a * 1e3:.1f} to {b * 1e3:.1f})" for name, (a, m, b) in spread.items()}
+        # pairs of the same round: a slow moment of the machine hits both
+        against = statistics.median(a / b for a, b in zip(wall["autoshard"], wall["tp_plan"], strict=True))
+        ideal = statistics.median(b / 2 / a for a, b in zip(wall["autoshard"], wall["together"], strict=True))
+        _row(kind, cells, against, ideal)
+        for what, row in (("least", least), ("processor", busy)):
+            cells = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in row.items()}
+            _row(f"{kind}, {what}", cells, row["autoshard"] / row["tp_plan"], row["together"] / 2 / row["autoshard"])
+
+
+def _row(title: str, cells: dict[str, str], against: float, ideal: float) -> None:
+    listed = " | ".join(cells[name] for name in ("alone", "together", "tp_plan", "autoshard"))
+    print(f"| {title} | {listed} | {against:.3f} | {ideal:.0%} |")
+
+
+def main(rounds: int = 20, hidden_size: int = 1024, layers: int = 4) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=hidden_size, intermediate_size=hidden_size * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 64, num_key_value_heads=hidden_size // 128,
+    )  # fmt: skip
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.set_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        torch.multiprocessing.spawn(rank_main, (folder, rounds), nprocs=2)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
