@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
+from autoshard.errors import ApplyError, RankError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, slices
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.sharding import Action, Cut, Shard
 from autoshard.verify import verify
 from autoshard.workload import Workload
+from tests.ranks import run_ranks
 from tests.runtime.cut_models import decoder_cuts, make_decoder
 
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
@@ -24,11 +26,11 @@ def decoder() -> nn.Module:
     return make_decoder()
 
 
-def a_plan(cuts, count=2) -> Plan:
-    devices = tuple(PlanDevice(name=f"cuda:{rank}", memory_bytes=1 << 30) for rank in range(count))
+def a_plan(cuts, kind="cuda") -> Plan:
+    devices = tuple(PlanDevice(name=f"{kind}:{rank}", memory_bytes=1 << 30) for rank in range(2))
     return Plan(
         strategy="column-parallel", objective="latency", workload=Workload(), devices=devices,
-        placements={"": "cuda:0"}, cuts=cuts,
+        placements={"": f"{kind}:0"}, cuts=cuts,
     )  # fmt: skip
 
 
@@ -169,3 +171,26 @@ def test_lower_precision(decoder, plan):
     model = make_decoder().to(torch.bfloat16)
     assert verify(model, plan, IDS, training=True, new_tokens=0).ok
     assert not verify(model, without(plan, "reduce", "mlp.down_proj"), IDS, new_tokens=0).ok
+
+
+def verified():
+    torch.manual_seed(0)
+    model = make_decoder()
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    found = autoshard.plan(model, devices, inputs=IDS, strategy="column-parallel", objective="memory")
+    wrong = replace(found, cuts=tuple(replace(cut, actions=without_sums(cut)) for cut in found.cuts))
+    good, bad = (verify(model, plan, IDS, training=True, new_tokens=3) for plan in (found, wrong))
+    torch.manual_seed(0)
+    remembering = verify(Remembering(), a_plan((HEADS,), "cpu"), torch.randn(2, 3, 16), training=True)
+    with pytest.raises((ApplyError, RankError), match="can't be used here"):
+        verify(Remembering(), a_plan((HEADS,), "hpu"), torch.randn(2, 3, 16))
+    return good.ok, good.compared, bad.ok, bad.first_difference.module, remembering.ok
+
+
+def without_sums(cut):
+    return tuple(action for action in cut.actions if action.kind != "reduce")
+
+
+def test_several_processes_verify_together():
+    steps = ("forward", "backward", "optimizer step", "decode")
+    assert run_ranks(verified, 2) == [(True, steps, False, "model.layers.0.self_attn.o_proj", True)] * 2

@@ -21,7 +21,7 @@ def resolve_device(name: str) -> torch.device:
     """
     try:
         device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises all three, by backend
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # torch raises all, by backend
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise ApplyError(
             f"the plan puts modules on {name!r}, which can't be used here ({reason}). "

@@ -28,7 +28,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     if not plan.cuts:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
-    problem: PlanError | None = None  # in several processes the others must hear of it before it is raised
+    problem: PlanError | ApplyError | None = None  # in several processes the others must hear of it before it is raised
     if plan.fingerprint and plan.fingerprint != fingerprint(model):
         problem = PlanError(
             f"this plan was made for another model: the names, shapes or dtypes of this {type(model).__name__} are "
@@ -43,7 +43,11 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
                 f"the plan is for {len(plan.devices)} devices, and {ranks.size} processes run. Start as many as it has "
                 f"devices (torchrun --nproc-per-node {len(plan.devices)}), or plan for {ranks.size}."
             )
-        device = None if problem is not None else _own_device(plan, ranks.rank)
+        device: torch.device | None = None
+        try:
+            device = None if problem is not None else _own_device(plan, ranks.rank)
+        except ApplyError as error:
+            problem = error
         return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem)
     if problem is not None:
         raise problem
@@ -75,5 +79,5 @@ def _check_not_cut(model: nn.Module) -> None:
 
 def _own_device(plan: Plan, rank: int) -> torch.device:
     """The device of one of several processes: on the CPU each has all of it."""
-    device = torch.device(plan.devices[rank].name)
-    return torch.device("cpu") if device.type == "cpu" else device
+    name = plan.devices[rank].name
+    return torch.device("cpu") if torch.device(name).type == "cpu" else resolve_device(name)

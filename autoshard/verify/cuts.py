@@ -49,20 +49,26 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def assembled(whole: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Put the parts of a tensor that stays cut (a cache) into the order of the whole: each slice is the nearest there.
+def matched(whole: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor and its parts on ranks (a cache stays cut) in the same order: each slice by the nearest one.
 
-    Which slices a rank has is not known here. Returns rank 0's part where that can't be made one of the whole's shape.
+    Which slices a rank has is not known here. Where there is one part, that of this process, it is held against the
+    slices of the whole that are nearest. Where it can't be a part, both come back as they are.
     """
-    dims = [
-        dim for dim in range(whole.dim()) if parts[0].dim() == whole.dim() and parts[0].shape[dim] != whole.shape[dim]
-    ]
-    if len(dims) != 1 or whole.numel() == 0:
-        return parts[0]
+    first = parts[0]
+    dims = [dim for dim in range(whole.dim()) if first.dim() == whole.dim() and first.shape[dim] != whole.shape[dim]]
+    if len(dims) != 1 or whole.numel() == 0 or first.numel() == 0:
+        return whole, first
+    slices = whole.movedim(dims[0], 0).flatten(1)
     pieces = torch.cat(parts, dims[0]).movedim(dims[0], 0).flatten(1)
-    wanted = whole.movedim(dims[0], 0).flatten(1)
-    nearest = torch.stack([(pieces - row).abs().amax(1).argmin() for row in wanted])
-    return pieces[nearest].view(whole.movedim(dims[0], 0).shape).movedim(0, dims[0]).to(whole.dtype)
+    if len(parts) == 1:
+        return slices[_nearest(slices, pieces)], pieces
+    return slices, pieces[_nearest(pieces, slices)]
+
+
+def _nearest(rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """For each row of one matrix, which of the other is nearest."""
+    return torch.stack([(rows.double() - row.double()).abs().amax(1).argmin() for row in to])
 
 
 def runs_in_processes(plan: Plan) -> bool:

@@ -37,19 +37,16 @@ def locate(
             where = found.open[-1] if found.open else ""
             reason = f"{type(error).__name__}: {error}"
             stopped = Difference(during=seen.during, module=where, output="", max_error=math.inf, message=reason)
-            pairs = _comparable(expected.results[: len(found.results)], found.results)
+            pairs = _comparable(expected.results[: len(found.results)], found.results, work.cut)
             return compare(*pairs, tolerance, work.cut).first or stopped
-    return compare(*_comparable(expected.results, found.results), tolerance, work.cut).first or seen
+    return compare(*_comparable(expected.results, found.results, work.cut), tolerance, work.cut).first or seen
 
 
-def _comparable(expected: list[Result], found: list[Result]) -> tuple[list[Result], list[Result]]:
+def _comparable(expected: list[Result], found: list[Result], cut: bool) -> tuple[list[Result], list[Result]]:
     """Leave out what ranks have parts of: inside of a cut that is as it should be."""
-    cut = {
-        index
-        for index, (whole, part) in enumerate(zip(expected, found, strict=False))
-        if part.parts and whole.value.shape != part.value.shape
-    }
-    return _without(expected, cut), _without(found, cut)
+    pairs = enumerate(zip(expected, found, strict=False)) if cut else ()
+    parts = {index for index, (whole, part) in pairs if whole.value.shape != part.value.shape}
+    return _without(expected, parts), _without(found, parts)
 
 
 def _without(results: list[Result], left_out: set[int]) -> list[Result]:

@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.capture.backward import training_loss
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.verify.cuts import assembled, rounding_of, whole_tensors
+from autoshard.verify.cuts import matched, rounding_of, whole_tensors
 from autoshard.verify.report import Difference
 
 
@@ -254,7 +254,7 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, cut: 
         passes = tolerance
         if cut:
             passes += max(rounding_of(theirs.value) * _scale(theirs.value), noise[theirs.during])
-        _compare_one(theirs, ours, passes, errors)
+        _compare_one(theirs, ours, passes, errors, cut)
     if len(expected) != len(found):
         longer = max(expected, found, key=len)[min(len(expected), len(found))]
         who = "applied model has" if len(found) > len(expected) else "original has"
@@ -266,10 +266,10 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, cut: 
     return errors
 
 
-def _compare_one(expected: Result, found: Result, tolerance: float, errors: Errors) -> None:
+def _compare_one(expected: Result, found: Result, tolerance: float, errors: Errors, cut: bool) -> None:
     left, right, message = expected.value, found.value, ""
-    if found.parts and left.shape != right.shape:
-        right = assembled(left, found.parts)
+    if cut and left.shape != right.shape:
+        left, right = matched(left, found.parts or (right,))
     if left.shape != right.shape or left.dtype != right.dtype:
         error = relative = math.inf
         message = f"{left.dtype} {list(left.shape)} became {right.dtype} {list(right.shape)}"

@@ -143,7 +143,7 @@ def devices_of(plan: Plan) -> Iterator[Stage]:
     active = active_devices()
     if active is not None and used <= {*active, "cpu"}:
         yield Stage(plan=plan, simulated=active, original_names={name: name for name in names})
-    elif active is None and all(_is_here(name) for name in names):
+    elif active is None and all(is_here(name) for name in names):
         yield Stage(plan=plan, simulated=None, original_names={name: name for name in names})
     else:
         known = {device.name: device for device in plan.devices}
@@ -165,13 +165,13 @@ def devices_used(plan: Plan) -> set[str]:
     return {device.name for device in plan.devices} if plan.cuts else set(plan.placements.values())
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Whether torch can use a device; "cpu:1" outside of a simulation is only another name for the CPU."""
     if name == "disk" or (name.startswith("cpu") and name != "cpu"):
         return False
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError):  # torch raises all three, by backend
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # torch raises all four, by backend
         return False
     return True
 

@@ -31,7 +31,7 @@ from autoshard.verify.cuts import runs_in_processes
 from autoshard.verify.locate import locate
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run
-from autoshard.verify.stage import Stage, cluster_here, devices_of, devices_used, fresh_models, same_start
+from autoshard.verify.stage import Stage, cluster_here, devices_of, devices_used, fresh_models, is_here, same_start
 from autoshard.workload import Workload
 
 Build = Callable[[], nn.Module]
@@ -80,7 +80,7 @@ def verify(
         work = _work(original, workload, calls)
         if cut_record(model) is not None:
             notes.append(REORDERED_SUMS)
-            work = _cut_work(work, applied, None)
+            work = _cut_work(work, original, applied, None)
         return _compare(original, applied, work, tolerance, notes, None, {})
     with devices_of(known) as stage, fresh_models(model, notes, workload.training) as fresh:
 
@@ -96,7 +96,7 @@ def verify(
         work = _work(original, workload, calls)
         if stage.plan.cuts:
             notes.append(REORDERED_SUMS)
-            work = _cut_work(work, applied, _home(stage, model))
+            work = _cut_work(work, original, applied, _home(stage, model))
         predicted = _predicted(original(), workload, stage, work, notes) if stage.simulated is not None else {}
         return _compare(original, applied, work, tolerance, notes, stage, predicted)
 
@@ -138,15 +138,16 @@ def _work(original: Build, workload: Workload, calls: list[Call]) -> Work:
     raise VerifyError(f"no inputs that the config suggests fit the model; pass inputs=. {refused}") from refused
 
 
-def _cut_work(work: Work, applied: Build, home: torch.device | None) -> Work:
+def _cut_work(work: Work, original: Build, applied: Build, home: torch.device | None) -> Work:
     """Return the work on a model that is cut, with the outputs that stay cut where a loss must leave them out."""
     work = replace(work, cut=True)
     if not work.training:
         return work
-    results: list[Result] = []
-    with contextlib.suppress(Exception):  # it will be seen, and told, when the model is compared
-        run(applied(), replace(work, training=False, new_tokens=0), home, results=results)
-    staying = {result.output.removeprefix("output").strip() for result in results if result.parts}
+    forward, staying = replace(work, training=False, new_tokens=0), set()
+    with contextlib.suppress(Exception):  # it will be seen, and told, when the models are compared
+        for whole, part in zip(run(original(), forward), run(applied(), forward, home), strict=True):
+            if part.parts or part.value.shape != whole.value.shape:
+                staying.add(part.output.removeprefix("output").strip())
     return replace(work, staying_cut=frozenset(staying))
 
 
@@ -263,8 +264,8 @@ def _run_applied(
 def _home(stage: Stage, model: nn.Module) -> torch.device:
     """Return the device of the root, where inputs belong."""
     if runs_in_processes(stage.plan):
-        device = torch.device(stage.plan.devices[dist.get_rank()].name)
-        return torch.device("cpu") if device.type == "cpu" else device
+        name = stage.plan.devices[dist.get_rank()].name
+        return torch.device(name if is_here(name) else "cpu")  # what is missing is told when the plan is applied
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
     homes = resolve_homes(stage.plan.placements, [path for path, _ in model.named_modules()], tensors).homes
