@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "model.py")
 # What each prints if it is right; they assert it themselves too.
 SAYS = {
+    "column_parallel.py": "24 tokens of 2 sequences equal: True",
     "generate.py": "24 tokens of 2 sequences equal: True",
     "plan_llama_405b.py": "one forward:",
     "resnet_two_devices.py": "equal to the unsplit network, bit for bit: True",
@@ -30,6 +31,12 @@ def test_example(path):
     done = run(str(path))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
+
+
+def test_column_parallel_on_two_processes():
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/column_parallel.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS["column_parallel.py"] in done.stdout, done.stdout
 
 
 def test_embedded_example_is_planned_without_its_weights():

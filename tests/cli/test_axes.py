@@ -145,6 +145,14 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
     assert "6 all-reduces" in again and "\nCut\n" in again
 
 
+def test_plans_with_cuts_are_verified(file):
+    asked = ("--strategy", "column-parallel", "--objective", "memory", "--devices", "2x100GiB")
+    printed = command("verify", file, *asked).stdout
+    assert printed.strip().startswith("equal ") and "sums over devices are made in another order" in printed
+    document = json.loads(command("verify", file, *asked, "--json", "--train").stdout)
+    assert document["ok"] and document["compared"] == ["forward", "backward", "optimizer step"]
+
+
 def test_one_device_is_an_answer(file):
     printed = command("plan", file, "--strategy", "column-parallel", "--devices", "2x100GiB").stdout
     assert "one device is best: cuda:0 takes" in printed and "Modules" in printed
