@@ -1,6 +1,7 @@
 """Latency of a cut decoder on two processes against Transformers' own tensor parallelism, in the same run, in turns.
 
     python benchmarks/tensor_parallel.py [rounds] [hidden_size] [layers]
+    python benchmarks/tensor_parallel.py one-process
 
 Two gloo ranks of one thread each, on this machine's CPU. Each rank holds the same random Llama three times: cut by
 autoshard's plan, cut by `from_pretrained(tp_plan="auto")`, and whole. They take turns:
@@ -11,8 +12,11 @@ autoshard's plan, cut by `from_pretrained(tp_plan="auto")`, and whole. They take
 "together" is the control of what the machine can do: two ranks that need nothing of each other. Half of it is the time
 of ideal halves. Prints medians with quartiles over rounds, and the medians of the ratios within a round; the same of
 the least times, which a busy machine disturbs least; and the processor time of rank 0, which it hardly does.
+
+"one-process" cuts a decoder of 8 small layers over two devices of this process, and says what an op costs more.
 """
 
+import copy
 import os
 import statistics
 import sys
@@ -127,6 +131,33 @@ def _row(title: str, cells: dict[str, str], against: float, ideal: float) -> Non
     print(f"| {title} | {listed} | {against:.3f} | {ideal:.0%} |")
 
 
+def one_process(rounds: int = 40) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=8, num_attention_heads=4
+    )
+    whole = transformers.LlamaForCausalLM(config).eval()
+    cut = copy.deepcopy(whole)
+    inputs = {"input_ids": torch.arange(16).reshape(1, 16), "use_cache": False}
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    autoshard.apply(cut, devices, inputs=inputs, strategy="column-parallel", objective="memory")
+    seconds: dict[str, list[float]] = {"whole": [], "cut": []}
+    with torch.no_grad():
+        with torch.profiler.profile() as profiler:
+            whole(**inputs)
+        ops = sum(event.name.startswith("aten::") and event.cpu_parent is None for event in profiler.events())
+        for _ in range(rounds):
+            for name, model in (("whole", whole), ("cut", cut)):
+                start = time.perf_counter()
+                model(**inputs)
+                seconds[name].append(time.perf_counter() - start)
+    least = {name: min(rows) for name, rows in seconds.items()}
+    extra = (least["cut"] - least["whole"]) / ops
+    print(
+        f"{ops} functions: whole {least['whole'] * 1e3:.1f} ms, cut over two devices {least['cut'] * 1e3:.1f} ms, "
+        f"{extra * 1e6:.0f} us more per function (least of {rounds})"
+    )
+
+
 def main(rounds: int = 20, hidden_size: int = 1024, layers: int = 4) -> None:
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=hidden_size, intermediate_size=hidden_size * 11 // 4, num_hidden_layers=layers,
@@ -140,4 +171,7 @@ def main(rounds: int = 20, hidden_size: int = 1024, layers: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:] == ["one-process"]:
+        one_process()
+    else:
+        main(*map(int, sys.argv[1:]))
