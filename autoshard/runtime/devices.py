@@ -72,6 +72,13 @@ def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _copy(distinct, device, copy_strides(distinct)).expand(tensor.shape)
 
 
+def fresh_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy values to a device, or on it: memory of its own, through the host where direct copies come out changed."""
+    if (tensor.device, device) in _staged:
+        tensor = tensor.to(CPU)
+    return tensor.to(device, copy=True)
+
+
 def copy_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return gapped_strides(tuple(tensor.shape), tensor.stride(), tensor.element_size())
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.runtime.collectives import Layout
+from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.rank_tensor import RankTensor, spread
 
 
@@ -32,12 +33,12 @@ class LocalRanks:
         parts = self._parts(tensor)
         total = parts[0].clone()
         for part in parts[1:]:
-            total += part.to(total.device)
+            total += part if part.device == total.device else fresh_copy(part, total.device)
         return spread(total, self.devices)
 
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         parts = self._parts(tensor)
-        whole = torch.cat([part.to(parts[0].device) for part in parts], dim)
+        whole = torch.cat([p if p.device == parts[0].device else fresh_copy(p, parts[0].device) for p in parts], dim)
         if not where.in_order:
             whole = whole.index_select(dim, order)
         return spread(whole, self.devices)

@@ -18,6 +18,7 @@ import torch
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
+from autoshard.runtime.devices import fresh_copy
 from autoshard.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -157,7 +158,8 @@ def same(parts: Sequence[torch.Tensor]) -> bool:
     """Whether all ranks have the same values; of large tensors, a sample of 65,536 is compared."""
     first = parts[0].detach().reshape(-1)[:: max(1, parts[0].numel() >> 16)]
     for part in parts[1:]:
-        other = part.detach().reshape(-1)[:: max(1, part.numel() >> 16)].to(first.device)
+        other = part.detach().reshape(-1)[:: max(1, part.numel() >> 16)]
+        other = other if other.device == first.device else fresh_copy(other, first.device)
         if not torch.equal(first, other) and not (
             first.is_floating_point() and torch.allclose(first, other, rtol=0, atol=0, equal_nan=True)
         ):
@@ -168,13 +170,13 @@ def same(parts: Sequence[torch.Tensor]) -> bool:
 def spread(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
     """Give every rank a copy of an ordinary tensor; rank 0's shares its memory if it is there."""
     first = tensor.detach().to(devices[0])
-    return RankTensor([first, *(first.to(device, copy=True) for device in devices[1:])], devices)
+    return RankTensor([first, *(fresh_copy(first, device) for device in devices[1:])], devices)
 
 
 def _copies(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
     """Give every rank a copy: on its device if the tensor is on rank 0's, else where the tensor is."""
     here = tensor.device == devices[0]
-    others = [tensor.to(device if here else tensor.device, copy=True) for device in devices[1:]]
+    others = [fresh_copy(tensor, device if here else tensor.device) for device in devices[1:]]
     return RankTensor([tensor, *others], devices)
 
 
@@ -182,8 +184,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
         ctx.device = tensor.device
-        first = tensor.detach().to(devices[0], copy=True)
-        return RankTensor([first, *(first.to(device, copy=True) for device in devices[1:])], devices)
+        first = fresh_copy(tensor.detach(), devices[0])
+        return RankTensor([first, *(fresh_copy(first, device) for device in devices[1:])], devices)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -318,7 +320,7 @@ def _part(value: Any, rank: int, devices: tuple[torch.device, ...]) -> Any:
     if isinstance(value, RankTensor):
         return value.parts[rank]
     if isinstance(value, torch.Tensor):
-        return value if rank == 0 or value.device != devices[0] else value.to(devices[rank], copy=True)
+        return value if rank == 0 or value.device != devices[0] else fresh_copy(value, devices[rank])
     if isinstance(value, (list, tuple)):
         return type(value)([_part(item, rank, devices) for item in value])
     if isinstance(value, dict):
@@ -405,7 +407,7 @@ def _map(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _native_dropout(tensor: RankTensor, p: float, train: bool | None, devices: tuple[torch.device, ...]) -> Any:
     """Drop the same elements on every rank: tensors that differ are cut, or about to be summed."""
     first, mask = aten.native_dropout.default(tensor.parts[0], p, train)
-    masks = [mask, *(mask.to(device, copy=True) for device in devices[1:])]
+    masks = [mask, *(fresh_copy(mask, device) for device in devices[1:])]
     scale = 1.0 if train is False else 0.0 if p >= 1 else 1 / (1 - p)
     others = [part * kept * scale for part, kept in zip(tensor.parts[1:], masks[1:], strict=True)]
     return RankTensor([first, *others], devices), RankTensor(masks, devices)

@@ -77,6 +77,30 @@ def test_beam_search_on_simulated_devices(decoder):
     assert torch.equal(found, expected)
 
 
+def test_copies_that_come_out_changed_go_through_the_host(decoder, monkeypatch):
+    ids, to = torch.tensor([[3, 1, 4, 1, 5]]), torch.Tensor.to
+    expected = decoder(ids).logits
+
+    def watched(tensor, *args, **kwargs):
+        made = to(tensor, *args, **kwargs)
+        assert None in (tensor.device.index, made.device.index) or tensor.device == made.device
+        return made
+
+    with autoshard.simulate("2x1GiB") as names:
+        devices = [torch.device(name) for name in names]
+        monkeypatch.setattr("autoshard.runtime.devices._staged", {(one, two) for one in devices for two in devices})
+        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
+        try:
+            monkeypatch.setattr(torch.Tensor, "to", watched)
+            found = decoder(ids).logits
+            found.sum().backward()
+        finally:
+            monkeypatch.undo()
+            remove_cuts(decoder)
+    decoder.zero_grad()
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 def test_simulated_tensors_meet_rank_tensors():
     with autoshard.simulate("2x1MiB") as devices:
         devices = [torch.device(name) for name in devices]
