@@ -20,6 +20,7 @@ from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import estimate
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.module_paths import above, join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, coordinates_of, kept
@@ -156,7 +157,7 @@ def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
         for block in cut.blocks:
             together.setdefault(block, []).append(cut)
             for shard in cut.shards:
-                name = _full(block, shard.name)
+                name = join(block, shard.name)
                 if name not in by_name or shard.dim >= len(by_name[name].shape):
                     raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
                 traced.parts[by_name[name].value] = parts_of(shard.axis, cut.shares)
@@ -167,7 +168,7 @@ def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
             walk.run(graph.ops[index])
         walk.resolve_all()
         for cut in here:
-            leaf = _leaf(walk, cut, [by_name[_full(block, shard.name)].value for shard in cut.shards])
+            leaf = _leaf(walk, cut, [by_name[join(block, shard.name)].value for shard in cut.shards])
             if leaf is None:
                 traced.lost.append(block)
                 continue
@@ -192,7 +193,8 @@ class _Blocks:
         self.of_op: list[str | None] = []
         self.ops: dict[str, list[int]] = {block: [] for block in known}
         for op in graph.ops:
-            block: str | None = next((path for path in _above(graph.calls[op.call].path) if path in known), None)
+            path = graph.calls[op.call].path
+            block: str | None = next((one for one in (path, *above(path)) if one and one in known), None)
             if block is None and (op.forward if op.backward else op.index) in inner:
                 block = OUTSIDE
             self.of_op.append(block)
@@ -261,13 +263,3 @@ def _local(axis: Axis, leaf: Leaf, share: int) -> int:
         else:
             size *= sum(_local(segment, leaf, share) for segment in factor.segments)
     return size
-
-
-def _full(block: str, name: str) -> str:
-    return f"{block}.{name}" if block else name
-
-
-def _above(path: str) -> Iterable[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]

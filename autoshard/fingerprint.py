@@ -5,6 +5,8 @@ import hashlib
 import torch
 from torch import nn
 
+from autoshard.module_paths import join
+
 
 def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and ties of all parameters and saved buffers, sorted by name, with SHA-256.
@@ -13,7 +15,7 @@ def fingerprint(model: nn.Module) -> str:
     model on meta, on CPU or spread over devices.
     """
     unsaved = {
-        f"{path}.{name}" if path else name
+        join(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import PlanError
+from autoshard.module_paths import parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,6 @@ class Homes:
         while path not in self.homes and path:
             path = parent(path)
         return self.homes[path]
-
-
-def parent(path: str) -> str:
-    """Return the path of the module that holds `path`; the root is ""."""
-    return path.rpartition(".")[0]
 
 
 def covering_entry(placements: Mapping[str, str], name: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import PlanError, SpecError
+from autoshard.module_paths import above
 from autoshard.plan_cuts import Whole, expect, read_cuts, read_whole
 from autoshard.sharding import Cut
 from autoshard.workload import Workload
@@ -184,19 +185,13 @@ def check_placements(placements: Mapping[str, str]) -> None:
         if not isinstance(device, str) or not device.strip():
             raise PlanError(f"the device of {path!r} in the placements is {device!r}; write a name such as 'cuda:0'.")
     for path in placements:
-        for parent in _parents(path):
+        for parent in reversed([*above(path)]):
             if parent in placements:
                 whole = repr(parent) if parent else "the whole model"
                 raise PlanError(
                     f"the placements overlap: {path!r} is inside {whole}, which has its own device. "
                     f"Name the children of {whole} one by one instead."
                 )
-
-
-def _parents(path: str) -> list[str]:
-    """ "a.b.c" -> ["", "a", "a.b"]; the root has none."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:length]) for length in range(len(parts))]
 
 
 def _device_name(path: str, device: Any) -> str:

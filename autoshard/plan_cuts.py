@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from autoshard.errors import PlanError
+from autoshard.module_paths import join
 from autoshard.sharding import Cut
 
 LONGEST_DIMENSION = 2**27
@@ -40,7 +41,7 @@ def read_cuts(data: Any, ranks: int) -> tuple[Cut, ...]:
         good = len(cut.shares) == ranks and all(share > 0 for share in cut.shares) and sum(cut.shares) == cut.size
         expect(good, f"{where}.shares", f"{ranks} positive shares of {cut.size} slices", cut.shares)
         expect(len(cut.shards) > 0, f"{where}.shards", "what is cut", cut.shards)
-        names = [f"{block}.{shard.name}" if block else shard.name for block in cut.blocks for shard in cut.shards]
+        names = [join(block, shard.name) for block in cut.blocks for shard in cut.shards]
         twice = sorted(seen.intersection(names)) or sorted({name for name in names if names.count(name) > 1})
         expect(not twice, f"{where}.shards", "tensors that nothing else cuts", twice[:1])
         seen.update(names)

@@ -23,6 +23,7 @@ FLOORS = (
         "plan",
         "plan_cuts",
         "placement",
+        "module_paths",
         "estimate",
         "fingerprint",
         "torch_private",

@@ -7,9 +7,10 @@ from math import prod
 
 from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves
 from autoshard.axes.places import Places, Unplaceable
-from autoshard.axes.regions import OUTSIDE, Region, find_regions, leaf_regions, shared_tensors
+from autoshard.axes.regions import Region, find_regions, leaf_regions, shared_tensors
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import Action, Shard
 
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::index", "aten::gather")
@@ -118,10 +119,8 @@ def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup
 def _in_first(path: str, blocks: tuple[str, ...]) -> str | None:
     """The same module in the first of equal blocks, which is the one that was analysed; None if it is in none."""
     for block in blocks:
-        if not block:
-            return path
-        if path == block or path.startswith(f"{block}."):
-            return blocks[0] + path[len(block) :]
+        if is_below(path, block):
+            return join(blocks[0], relative(path, block))
     return None
 
 
@@ -134,8 +133,7 @@ def _groups_of(
         walk.run(graph.ops[index])
     tensors = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
     for tensor in tensors:
-        inside = region.path == OUTSIDE or tensor.name.startswith(f"{region.path}.")
-        if tensor.value in shared or not inside:
+        if tensor.value in shared or not is_below(tensor.name, region.path):
             walk.why = f"{tensor.name} is used in several places"
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
@@ -203,7 +201,7 @@ def _times(axis: Axis, leaf: Leaf) -> int:
 
 def _shards(walk: Walk, region: Region, members: list[TensorInfo], leaf: Leaf) -> Iterator[Shard]:
     for tensor in members:
-        name = tensor.name[len(region.path) + 1 :] if region.path else tensor.name
+        name = relative(tensor.name, region.path)
         for dim in walk.cut_dims(tensor.value, leaf):
             yield Shard(name=name, dim=dim, axis=describe(walk.axes[tensor.value][dim], leaf))
 

@@ -12,6 +12,7 @@ from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
 from autoshard.axes.walk import Contraction, Walk
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
+from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import DROPOUTS, Action
 
 
@@ -30,11 +31,7 @@ class Places:
             for value in dict.fromkeys(op.inputs):
                 self._readers.setdefault(value, []).append(op.index)
         self._tensors = {tensor.value: tensor for tensor in graph.tensors}
-        under = f"{region.path}."
-        self._calls = [
-            call for call in graph.calls
-            if region.path == OUTSIDE or call.path == region.path or call.path.startswith(under)
-        ]  # fmt: skip
+        self._calls = [call for call in graph.calls if is_below(call.path, region.path)]
         self._sites = sorted(graph.sites, key=lambda site: site.begin)
         self._begins = [site.begin for site in self._sites]
         self._differentiable = differentiable(graph)
@@ -136,7 +133,7 @@ class Places:
             readers, tensor = found.pop(value), self._tensors[value]
             if set(readers) != set(self._readers[value]):
                 raise Unplaceable(f"{tensor.name} is used both inside and outside of the cut")
-            summed.append(tensor.name[len(self.region.path) + 1 :] if self.region.path else tensor.name)
+            summed.append(self._relative(tensor.name))
         return found, [value for value in self._outgoing if value in partial - cut], tuple(summed)
 
     # ---- the places
@@ -214,13 +211,10 @@ class Places:
         for call in self.graph.calls:
             calls[call.path] = calls.get(call.path, 0) + 1
         for action, due in found.items():
-            path = self._full(action.module)
+            path = join(self.region.path, action.module)
             if len(due) != calls[path]:
                 raise Unplaceable(f"{path or 'the model'} is called in different ways")
         return list(found)
-
-    def _full(self, relative: str) -> str:
-        return ".".join(part for part in (self.region.path, relative) if part)
 
     # ---- making actions
 
@@ -240,7 +234,7 @@ class Places:
         )
 
     def _relative(self, path: str) -> str:
-        return path[len(self.region.path) + 1 :] if self.region.path else path
+        return relative(path, self.region.path)
 
     def _site(self, op: int) -> SiteCall | None:
         """The torch function call that ran an op."""

@@ -6,10 +6,10 @@ there, so that what blocks an axis outside does not leak in.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoshard.capture.graph import ModelGraph, Op
+from autoshard.module_paths import above, is_below, parent
 
 OUTSIDE = ""
 """The path of the region that is made of everything outside of repeated elements."""
@@ -54,7 +54,7 @@ def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
     known: dict[str, str] = {}
     for call in graph.calls:
         if call.path not in known:
-            known[call.path] = next((above for above in _above(call.path) if above in elements), OUTSIDE)
+            known[call.path] = next((path for path in (call.path, *above(call.path)) if path in elements), OUTSIDE)
     return [known[call.path] for call in graph.calls]
 
 
@@ -77,11 +77,11 @@ def _elements(graph: ModelGraph) -> set[str]:
     children: dict[str, list[str]] = {}
     for module in graph.modules:
         if module.path:
-            children.setdefault(module.path.rpartition(".")[0], []).append(module.path)
+            children.setdefault(parent(module.path), []).append(module.path)
     matrices: dict[str, int] = {}
     for tensor in graph.tensors:
         if tensor.kind == "parameter" and len(tensor.shape) > 1:
-            for path in _above(tensor.module):
+            for path in (tensor.module, *above(tensor.module)):
                 matrices[path] = matrices.get(path, 0) + 1
     found: set[str] = set()
     for module in graph.modules:  # parents come before their children
@@ -89,22 +89,14 @@ def _elements(graph: ModelGraph) -> set[str]:
         if not all(path.rpartition(".")[2].isdigit() or not module.callable for path in below) or len(below) < 2:
             continue
         heavy = [path for path in below if matrices.get(path, 0) > 1]
-        if len(heavy) > 1 and not any(path in found for path in _above(module.path)):
+        if len(heavy) > 1 and not found.intersection((module.path, *above(module.path))):
             found.update(heavy)
     return found
 
 
-def _above(path: str) -> Iterable[str]:
-    """ "a.b.c" -> "a.b.c", "a.b", "a"."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-
-
 def _leaf_modules(graph: ModelGraph) -> set[str]:
     having = {tensor.module for tensor in graph.tensors if tensor.kind == "parameter"}
-    above = {path for module in having for path in list(_above(module))[1:]}
-    return having - above - {OUTSIDE}
+    return having - {path for module in having for path in above(module)} - {OUTSIDE}
 
 
 def _signature(graph: ModelGraph, path: str, indices: list[int]) -> object:
@@ -127,7 +119,7 @@ def _signature(graph: ModelGraph, path: str, indices: list[int]) -> object:
             op.target, call.path.removeprefix(path), tuple(map(number, op.inputs)), tuple(map(number, op.outputs)),
             _plain_arguments(op),
         ))  # fmt: skip
-    first = next(call for call in graph.calls if call.path == path or call.path.startswith(f"{path}."))
+    first = next(call for call in graph.calls if is_below(call.path, path))
     rows.append(tuple(numbers.get(value) for value in (*first.inputs, *first.outputs)))
     return tuple(rows)
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from autoshard.capture.graph import ModuleInfo
+from autoshard.module_paths import join
 
 Kind = Literal["parameter", "buffer"]
 Row = tuple[str, str, Kind, bool]
@@ -18,7 +19,7 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
     table = []
     for path, module in model.named_modules():
         own = [*module._parameters.items(), *module._buffers.items()]
-        names = tuple(f"{path}.{name}" if path else name for name, tensor in own if tensor is not None)
+        names = tuple(join(path, name) for name, tensor in own if tensor is not None)
         others = tuple(aliases[id(module)][1:])
         row = ModuleInfo(
             path=path, class_name=type(module).__name__, tensors=names, aliases=others,
@@ -38,6 +39,6 @@ def tensor_rows(model: nn.Module) -> list[Row]:
         for table, kind in kinds:
             for name, tensor in table.items():
                 if tensor is not None:
-                    full = f"{path}.{name}" if path else name
+                    full = join(path, name)
                     rows.append((full, owner, kind, name not in module._non_persistent_buffers_set))
     return rows

@@ -32,7 +32,7 @@ from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
-from autoshard.torch_private import below_autograd, fake_device_read, no_overrides
+from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
 from autoshard.workload import Workload
 
 
@@ -268,12 +268,6 @@ def _random_states(recorder: Recorder) -> Iterator[None]:
         torch.get_rng_state, torch.set_rng_state = get, put
 
 
-def _looks_for_overrides(module: nn.Module) -> bool:
-    """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "has_torch_function" in code.co_names
-
-
 def _is_inference(module: nn.Module) -> bool:
     """Whether fused layers may take their fused path: eval mode, and nothing to differentiate."""
     if module.training:
@@ -286,7 +280,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | Non
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
-    shy = {id(module) for module in model.modules() if not recorder.composite and _looks_for_overrides(module)}
+    shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
     thread = threading.get_ident()
 

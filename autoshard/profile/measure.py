@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.placement import parent
+from autoshard.module_paths import parent
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 

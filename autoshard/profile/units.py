@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.placement import parent
+from autoshard.module_paths import parent
 from autoshard.profile.measure import live_bytes, optimizer_step_bytes, trained_storages
 from autoshard.profile.profile import Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS

@@ -7,6 +7,7 @@ from math import prod
 from autoshard.axes.axis import Axis, Leaf, leaves
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
+from autoshard.module_paths import relative
 
 Key = tuple[str, int, str, int]
 """(module path below the block, how-manieth call of it, function, how-manieth call of that inside)"""
@@ -86,7 +87,7 @@ def sites_of(graph: ModelGraph, block: Call) -> Iterator[tuple[Key, SiteCall]]:
     times: dict[str, int] = {}
     for call in graph.calls[block.index :]:
         if block.begin <= call.begin and call.end <= block.end:
-            path = call.path[len(block.path) + 1 :] if block.path else call.path
+            path = relative(call.path, block.path)
             below[call.index] = (path, times.get(path, 0))
             times[path] = times.get(path, 0) + 1
     for site in graph.sites:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.axes.axis import Axis, Leaf
+from autoshard.module_paths import is_below
 from autoshard.prove.expected import Expected, Key, Number, numbers_in
 from autoshard.prove.trial import Outcome
 
@@ -104,9 +105,9 @@ def _by_distance(block: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     modules = dict(block.named_modules())
 
     def distance(other: str) -> tuple[int, int]:
-        if path == other or path.startswith(f"{other}.") or not other:
+        if is_below(path, other):
             return 0, len(path) - len(other)
-        return (1 if other.startswith(f"{path}.") or not path else 2), len(other)
+        return (1 if is_below(other, path) else 2), len(other)
 
     return sorted(modules.items(), key=lambda item: distance(item[0]))
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
+from autoshard.module_paths import is_below, join, relative
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import INDENT, print_left_off, print_section, print_sentences
 from autoshard.report.terminal import print_heading
@@ -54,7 +55,7 @@ def axis_rows(profile: Profile, found: AxisGroups) -> list[BlockRows]:
             instead = not taken.isdisjoint(group.conflicts)
             if not instead:
                 taken.add(group.index)
-            slices, words = _in_words(group, ndims, group.blocks[0][len(region.paths[0]) :].removeprefix("."))
+            slices, words = _in_words(group, ndims, relative(group.blocks[0], region.paths[0]))
             cost = f"{100 * group.nbytes / size:.0f} % of the bytes; {_collectives(group)}"
             rows.append(AxisRow(slices=slices, members=words, cost=cost, instead=instead, group=group))
         label = fold_paths(region.paths) if region.paths != ("",) else "outside of repeated blocks"
@@ -92,13 +93,13 @@ def blocked_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
     """
     ndims = {tensor.name: len(tensor.shape) for tensor in profile.graph.tensors}
     owner = {region.paths[0]: region.paths for region in found.regions}
-    cut = {f"{group.blocks[0]}.{s.name}".removeprefix(".") for group in found.groups for s in group.shards}
+    cut = {join(group.blocks[0], s.name) for group in found.groups for s in group.shards}
     reasons: dict[tuple[bool, str, str], list[tuple[str, int, int, bool]]] = {}
     for row in found.blocked:
         if row.dim > 1 and row.name in cut:
             continue
-        block = max((path for path in owner if not path or row.name.startswith(f"{path}.")), key=len, default="")
-        inside = row.name[len(block) + 1 :] if block else row.name
+        block = max((path for path in owner if is_below(row.name, path)), key=len, default="")
+        inside = relative(row.name, block)
         reasons.setdefault((row.name in cut, block, row.reason), []).append((inside, row.dim, ndims[row.name], False))
     lines = []
     for (elsewhere, block, reason), cuts in sorted(reasons.items(), key=lambda item: item[0][0]):

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.module_paths import join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_left_off, print_section
@@ -17,8 +18,7 @@ def print_cuts(console: Console, plan: Plan, profile: Profile) -> None:
     ndims = {tensor.name: len(tensor.shape) for tensor in profile.graph.tensors}
     print_section(console, "Cut")
     for cut in plan.cuts:
-        block = f"{cut.blocks[0]}." if cut.blocks[0] else ""
-        rows = [(s.name, s.dim, ndims.get(block + s.name, 1), is_part(s.axis)) for s in cut.shards]
+        rows = [(s.name, s.dim, ndims.get(join(cut.blocks[0], s.name), 1), is_part(s.axis)) for s in cut.shards]
         label = fold_paths(cut.blocks) if cut.blocks != ("",) else ""
         print_item(console, after(label, *members(rows)), f"{shares(cut)}{'; ' + cut.proof if cut.proof else ''}")
     if not plan.whole:

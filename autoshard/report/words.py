@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.module_paths import join
 from autoshard.report.layout import INDENT
 
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -39,7 +40,7 @@ def members(cut: Sequence[tuple[str, int, int, bool]]) -> tuple[str, str]:
 
 
 def after(block: str, module: str, text: str) -> str:
-    where = ".".join(part for part in (block, module) if part)
+    where = join(block, module)
     return f"{where}: {text}" if where else text
 
 

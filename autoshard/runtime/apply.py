@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
-from autoshard.placement import parent, resolve_homes
+from autoshard.module_paths import above
+from autoshard.placement import resolve_homes
 from autoshard.plan import Plan, check_placements
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
@@ -78,7 +79,7 @@ def adopt(model: nn.Module) -> nn.Module:
     if not strays and placements == record.placements and runtime.is_hooked(model):
         return model
     added = [name for name in tensors if name not in record.placements]
-    hosts = frozenset(path for name in added for path in _ancestors(name) if path in paths.values())
+    hosts = frozenset(path for name in added for path in above(name) if path in paths.values())
     new = _record(
         tensors, placements, [path for path, _ in model.named_modules()],
         aligned=record.aligned | hosts, unfolded=record.unfolded, written_back=record.written_back | hosts,
@@ -175,16 +176,7 @@ def _originals(tensors: Mapping[str, torch.Tensor], record: Record) -> dict[str,
 
 def _host_device(name: str, record: Record) -> str:
     """Return the home of the nearest module around a new tensor that had one at apply."""
-    return next(record.homes[path] for path in _ancestors(name) if path in record.homes)
-
-
-def _ancestors(name: str) -> list[str]:
-    """ "a.b.weight" -> ["a.b", "a", ""]."""
-    paths = []
-    while name:
-        name = parent(name)
-        paths.append(name)
-    return paths
+    return next(record.homes[path] for path in above(name) if path in record.homes)
 
 
 def _find_runtime(model: nn.Module) -> Runtime | None:

@@ -7,17 +7,18 @@ mixed root ── watched if aligned
   └─ head     its weight is tied and lives with embed ── watched: the weight is copied once
 """
 
-import inspect
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.placement import parent, resolve_homes
+from autoshard.module_paths import is_below, parent
+from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
 from autoshard.runtime.state import Record, Runtime
+from autoshard.torch_private import looks_for_overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def unhook(model: nn.Module, runtime: Runtime) -> None:
 def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     """Decide which modules are hooked, by path, and how; the root comes first."""
     modules = dict(model.named_modules())
-    shy = [path for path, module in modules.items() if _looks_for_overrides(module)]
+    shy = [path for path, module in modules.items() if looks_for_overrides(module)]
     uncallable = [path for path, module in modules.items() if type(module).forward is nn.Module.forward]
     homes = resolve_homes(record.placements, modules, record.placements, uncallable)
     resolved = {name: resolve_device(name) for name in dict.fromkeys([*homes.homes.values(), record.homes[""]])}
@@ -112,7 +113,7 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
             home=device[path] if path in moving else None,
             guard=guard if needed else None,
             mixed=path in homes.mixed,
-            uncounted=any(_is_below(path, outer) for outer in shy),
+            uncounted=any(is_below(path, outer) for outer in shy),
         )
     return found
 
@@ -140,9 +141,9 @@ def _fused(
     whole: set[str] = set()
     split: set[str] = set()
     for path in shy:
-        if not any(_is_below(path, outer) for outer in aligned) or any(_is_below(path, s) for s in whole | split):
+        if not any(is_below(path, outer) for outer in aligned) or any(is_below(path, s) for s in whole | split):
             continue
-        live = {device for name, device in record.devices.items() if _is_below(name, path)}
+        live = {device for name, device in record.devices.items() if is_below(name, path)}
         if len(live) == 1:
             whole.add(path)
         elif not any(isinstance(module, _CONTAINERS) for module in modules[path].modules()):  # a layer, not a stack
@@ -151,13 +152,3 @@ def _fused(
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def _looks_for_overrides(module: nn.Module) -> bool:
-    """Whether the code of the forward asks if torch functions are overridden."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "has_torch_function" in code.co_names
-
-
-def _is_below(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(outer + ".")

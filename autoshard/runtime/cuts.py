@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.module_paths import join
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
@@ -31,7 +32,6 @@ from autoshard.runtime.slices import (
     Undo,
     cut_tensors,
     find_cut_tensors,
-    join,
     merge,
     merge_tensors,
     slice_of,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import PlanError
+from autoshard.module_paths import join
 from autoshard.sharding import Cut, Scale
 
 Old = tuple[str, str, Any, bool]
@@ -23,7 +24,7 @@ def find_scales(model: nn.Module, cuts: Sequence[Cut]) -> list[tuple[str, Scale]
     for cut in cuts:
         for block in cut.blocks:
             for scale in cut.scales:
-                path = f"{block}.{scale.module}" if block and scale.module else block or scale.module
+                path = join(block, scale.module)
                 if path not in modules:
                     raise PlanError(f"the plan sets {scale.attribute} of {path!r}, which this model does not have.")
                 value = _read(modules[path], scale.attribute)

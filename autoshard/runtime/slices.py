@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import PlanError
+from autoshard.module_paths import join
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors, swap, tied_groups
@@ -30,11 +31,6 @@ class CutTensor:
     dim: int
     axis: str
     shares: tuple[int, ...]
-
-
-def join(path: str, name: str) -> str:
-    """The full name of something in a block."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTensor]:

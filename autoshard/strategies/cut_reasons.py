@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster
+from autoshard.module_paths import above, join, relative
 from autoshard.plan_cuts import Whole
 from autoshard.sharding import Cut
 from autoshard.sizes import format_bytes, format_seconds
@@ -170,10 +171,10 @@ def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, .
     for tensor in task.profile.graph.tensors:
         if tensor.kind != "parameter" or len(tensor.shape) < 2 or tensor.storage in storages:
             continue
-        path = next((above for above in _above(tensor.name) if above in owner), "")
+        path = next((one for one in above(tensor.name) if one in owner), "")
         blocks = owner.get(path, ("",))
-        inside = tensor.name[len(path) + 1 :] if path else tensor.name
-        first = f"{blocks[0]}.{inside}" if blocks[0] else inside
+        inside = relative(tensor.name, path)
+        first = join(blocks[0], inside)
         reason = _why_whole(task, offers.get(tensor.name, []), against, degree)
         reason = reason or blocked.get(first) or blocked.get(tensor.name) or "no dimension of it can be followed"
         rows.setdefault((blocks, reason), {})[inside] = None
@@ -195,8 +196,3 @@ def _why_whole(task: Task, offers: Sequence[AxisGroup], against: frozenset[int],
     if any(group.index in against for group in possible):
         return "what is cut instead, in the same tensors, saves more"
     return "its all-reduces and gathers would take longer than they save"
-
-
-def _above(name: str) -> Iterable[str]:
-    while name := name.rpartition(".")[0]:
-        yield name

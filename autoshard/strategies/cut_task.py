@@ -7,6 +7,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import op_seconds, optimizer_seconds
+from autoshard.module_paths import join
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.strategies.cut_choice import Option
@@ -180,7 +181,7 @@ def _conflicts(groups: Sequence[AxisGroup]) -> tuple[frozenset[int], ...]:
 
 def full_names(group: AxisGroup) -> list[str]:
     """The parameters and buffers that a group cuts, in all its blocks."""
-    return [f"{block}.{shard.name}" if block else shard.name for block in group.blocks for shard in group.shards]
+    return [join(block, shard.name) for block in group.blocks for shard in group.shards]
 
 
 def _whole_seconds(profile: Profile, device: Device) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.errors import SpecError
-from autoshard.placement import parent
+from autoshard.module_paths import is_below, parent
 
 
 def pins_of_units(
@@ -27,7 +27,7 @@ def pins_of_units(
         touched = [
             unit
             for unit, of_unit in enumerate(paths)
-            if any(_below(own, path) or _holds(own, path, graph) for own in of_unit)
+            if any(is_below(own, path) or _holds(own, path, graph) for own in of_unit)
         ]
         if not touched and path not in {module.path for module in graph.modules}:
             names = [module.path for module in graph.modules] + [tensor.name for tensor in graph.tensors]
@@ -40,10 +40,6 @@ def pins_of_units(
             if unit not in found or depth > found[unit][0]:
                 found[unit] = depth, list(devices).index(device)
     return {unit: device for unit, (_, device) in sorted(found.items())}
-
-
-def _below(path: str, top: str) -> bool:
-    return not top or path == top or path.startswith(top + ".")
 
 
 def _holds(unit_path: str, name: str, graph: ModelGraph) -> bool:
