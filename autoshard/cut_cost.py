@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
-from autoshard.axes.axis import Axis, Leaf, describe, leaves
+from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, find_regions
 from autoshard.axes.rules import RULES
@@ -241,7 +241,7 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
                 traced.gathered.append(graph.values[value].nbytes)
             continue
         whole = max(prod(graph.values[value].shape), 1)
-        sizes = [prod(_local(axis, leaf, share) for axis in axes) / whole for share in cut.shares]
+        sizes = [prod(local_size(axis, {leaf: share}) for axis in axes) / whole for share in cut.shares]
         known = traced.parts.get(value, (1.0,) * cut.degree)
         traced.parts[value] = tuple(min(one, other) for one, other in zip(known, sizes, strict=True))
     gathered = {value for value in blocks.leaving if blocks.maker(value) == block}
@@ -250,16 +250,3 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
         partial = any(walk.cut_dims(value, leaf) for value in graph.ops[op].inputs if value not in gathered)
         if partial and op < begin and op not in uncounted:
             traced.reduced += [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
-
-
-def _local(axis: Axis, leaf: Leaf, share: int) -> int:
-    """The size of an axis on a rank that keeps so many slices of a leaf."""
-    size = 1
-    for factor in axis:
-        if factor is leaf:
-            size *= share
-        elif isinstance(factor, Leaf):
-            size *= factor.size
-        else:
-            size *= sum(_local(segment, leaf, share) for segment in factor.segments)
-    return size

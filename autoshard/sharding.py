@@ -9,6 +9,7 @@ by a star. Every rank keeps the slices of the starred factor that are its share,
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -59,6 +60,12 @@ class Action:
     dim: int = 0
     axis: str = ""
     addend: str = ""
+
+
+def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
+    """All-reduces and all-gathers of one forward in which the place of every action is passed once."""
+    kinds = [action.kind for action in actions]
+    return sum(kind in ("reduce", "mean", "lookup") for kind in kinds), kinds.count("gather")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ learnt is remembered by binding leaves, as in the unification of terms, so it ho
 Sizes never change; factors of size 1 do not exist. The leaves of what can't be expressed are `lost`: never cut.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import gcd, prod
 
 Axis = tuple["Leaf | Cat", ...]
@@ -51,6 +51,16 @@ def fresh(size: int) -> Axis:
 
 def size_of(axis: Axis) -> int:
     return prod(factor.size for factor in axis)
+
+
+def local_size(axis: Axis, slices: Mapping["Leaf", int]) -> int:
+    """The size of an axis on a rank that keeps so many slices of some leaves; it must be resolved."""
+    return prod(
+        slices.get(factor, factor.size)
+        if isinstance(factor, Leaf)
+        else sum(local_size(segment, slices) for segment in factor.segments)
+        for factor in axis
+    )
 
 
 def resolve(axis: Axis) -> Axis:

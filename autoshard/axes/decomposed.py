@@ -3,25 +3,15 @@
 They follow axes through a run, for estimates. Cuts are never found by them: nothing here blocks an axis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
-
 from autoshard.axes.axis import Axis, fresh
-from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, broadcast
+from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, rule
 
-aten = torch.ops.aten
 DECOMPOSED: dict[Any, Rule] = {}
-
-
-def _rule(*packets: str) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
-        for name in packets:
-            DECOMPOSED[getattr(aten, name)] = function
-        return function
-
-    return register
+_rule = partial(rule, table=DECOMPOSED)
 
 
 def _filled(walk: Context, made: Sequence[Axes]) -> list[Axes]:

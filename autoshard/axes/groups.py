@@ -3,15 +3,14 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
-from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves
-from autoshard.axes.places import Places, Unplaceable
+from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves, local_size
+from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, find_regions, leaf_regions, shared_tensors
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
-from autoshard.sharding import Action, Shard
+from autoshard.sharding import Action, Shard, count_collectives
 
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::index", "aten::gather")
 """Ops that read as much of their first input as they write."""
@@ -51,12 +50,12 @@ class AxisGroup:
     @property
     def reductions(self) -> int:
         """All-reduces of one forward of one block."""
-        return sum(action.kind in ("reduce", "mean", "lookup") for action in self.actions)
+        return count_collectives(self.actions)[0]
 
     @property
     def gathers(self) -> int:
         """All-gathers of one forward of one block."""
-        return sum(action.kind == "gather" for action in self.actions)
+        return count_collectives(self.actions)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,32 +82,30 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
     First in regions (`regions.find_regions`); then in every module that has parameters of its own, for itself: what
     such a module makes is gathered right behind it, so less can be in the way, and more is sent.
     """
+    lookup = Lookup(graph)
     regions = find_regions(graph)
     shared = shared_tensors(graph)
     groups: list[AxisGroup] = []
     blocked: list[Blocked] = []
     for region in regions:
-        found, refused = _groups_of(graph, region, shared, len(groups))
+        found, refused = _groups_of(lookup, region, shared, len(groups))
         groups += found
         blocked += refused
     alone: list[AxisGroup] = []
     shared = shared_tensors(graph, by_leaf_module=True)
     for region in leaf_regions(graph):
-        alone += _groups_of(graph, region, shared, len(groups) + len(alone))[0]
+        alone += _groups_of(lookup, region, shared, len(groups) + len(alone))[0]
     return AxisGroups(groups=_excluding(graph, groups, alone), blocked=tuple(blocked), regions=regions)
 
 
 def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup]) -> tuple[AxisGroup, ...]:
     """All groups; one of a module alone conflicts with those that have cut what the module reads or makes."""
-    values: dict[str, set[int]] = {}
-    for call in graph.calls:
-        read = {value for op in graph.ops[call.begin : call.end] for value in (*op.inputs, *op.outputs)}
-        values.setdefault(call.path, set()).update(call.inputs, call.outputs, read)
+    touched = _touched(graph, {place for one in alone for group in groups for place in _places(one, group)})
     conflicts: dict[int, set[int]] = {group.index: set(group.conflicts) for group in (*groups, *alone)}
     for one in alone:
         for group in groups:
-            places = {_in_first(path, group.blocks) for path in one.blocks} - {None}
-            if any(group.walk.cut_dims(value, group.leaf) for place in places for value in values.get(place or "", ())):
+            values = {value for place in _places(one, group) for value in touched.get(place, ())}
+            if any(group.walk.cut_dims(value, group.leaf) for value in values):
                 conflicts[one.index].add(group.index)
                 conflicts[group.index].add(one.index)
     return tuple(
@@ -116,18 +113,31 @@ def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup
     )
 
 
-def _in_first(path: str, blocks: tuple[str, ...]) -> str | None:
-    """The same module in the first of equal blocks, which is the one that was analysed; None if it is in none."""
-    for block in blocks:
-        if is_below(path, block):
-            return join(blocks[0], relative(path, block))
-    return None
+def _places(one: AxisGroup, group: AxisGroup) -> set[str]:
+    """Where in the first block of a group, which is the one that was analysed, modules of another are."""
+    found = set()
+    for path in one.blocks:
+        block = next((block for block in group.blocks if is_below(path, block)), None)
+        if block is not None:
+            found.add(join(group.blocks[0], relative(path, block)))
+    return found
+
+
+def _touched(graph: ModelGraph, paths: set[str]) -> dict[str, set[int]]:
+    """The values that modules are given, read, make and return."""
+    values: dict[str, set[int]] = {}
+    for call in graph.calls:
+        if call.path in paths:
+            inside = (value for op in graph.ops[call.begin : call.end] for value in (*op.inputs, *op.outputs))
+            values.setdefault(call.path, set()).update(call.inputs, call.outputs, inside)
+    return values
 
 
 def _groups_of(
-    graph: ModelGraph, region: Region, shared: frozenset[int], first: int
+    lookup: Lookup, region: Region, shared: frozenset[int], first: int
 ) -> tuple[list[AxisGroup], list[Blocked]]:
     """The groups of one region, numbered from `first`, and what is blocked in it."""
+    graph = lookup.graph
     walk = Walk(graph)
     for index in region.ops:
         walk.run(graph.ops[index])
@@ -137,7 +147,7 @@ def _groups_of(
             walk.why = f"{tensor.name} is used in several places"
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
-    places = Places(graph, region, walk)
+    places = Places(lookup, region, walk)
     reasons: dict[Leaf, str] = {}
     made: list[AxisGroup] = []
     for leaf in dict.fromkeys(leaf for tensor in tensors for axis in walk.axes[tensor.value] for leaf in leaves(axis)):
@@ -162,7 +172,7 @@ def _groups_of(
                 summed=summed,
                 nbytes=sum(_cut_bytes(walk, tensor, leaf) for tensor in members if tensor.kind == "parameter"),
                 read_bytes=sum(
-                    min(_cut_bytes(walk, tensor, leaf), _read_bytes(graph, tensor))
+                    min(_cut_bytes(walk, tensor, leaf), _read_bytes(lookup, tensor))
                     for tensor in members
                     if tensor.kind == "parameter"
                 ),
@@ -209,29 +219,19 @@ def _shards(walk: Walk, region: Region, members: list[TensorInfo], leaf: Leaf) -
 def _cut_bytes(walk: Walk, tensor: TensorInfo, leaf: Leaf) -> int:
     (dim,) = walk.cut_dims(tensor.value, leaf)
     axis = walk.axes[tensor.value][dim]
-    return tensor.nbytes * _part(axis, leaf) // max(1, tensor.shape[dim])
+    part = tensor.shape[dim] - local_size(axis, {leaf: 0})
+    return tensor.nbytes * part // max(1, tensor.shape[dim])
 
 
-def _read_bytes(graph: ModelGraph, tensor: TensorInfo) -> int:
+def _read_bytes(lookup: Lookup, tensor: TensorInfo) -> int:
     """Bytes of a tensor that a forward reads: of a table, the rows that are looked up."""
     total = 0
-    for op in graph.ops:
-        if tensor.value in op.inputs:
-            name = str(getattr(getattr(op.target, "_schema", None), "name", ""))
-            rows = sum(graph.values[value].nbytes for value in op.outputs)
-            total += rows if name in _LOOKUPS and op.inputs[0] == tensor.value else tensor.nbytes
+    for index in lookup.readers.get(tensor.value, ()):
+        op = lookup.graph.ops[index]
+        name = str(getattr(getattr(op.target, "_schema", None), "name", ""))
+        rows = sum(lookup.graph.values[value].nbytes for value in op.outputs)
+        total += rows if name in _LOOKUPS and op.inputs[0] == tensor.value else tensor.nbytes
     return total
-
-
-def _part(axis: Axis, leaf: Leaf) -> int:
-    """How many indices along an axis have a coordinate on the leaf."""
-    size = prod(factor.size for factor in axis)
-    for factor in axis:
-        if factor is leaf:
-            return size
-        if not isinstance(factor, Leaf) and (part := sum(_part(segment, leaf) for segment in factor.segments)):
-            return size // factor.size * part
-    return 0
 
 
 def _with_conflicts(groups: list[AxisGroup], walk: Walk) -> list[AxisGroup]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.axes.walk import Contraction, Walk
+from autoshard.axes.walk import Contraction, Walk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import DROPOUTS, Action
@@ -20,21 +20,35 @@ class Unplaceable(Exception):
     """An action is needed at a place that the runtime can't reach; the message says where."""
 
 
+class Lookup:
+    """What all regions ask of a graph, worked out once.
+
+    `readers`: value -> ops that read it; `tensors`: value -> one of the parameters and buffers it is; `sites` in order,
+    and where they begin.
+    """
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+        self.readers: dict[int, list[int]] = {}
+        for op in graph.ops:
+            for value in dict.fromkeys(op.inputs):
+                self.readers.setdefault(value, []).append(op.index)
+        self.tensors = {tensor.value: tensor for tensor in graph.tensors}
+        self.sites = sorted(graph.sites, key=lambda site: site.begin)
+        self.begins = [site.begin for site in self.sites]
+        self.differentiable = differentiable(graph)
+
+
 class Places:
     """Finds the actions of leaves of one region."""
 
-    def __init__(self, graph: ModelGraph, region: Region, walk: Walk) -> None:
+    def __init__(self, lookup: Lookup, region: Region, walk: Walk) -> None:
+        graph = lookup.graph
         self.graph, self.region, self.walk = graph, region, walk
         self._inside = set(region.ops)
-        self._readers: dict[int, list[int]] = {}
-        for op in graph.ops:
-            for value in dict.fromkeys(op.inputs):
-                self._readers.setdefault(value, []).append(op.index)
-        self._tensors = {tensor.value: tensor for tensor in graph.tensors}
+        self._readers, self._tensors = lookup.readers, lookup.tensors
+        self._sites, self._begins, self._differentiable = lookup.sites, lookup.begins, lookup.differentiable
         self._calls = [call for call in graph.calls if is_below(call.path, region.path)]
-        self._sites = sorted(graph.sites, key=lambda site: site.begin)
-        self._begins = [site.begin for site in self._sites]
-        self._differentiable = differentiable(graph)
         # Not all outputs: a cast to the dtype that a tensor has already returns the tensor itself.
         made_here = {value for value in walk.axes if graph.values[value].op in self._inside}
         self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
@@ -46,12 +60,8 @@ class Places:
         ]  # fmt: skip
 
     def where(self, op: int) -> str:
-        """An op for people: its name and its module."""
-        if op < 0:
-            return "the inputs"
-        target = self.graph.ops[op].target
-        name = getattr(getattr(target, "overloadpacket", None), "__name__", str(target))
-        return f"{name} in {self.graph.calls[self.graph.ops[op].call].path or 'the model itself'}"
+        """An op, by its index, for people; -1 stands for what the model is given."""
+        return where(self.graph, self.graph.ops[op]) if op >= 0 else "the inputs"
 
     def is_residual(self, leaf: Leaf) -> bool:
         """Whether a leaf is on something that comes in and on something of the same shape that goes out."""

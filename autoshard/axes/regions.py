@@ -6,10 +6,11 @@ there, so that what blocks an axis outside does not leak in.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.capture.graph import ModelGraph, Op
-from autoshard.module_paths import above, is_below, parent
+from autoshard.capture.graph import Call, ModelGraph, Op
+from autoshard.module_paths import above, is_below, parent, relative
 
 OUTSIDE = ""
 """The path of the region that is made of everything outside of repeated elements."""
@@ -64,10 +65,14 @@ def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple
     for op in graph.ops:
         if not op.backward:
             ops.setdefault(owner[op.call], []).append(op.index)
+    first = _first_calls(graph)
+    names: dict[int, list[str]] = {}
+    for tensor in graph.tensors:
+        names.setdefault(tensor.value, []).append(tensor.name)
     alike: dict[object, list[str]] = {}
     for path, indices in ops.items():
         place = re.sub(r"\d+", "*", path) if by_place else ""
-        key = (place, _signature(graph, path, indices)) if path else OUTSIDE
+        key = (place, _signature(graph, path, indices, first[path], names)) if path else OUTSIDE
         alike.setdefault(key, []).append(path)
     return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
 
@@ -99,17 +104,31 @@ def _leaf_modules(graph: ModelGraph) -> set[str]:
     return having - {path for module in having for path in above(module)} - {OUTSIDE}
 
 
-def _signature(graph: ModelGraph, path: str, indices: list[int]) -> object:
-    """What two regions share if one analysis serves both: ops, arguments, shapes and how they are connected."""
+def _first_calls(graph: ModelGraph) -> dict[str, Call]:
+    """For every module the first call of it or of anything below it."""
+    found: dict[str, Call] = {}
+    for call in graph.calls:
+        for path in (call.path, *above(call.path)):
+            found.setdefault(path, call)
+    return found
+
+
+def _signature(
+    graph: ModelGraph, path: str, indices: list[int], first: Call, names: Mapping[int, Sequence[str]]
+) -> object:
+    """What two regions share if one analysis serves both: ops, arguments, shapes and how they are connected.
+
+    `first`: the first call in it; `names`: value -> names of parameters and buffers.
+    """
     numbers: dict[int, object] = {}
-    owned = {tensor.value: tensor.name.removeprefix(path) for tensor in graph.tensors if tensor.name.startswith(path)}
     rows: list[object] = []
     inside = set(indices)
 
     def number(value: int) -> object:
         if value not in numbers:
             seen = graph.values[value]
-            numbers[value] = owned.get(value) or (len(numbers), seen.shape, seen.dtype, seen.op in inside)
+            own = [relative(name, path) for name in names.get(value, ()) if is_below(name, path)]
+            numbers[value] = own[-1] if own else (len(numbers), seen.shape, seen.dtype, seen.op in inside)
         return numbers[value]
 
     for index in indices:
@@ -119,7 +138,6 @@ def _signature(graph: ModelGraph, path: str, indices: list[int]) -> object:
             op.target, call.path.removeprefix(path), tuple(map(number, op.inputs)), tuple(map(number, op.outputs)),
             _plain_arguments(op),
         ))  # fmt: skip
-    first = next(call for call in graph.calls if is_below(call.path, path))
     rows.append(tuple(numbers.get(value) for value in (*first.inputs, *first.outputs)))
     return tuple(rows)
 

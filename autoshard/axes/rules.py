@@ -55,12 +55,12 @@ Rule = Callable[..., Sequence[Sequence[Axis | None]] | None]
 RULES: dict[Any, Rule] = {}
 
 
-def rule(*packets: str) -> Callable[[Rule], Rule]:
+def rule(*packets: str, table: dict[Any, Rule] = RULES) -> Callable[[Rule], Rule]:
     """Register a rule for all overloads of ATen ops, by name."""
 
     def register(function: Rule) -> Rule:
         for name in packets:
-            RULES[getattr(aten, name)] = function
+            table[getattr(aten, name)] = function
         return function
 
     return register

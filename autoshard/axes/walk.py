@@ -74,8 +74,7 @@ class Walk:
         self.ops.add(op.index)
         values = self.graph.values
         packet = op.target.overloadpacket if isinstance(op.target, torch._ops.OpOverload) else None
-        self.name = getattr(packet, "__name__", str(op.target))
-        self.why = f"{self.name} in {self.graph.calls[op.call].path or 'the model itself'}"
+        self.name, self.why = name_of(op), where(self.graph, op)
         self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
         seen = [Seen(value, values[value].shape, values[value].dtype, self.of(value)) for value in op.inputs]
         rule = self.table.get(packet)
@@ -128,6 +127,16 @@ class Walk:
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
+
+
+def name_of(op: Op) -> str:
+    """The name of an op without its overload."""
+    return getattr(getattr(op.target, "overloadpacket", None), "__name__", str(op.target))
+
+
+def where(graph: ModelGraph, op: Op) -> str:
+    """An op for people: its name and its module."""
+    return f"{name_of(op)} in {graph.calls[op.call].path or 'the model itself'}"
 
 
 def _fit(made: Sequence[Sequence[Axis | None]], shapes: Sequence[tuple[int, ...]]) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import logging
 import random
 import sys
 import threading
@@ -19,7 +18,7 @@ from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.fake import FakeFloats
+from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
@@ -229,13 +228,10 @@ def _undisturbed() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     gc.disable()
-    talk = logging.getLogger("torch._subclasses.fake_tensor")  # it prints tracebacks of errors that are handled here
-    was_silent, talk.disabled = talk.disabled, True
     try:
-        with torch.random.fork_rng(devices=[]):
+        with silenced(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        talk.disabled = was_silent
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

@@ -14,7 +14,7 @@ from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
 
-_PROPERTIES = ("__get__", "__set__", "__delete__")
+PROPERTIES = ("__get__", "__set__", "__delete__")
 """Names of reads and writes of properties: not all of them are seen on fake tensors, so their counts mean nothing."""
 
 
@@ -29,7 +29,7 @@ class Sites(DeviceSources):
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recorder = self._recorder
         name = getattr(func, "__name__", str(func))
-        if recorder.busy or not recorder.running or name in _PROPERTIES:
+        if recorder.busy or not recorder.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         call, begin = recorder.running[-1], recorder.ledger.now
         occurrence = self._counts[call, name]

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
-from autoshard.axes.axis import Axis, Leaf, leaves
+from autoshard.axes.axis import Axis, Leaf, leaves, local_size
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
 from autoshard.module_paths import relative
@@ -43,16 +42,6 @@ class Expected:
     def cut_dims(self, slices: dict[Leaf, int]) -> list[int]:
         """Its dimensions that are smaller on a rank."""
         return [dim for dim, axis in enumerate(self.axes) if any(leaf in slices for leaf in leaves(axis))]
-
-
-def local_size(axis: Axis, slices: dict[Leaf, int]) -> int:
-    """The size of an axis on a rank that keeps so many slices of each leaf."""
-    return prod(
-        slices.get(factor, factor.size)
-        if isinstance(factor, Leaf)
-        else sum(local_size(segment, slices) for segment in factor.segments)
-        for factor in axis
-    )
 
 
 def numbers_in(axis: Axis, leaf: Leaf) -> list[Number]:

@@ -192,6 +192,7 @@ class Prover:
         large = self._is_large(path)
         block = on_meta(self._model.get_submodule(path)) if large else self._sample(path).block
         given = self._given(path) if large else self._sample(path).calls
+        cut = replace(_cut(group, shares, {}), blocks=("",))
         scales: Scales = {}
         for call, arguments in zip(self._calls_of(path), given, strict=False):
             question = Question(
@@ -200,29 +201,22 @@ class Prover:
                 expected=expected_results(self._graph, group.walk, call),
                 near=axes_near(self._graph, group.walk, call, group.leaf),
             )
-            cut = replace(_cut(group, shares, {}), blocks=("",))
-            run = partial(_run_on_fakes if large else _run_on_values, question, cut, arguments)
-            scales = find_scales(question, run, scales)
+            scales = find_scales(question, partial(_run_first_rank, question, cut, arguments, large), scales)
         return scales
 
     def _calls_of(self, path: str) -> list[Call]:
         return [call for call in self._graph.calls if call.path == path]
 
 
-def _run_on_values(question: Question, cut: Cut, given: Arguments, scales: Scales) -> Outcome:
-    """Run the first rank of a cut with some scales."""
+def _run_first_rank(question: Question, cut: Cut, given: Arguments, shapes_only: bool, scales: Scales) -> Outcome:
+    """Run the first rank of a cut with some scales; `shapes_only`: the block is on meta, and `given` are specs."""
     local = copy.deepcopy(question.block)
     one = replace(cut, scales=_scales(scales, cut.shares))
-    apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree))
-    args, kwargs = copy.deepcopy(given)
-    return run_watched(local, args, kwargs, Watch(question.expected, {question.leaf: cut.shares[0]}))
-
-
-def _run_on_fakes(question: Question, cut: Cut, given: Arguments, scales: Scales) -> Outcome:
-    """The same on shapes alone."""
-    local = copy.deepcopy(question.block)
-    one = replace(cut, scales=_scales(scales, cut.shares))
-    apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree), shapes_only=True)
+    apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree), shapes_only=shapes_only)
+    watch = Watch(question.expected, {question.leaf: cut.shares[0]})
+    if not shapes_only:
+        args, kwargs = copy.deepcopy(given)
+        return run_watched(local, args, kwargs, watch)
 
     def fake(spec: TensorSpec) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype) if spec.value is None else spec.value.clone()
@@ -230,7 +224,7 @@ def _run_on_fakes(question: Question, cut: Cut, given: Arguments, scales: Scales
     with silenced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         as_fake(local, mode)
         args, kwargs = fill_specs(given, fake)
-        return run_watched(local, args, kwargs, Watch(question.expected, {question.leaf: cut.shares[0]}))
+        return run_watched(local, args, kwargs, watch)
 
 
 def _tried(work: Callable[[], Any]) -> str:

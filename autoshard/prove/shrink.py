@@ -16,11 +16,10 @@ import numpy
 import torch
 from torch import nn
 
-from autoshard.axes.axis import Axis, Leaf, describe, leaves
+from autoshard.axes.axis import Axis, Leaf, describe, leaves, local_size
 from autoshard.axes.groups import AxisGroup
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec
-from autoshard.prove.expected import local_size
 from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.cuts import apply_cuts, cut_record
 from autoshard.sharding import Cut, Scale, coordinates_of

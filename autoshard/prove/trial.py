@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
 from autoshard.axes.axis import Leaf
+from autoshard.capture.sites import PROPERTIES
 from autoshard.prove.expected import Expected, Key
 from autoshard.sharding import DROPOUTS
 
@@ -54,7 +55,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if not self._stack or name == "__get__":
+        if not self._stack or name in PROPERTIES:
             return func(*args, **(kwargs or {}))
         occurrence = self._stack[-1][2].get(name, 0)
         for _, _, counts in self._stack:

@@ -102,7 +102,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     before = _find_runtime(model)
     _check_tensors(tensors)
     _check_hooks(model, before)
-    _check_belongs(model, plan, tensors)
+    check_belongs(model, plan, tensors)
     paths = [path for path, _ in model.named_modules()]
     homes = resolve_homes(plan.placements, paths, tensors)
     originals = {name: tensor.device for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def _check_hooks(model: nn.Module, own: Runtime | None) -> None:
                 )
 
 
-def _check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `PlanError` unless the plan names this model's modules and tensors."""
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     unknown = [path for path in plan.placements if path not in modules and path not in tensors]

@@ -15,6 +15,7 @@ the sum over ranks. That alone says what each function does in backward:
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -102,13 +103,7 @@ class ProcessRanks:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
-        if torch.compiler.is_compiling():
-            dist.all_reduce(tensor, group=self.group)
-            return tensor
-        try:
-            dist.all_reduce(tensor, group=self.group)
-        except RuntimeError as error:
-            raise lost(self, error) from error
+        self._call(dist.all_reduce, tensor)
         return tensor
 
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
@@ -118,16 +113,19 @@ class ProcessRanks:
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
         part = tensor.contiguous()
         parts = part.new_empty(self.size * part.numel())
-        if torch.compiler.is_compiling():
-            dist.all_gather_into_tensor(parts, part.view(-1), group=self.group)
-        else:
-            try:
-                dist.all_gather_into_tensor(parts, part.view(-1), group=self.group)
-            except RuntimeError as error:
-                raise lost(self, error) from error
+        self._call(dist.all_gather_into_tensor, parts, part.view(-1))
         # contiguous, as the whole is where it was never cut
         whole = parts.view(self.size, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
         return whole if where.in_order else whole.index_select(dim, order)
+
+    def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            collective(*tensors, group=self.group)
+            return
+        try:
+            collective(*tensors, group=self.group)
+        except RuntimeError as error:
+            raise lost(self, error) from error
 
     def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return values[self.rank]

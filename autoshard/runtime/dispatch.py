@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError
-from autoshard.fingerprint import fingerprint
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.runtime.moves import named_tensors
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
@@ -29,13 +29,13 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
     problem: PlanError | ApplyError | None = None  # in several processes the others must hear of it before it is raised
-    if plan.fingerprint and plan.fingerprint != fingerprint(model):
-        problem = PlanError(
-            f"this plan was made for another model: the names, shapes or dtypes of this {type(model).__name__} are "
-            "different. Make a new plan."
-        )
-    elif is_applied(model):
-        remove(model)
+    try:
+        placing.check_belongs(model, plan, named_tensors(model))
+    except PlanError as error:
+        problem = error
+    else:
+        if is_applied(model):
+            remove(model)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = ProcessRanks.of()
         if ranks.size != len(plan.devices):

@@ -6,7 +6,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster
 from autoshard.module_paths import above, join, relative
 from autoshard.plan_cuts import Whole
-from autoshard.sharding import Cut
+from autoshard.sharding import Cut, count_collectives
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.cut_task import Choice, Task, allows, full_names
 from autoshard.strategies.refusal import round_up, with_copies
@@ -50,8 +50,7 @@ def explain_cuts(
 
 def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
     """All-reduces and all-gathers of one forward in which every place of every cut is passed once."""
-    kinds = [action.kind for cut in cuts for action in cut.actions for _ in cut.blocks]
-    return sum(kind in ("reduce", "mean", "lookup") for kind in kinds), kinds.count("gather")
+    return count_collectives(action for cut in cuts for action in cut.actions for _ in cut.blocks)
 
 
 def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
