@@ -11,7 +11,16 @@ import autoshard.simulate
 import autoshard.verify  # noqa: F401
 from autoshard.api import apply, capture, estimate, plan, profile, remove, simulate, verify
 from autoshard.cluster.cluster import Cluster
-from autoshard.errors import ApplyError, AutoshardError, CaptureError, PlanError, SpecError, VerifyError
+from autoshard.errors import (
+    ApplyError,
+    AutoshardError,
+    CaptureError,
+    CheckpointError,
+    PlanError,
+    RankError,
+    SpecError,
+    VerifyError,
+)
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.workload import Workload
@@ -22,10 +31,12 @@ __all__ = [
     "ApplyError",
     "AutoshardError",
     "CaptureError",
+    "CheckpointError",
     "Cluster",
     "Estimate",
     "Plan",
     "PlanError",
+    "RankError",
     "SpecError",
     "VerifyError",
     "Workload",

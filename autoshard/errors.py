@@ -27,3 +27,7 @@ class VerifyError(AutoshardError):
 
 class RankError(AutoshardError):
     """The processes that share a model do not agree, or one of them is gone."""
+
+
+class CheckpointError(AutoshardError):
+    """A checkpoint is damaged, incomplete or not the model's, or could not be written; what was there is as it was."""

@@ -44,6 +44,9 @@ class Plan:
         cuts: what is cut over ranks. Rank i is `devices[i]`, all of them take part, and every rank has the whole model
             on its device, with its share of what is cut. Empty for plans that place modules.
         whole: matrices that a plan with cuts leaves whole on every rank, and why.
+        streamed: path of a module -> "cpu" or "disk", where its parameters are kept between its calls; they are brought
+            to the device of its placement for each call, the next module's while this one computes. In the order in
+            which the modules run. No path is inside another. Empty where everything stays on its device.
         aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
             the runtime watches their ops and moves what is elsewhere. Empty for most plans.
         unfolded: paths of modules that use a copy several times while another device uses the original later: with
@@ -71,6 +74,7 @@ class Plan:
     pins: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     whole: tuple[Whole, ...] = ()
+    streamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -214,7 +218,7 @@ def _accelerator() -> str:
 
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
-             "reasons": [], "fingerprint": "", "cuts": [], "whole": []}  # fmt: skip
+             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "streamed": {}}  # fmt: skip
 
 
 def _read_plan(text: str) -> Plan:
@@ -256,12 +260,22 @@ def _read_plan(text: str) -> Plan:
     listed = {device.name for device in data["devices"]}
     for path, device in data["placements"].items():
         expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
+    _check_streamed(data["streamed"])
     data["cuts"] = read_cuts(data["cuts"], len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
     if data["cuts"]:
         first = {"": data["devices"][0].name}
         expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])
     return Plan(**data)
+
+
+def _check_streamed(streamed: Any) -> None:
+    wanted = 'an object of module path: "cpu" or "disk"'
+    expect(isinstance(streamed, dict), "streamed", wanted, streamed)
+    for path, place in streamed.items():
+        expect(place in ("cpu", "disk"), f"streamed of {path!r}", '"cpu" or "disk"', place)
+        inside = [outer for outer in above(path) if outer in streamed]
+        expect(not inside, "streamed", "paths of which none is inside another", [*inside, path])
 
 
 def _read_workload(data: Any) -> Workload:

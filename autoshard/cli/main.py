@@ -118,7 +118,7 @@ def plan_command(
     limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
     _show_plan(plan, profile, limited, loaded, as_json)
     if out is not None:
-        errors().print(f"written to {out}", style="bright_black")
+        errors().print(f"written to {out}", style="bright_black", soft_wrap=True)
 
 
 @app.command("profile")
