@@ -8,7 +8,7 @@ from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves, local_size
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, find_regions, leaf_regions, shared_tensors
 from autoshard.axes.walk import Walk
-from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import Action, Shard, count_collectives
 
@@ -99,12 +99,21 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
 
 
 def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup]) -> tuple[AxisGroup, ...]:
-    """All groups; one of a module alone conflicts with those that have cut what the module reads or makes."""
-    touched = _touched(graph, {place for one in alone for group in groups for place in _places(one, group)})
+    """All groups; one of a module alone conflicts with those that have cut what the module reads or makes.
+
+    Only within the region of a group: what leaves it is gathered before anything outside reads it.
+    """
+    calls = _calls_at(graph, {place for one in alone for group in groups for place in _places(one, group)})
     conflicts: dict[int, set[int]] = {group.index: set(group.conflicts) for group in (*groups, *alone)}
     for one in alone:
         for group in groups:
-            values = {value for place in _places(one, group) for value in touched.get(place, ())}
+            values = {
+                value
+                for place in _places(one, group)
+                for call in calls.get(place, ())
+                if not group.walk.ops.isdisjoint(range(call.begin, call.end))
+                for value in _touched(graph, call)
+            }
             if any(group.walk.cut_dims(value, group.leaf) for value in values):
                 conflicts[one.index].add(group.index)
                 conflicts[group.index].add(one.index)
@@ -123,14 +132,19 @@ def _places(one: AxisGroup, group: AxisGroup) -> set[str]:
     return found
 
 
-def _touched(graph: ModelGraph, paths: set[str]) -> dict[str, set[int]]:
-    """The values that modules are given, read, make and return."""
-    values: dict[str, set[int]] = {}
+def _calls_at(graph: ModelGraph, paths: set[str]) -> dict[str, list[Call]]:
+    found: dict[str, list[Call]] = {}
     for call in graph.calls:
         if call.path in paths:
-            inside = (value for op in graph.ops[call.begin : call.end] for value in (*op.inputs, *op.outputs))
-            values.setdefault(call.path, set()).update(call.inputs, call.outputs, inside)
-    return values
+            found.setdefault(call.path, []).append(call)
+    return found
+
+
+def _touched(graph: ModelGraph, call: Call) -> Iterator[int]:
+    """The values that a call of a module is given, reads, makes and returns."""
+    yield from (*call.inputs, *call.outputs)
+    for op in graph.ops[call.begin : call.end]:
+        yield from (*op.inputs, *op.outputs)
 
 
 def _groups_of(

@@ -393,6 +393,13 @@ def test_single_modules_are_cut_only_where_no_block_cuts_them(profile):
     assert [cut.blocks[0] for cut in plan.cuts] == ["", "blocks.0.up", "embed"]
 
 
+def test_what_enters_a_block_is_gathered_before_the_modules_in_it_are_cut():
+    groups = find_groups(capture(Net(depth=2), torch.arange(4).reshape(1, 4), composite=True)).groups
+    tables = {group.index for group in groups if any(shard.name == "embed.weight" for shard in group.shards)}
+    inside = [group for group in groups if group.blocks == ("blocks.0.up", "blocks.1.up")]
+    assert tables and inside and all(tables.isdisjoint(group.conflicts) for group in inside)
+
+
 def test_too_little_memory(profile):
     need = profile.peak_bytes
     cut = 4 * net_groups().groups[0].nbytes + net_groups().groups[1].nbytes
