@@ -6,10 +6,13 @@ import torch
 from torch import nn
 
 from autoshard.module_paths import join
+from autoshard.packed import is_packed, named_stored, stored_tensors
 
 
 def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and ties of all parameters and saved buffers, sorted by name, with SHA-256.
+
+    Of packed ones (`packed.py`), those of what is behind the face as well.
 
     Buffers that are not saved in the state dict are left out: models make and drop those as they run. The same for a
     model on meta, on CPU or spread over devices.
@@ -29,6 +32,8 @@ def fingerprint(model: nn.Module) -> str:
         tensor = tensors[name]
         tie = first.setdefault(_place(tensor), name) if tensor.numel() else name
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tie}\n".encode())
+        for path, stored in named_stored(tensor) if is_packed(tensor) else ():
+            digest.update(f"{name}.{path} {tuple(stored.shape)} {stored.dtype}\n".encode())
     return digest.hexdigest()
 
 
@@ -36,4 +41,5 @@ def _place(tensor: torch.Tensor) -> object:
     """What tied tensors have in common, also on meta where all addresses are zero."""
     if tensor.layout is not torch.strided:
         return id(tensor)
+    tensor = stored_tensors(tensor)[0]
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()

@@ -4,6 +4,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 __all__ = [
     "DataDependentOutputException",
@@ -40,6 +45,7 @@ __all__ = [
     "intercept",
     "is_composite",
     "is_held",
+    "is_wrapper_type",
     "is_write_to_view",
     "looks_for_overrides",
     "no_modes",
@@ -246,6 +252,12 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
 def is_held(tensor: torch.Tensor) -> bool:
     """Whether something besides the Python object refers to a tensor: a backward graph, mostly."""
     return _use_count(tensor) > 1
+
+
+@cache
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a class can be taken apart into other tensors, and put together again."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:

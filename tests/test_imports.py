@@ -26,6 +26,7 @@ FLOORS = (
         "module_paths",
         "estimate",
         "fingerprint",
+        "packed",
         "torch_private",
         "layout",
         "sharding",

@@ -24,6 +24,7 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
 from autoshard.errors import CaptureError, SpecError
+from autoshard.packed import stored_bytes
 from autoshard.workload import Workload
 
 Level = Literal["fake", "real", "invented"]
@@ -219,7 +220,7 @@ def _without_values(model: nn.Module) -> bool:
 
 
 def _tensor_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in _tensors(model)}.values())
+    return sum(stored_bytes(tensor) for tensor in {id(t): t for t in _tensors(model)}.values())
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import torch.fx
 
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
 from autoshard.layout import copied_bytes
+from autoshard.packed import is_packed, stored_bytes, stored_tensors
 
 
 class _Ref(weakref.ref):
@@ -63,7 +64,7 @@ class Ledger:
         ref.key, ref.row = id(tensor), row
         self._tensor_refs[ref.key] = ref
         shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = stored_bytes(tensor)
         storage = self._storage_of(tensor, nbytes, born, kind, name)
         self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, _copy_bytes(tensor, nbytes)])
         self.nodes.append(node)
@@ -149,15 +150,16 @@ class Ledger:
         if tensor.layout is not torch.strided:  # sparse tensors have several storages: one row stands for them
             self._storages.append([nbytes, kind, born, -1, name])
             return len(self._storages) - 1
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        ref = self._storage_refs.get(key)
-        if ref is None:
-            ref = _Ref(storage, self._storage_died)
+        # One row stands for all that is behind a face, too: it moves and lives together.
+        storages = {storage._cdata: storage for storage in (part.untyped_storage() for part in stored_tensors(tensor))}
+        known = next((ref for key in storages if (ref := self._storage_refs.get(key)) is not None), None)
+        if known is not None:
+            return known.row
+        for key, storage in storages.items():
+            ref = self._storage_refs[key] = _Ref(storage, self._storage_died)
             ref.key, ref.row = key, len(self._storages)
-            self._storage_refs[key] = ref
-            self._storages.append([storage.nbytes(), kind, born, -1, name])
-        return ref.row
+        self._storages.append([sum(storage.nbytes() for storage in storages.values()), kind, born, -1, name])
+        return len(self._storages) - 1
 
     def _tensor_died(self, ref: _Ref) -> None:
         if self._tensor_refs.get(ref.key) is ref:
@@ -178,6 +180,8 @@ class Ledger:
 
 def _copy_bytes(tensor: torch.Tensor, nbytes: int) -> int:
     """What a copy of a tensor takes on another device."""
+    if is_packed(tensor):
+        return sum(_copy_bytes(stored, stored_bytes(stored)) for stored in stored_tensors(tensor))
     if tensor.layout is not torch.strided or tensor.is_nested or not nbytes or tensor.is_contiguous():
         return nbytes
     return copied_bytes(tuple(tensor.shape), tensor.stride(), tensor.element_size())

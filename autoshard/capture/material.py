@@ -7,6 +7,7 @@ from torch import nn
 
 from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats
 from autoshard.capture.stand_in import Make
+from autoshard.packed import is_packed, own_attributes, repacked
 from autoshard.torch_private import FakeTensor
 
 Storages = dict[int, torch.UntypedStorage]
@@ -20,16 +21,19 @@ def fake_material(engine: FakeFloats) -> Make:
     """Fake parameters and large buffers; copies of integer, boolean and small float buffers."""
     storages: Storages = {}
 
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage()._cdata
+        fake = engine.shapes.stand_in(tensor, storages.get(key))
+        storages.setdefault(key, fake.untyped_storage())
+        return fake
+
     def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
         floating = tensor.is_floating_point() or tensor.is_complex()
         limit = SMALL_FLOATS if floating else REAL_ELEMENTS
         if kind == "parameter" or valueless(tensor) or tensor.numel() > limit:
             if kind == "attribute" and not valueless(tensor):
                 return tensor
-            key = tensor.untyped_storage()._cdata
-            fake = engine.shapes.stand_in(tensor, storages.get(key))
-            storages.setdefault(key, fake.untyped_storage())
-            return _dress(fake, tensor)
+            return _dress(repacked(tensor, stand_in), tensor)
         return _dress(copied(tensor, storages), tensor)
 
     return make
@@ -41,7 +45,7 @@ def real_material(*, clone: bool) -> Make:
 
     def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
         if valueless(tensor):
-            return _dress(_invented(tensor, storages), tensor)
+            return _dress(repacked(tensor, lambda stored: _invented(stored, storages)), tensor)
         if kind == "parameter" and not clone:
             return _dress(tensor.data, tensor)
         return _dress(copied(tensor, storages), tensor)
@@ -87,7 +91,9 @@ def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
         made = nn.Parameter(made, requires_grad=original.requires_grad)
     elif original.requires_grad:
         made.requires_grad_(True)
-    if not isinstance(original, FakeTensor):
+    if is_packed(original):
+        vars(made).update(own_attributes(original))
+    elif not isinstance(original, FakeTensor):
         vars(made).update({name: value for name, value in vars(original).items() if name != "_is_param"})
     return made
 

@@ -21,10 +21,12 @@ from autoshard.capture.ledger import Ledger
 from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
+from autoshard.packed import is_packed, named_stored, stored_tensors
 from autoshard.torch_private import (
     TorchDispatchMode,
     autograd_node,
     is_composite,
+    is_wrapper_type,
     is_write_to_view,
     no_modes,
     node_sequence,
@@ -114,6 +116,8 @@ class Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if any(map(is_wrapper_type, types)) and any(map(is_packed, tensors_of(args, kwargs))):
+            return NotImplemented  # it takes the op apart, and the ops on what is behind the face come here
         busy, self.busy = self.busy, True
         try:
             return self._run(func, traits_of(func), args, kwargs)
@@ -158,10 +162,14 @@ class Recorder(TorchDispatchMode):
         if tensor.requires_grad:
             self.ledger.mark_differentiable(value)
         self._parameters = value + 1
+        for path, stored in named_stored(tensor) if is_packed(tensor) else ():
+            self.enter(stored, kind, f"{name}.{path}")
         return value
 
     def _lift(self, tensor: torch.Tensor) -> int:
         ledger = self.ledger
+        for stored in stored_tensors(tensor) if is_packed(tensor) else ():
+            self.value_of(stored)
         content = None
         if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel() * tensor.element_size() <= LIFT_BYTES:
             with no_modes():  # it may be met between ops: handed to a module, or returned by one

@@ -12,6 +12,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import as_call
 from autoshard.capture.material import Storages, copied
 from autoshard.errors import CaptureError
+from autoshard.packed import named_stored
 
 
 def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -62,7 +63,11 @@ def _known_values(graph: ModelGraph, model: nn.Module, inputs: Any) -> dict[int,
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+    stored = {f"{name}.{path}": part for name, tensor in tensors.items() for path, part in named_stored(tensor) if path}
     known = {info.value: given(tensors[info.name], info.value) for info in reversed(graph.tensors)}
+    for node in graph.fx_graph.nodes:
+        if node.op == "placeholder" and node.meta["name"] in stored:
+            known[node.meta["value"]] = given(stored[node.meta["name"]], node.meta["value"])
     found = [tensor for _, tensor in nested.tensors_in(as_call(inputs, model))]
     if len(found) != len(graph.inputs):
         raise CaptureError(f"the graph was captured with {len(graph.inputs)} input tensors, got {len(found)}.")

@@ -31,6 +31,7 @@ from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
+from autoshard.packed import stored_bytes
 from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
 from autoshard.workload import Workload
 
@@ -170,7 +171,7 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
                 storage=ledger.storage_of_value(value),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
-                nbytes=tensor.numel() * tensor.element_size(),
+                nbytes=stored_bytes(tensor),
                 trainable=tensor.requires_grad,
                 persistent=persistent,
             )

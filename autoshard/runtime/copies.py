@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.packed import stored_tensors
 from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.travel import source_of, travel, travels
 
@@ -135,7 +136,8 @@ class Copies:
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """Counts the writes torch saw; the address tells of memory exchanged by `tensor.data = …`."""
-    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+    stored = stored_tensors(tensor)[0]
+    return stored._version, stored.data_ptr() if stored.layout is torch.strided else 0
 
 
 def _tracked_copy(source: torch.Tensor, device: torch.device) -> torch.Tensor:

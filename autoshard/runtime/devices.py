@@ -7,6 +7,7 @@ import torch
 
 from autoshard.errors import ApplyError
 from autoshard.layout import gapped_strides
+from autoshard.packed import is_packed, repacked
 
 CPU = torch.device("cpu")
 _CHECK_BYTES = 1 << 20
@@ -61,6 +62,8 @@ def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     Copies are ordered after what is queued on the source's current stream and before what is queued later on either
     device: torch's own copies see to that.
     """
+    if is_packed(tensor):
+        return repacked(tensor, lambda stored: copy_tensor(stored, device))
     if tensor.layout is not torch.strided or tensor.numel() < 2 or tensor.is_contiguous():
         return _copy(tensor, device, None)
     if 0 not in tensor.stride():

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
+from autoshard.packed import is_packed, own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
@@ -33,6 +34,7 @@ def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
 
 
 def _storage_key(tensor: torch.Tensor) -> object:
+    tensor = stored_tensors(tensor)[0]
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return id(tensor)
     storage = tensor.untyped_storage()
@@ -76,8 +78,10 @@ def _move_group(parts: list[torch.Tensor], target: torch.device, log: list[Undo]
     first = parts[0]
     if first.device == target:
         return
-    if len(parts) == 1:
-        _replace(first, copy_tensor(first.detach(), target), log)
+    if len(parts) == 1 or is_packed(first):
+        moved = copy_tensor(first.detach(), target)
+        for part in parts:
+            _replace(part, moved.detach(), log)
         return
     whole = first.detach().as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
     moved = copy_tensor(whole, target)
@@ -107,7 +111,8 @@ def _set_memory(
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    if tensor.device == data.device or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
+    same_kind = tensor.device == data.device and not is_packed(tensor)  # `.data = ` leaves what is behind a face there
+    if same_kind or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
         tensor.data = data
     else:
         swap(tensor, data)
@@ -115,8 +120,7 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def swap(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Turn `tensor` into another type of tensor (a simulated one, say) without changing which object it is."""
-    made = set(vars(tensor.detach())) | {"_is_param"}  # what the type itself keeps; the rest was put there by users
-    extra = {name: value for name, value in vars(tensor).items() if name not in made}
+    extra = own_attributes(tensor)
     fresh = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data.detach()
     torch_private.swap_contents(tensor, fresh)
     vars(tensor).update(extra)

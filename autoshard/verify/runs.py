@@ -12,6 +12,7 @@ from torch import nn
 
 from autoshard.capture.backward import training_loss
 from autoshard.nested import map_tensors, tensors_in
+from autoshard.packed import named_stored
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.verify.cuts import matched, rounding_of, whole_tensors
 from autoshard.verify.report import Difference
@@ -209,7 +210,10 @@ def _listed(output: Any) -> Any:
 
 
 def results_of(during: str, module: str, what: str, value: Any) -> Iterator[Result]:
-    for path, tensor in tensors_in(value):
+    found = [
+        (f"{path}.{name}".strip("."), part) for path, whole in tensors_in(value) for name, part in named_stored(whole)
+    ]
+    for path, tensor in found:
         parts = tensor.parts if isinstance(tensor, RankTensor) else (tensor,)
         values = tuple(part.detach().to("cpu", copy=True) for part in parts)
         yield Result(

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
+from autoshard.packed import stored_bytes
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, remove
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -64,13 +67,26 @@ def fresh_models(model: nn.Module, notes: list[str], training: bool) -> Iterator
     run changes restored: buffers, gradients, attributes, and in training the parameters.
     """
     reason = "it takes more than 4 GiB"
-    if sum(tensor.nbytes for tensor in _tensors(model)) <= COPY_BYTES:
+    if sum(map(stored_bytes, _tensors(model))) <= COPY_BYTES:
         try:
             copy.deepcopy(model)
         except Exception as error:  # whatever the model's attributes raise
             reason = f"it can't be copied ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         else:
-            yield lambda: copy.deepcopy(model)
+            left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+            def copied() -> nn.Module:
+                if left:  # modules with reference cycles (quantised ones have them) hold their memory until then
+                    gc.collect()
+                made = copy.deepcopy(model)
+                left.update(made.modules())
+                return made
+
+            try:
+                yield copied
+            finally:
+                if left:
+                    gc.collect()
             return
     notes.append(f"the model itself was used, not a copy of it, because {reason}; it was put back after each run")
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -4,6 +4,7 @@ import torch
 
 from autoshard import torch_private
 from autoshard.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from tests.packed_models import Scaled
 
 
 def test_fake_tensors_claim_the_cpu_and_share_meta_memory():
@@ -89,3 +90,19 @@ def test_ops_reach_modes_whole_below_autograd():
         assert not torch.nn.functional.linear(x, weight).requires_grad
     assert seen == [torch.ops.aten.linear.default]
     assert torch.nn.functional.linear(x, weight).requires_grad
+
+
+def test_a_mode_that_declines_an_op_sees_what_the_wrapper_makes_of_it():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(map(torch_private.is_wrapper_type, types)):
+                return NotImplemented
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        made = Scaled.pack(torch.ones(2, 2)).detach()
+    assert type(made) is Scaled and torch.ops.aten.detach.default in seen
+    assert not torch_private.is_wrapper_type(torch.Tensor) and not torch_private.is_wrapper_type(FakeTensor)

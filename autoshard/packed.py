@@ -1,0 +1,56 @@
+"""Packed tensors: a face that modules compute with, and ordinary tensors behind it that hold the bytes.
+
+    weight       says bfloat16 (128, 64)        what modules see, plans name and state dicts hold
+      ├─ qdata   int8 (128, 64)     8,192 B     what is stored, moved and counted
+      └─ scale   float32 (128, 1)     512 B
+
+Any wrapper subclass that can be taken apart and put together again (`__tensor_flatten__`, `__tensor_unflatten__`: the
+protocol that torch's compiler uses) is one; quantised weights are. Nested tensors follow it too and are none.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from autoshard import torch_private
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a face with other tensors behind it."""
+    return torch_private.is_wrapper_type(type(tensor)) and not tensor.is_nested
+
+
+def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The ordinary tensors that hold a tensor's bytes: those behind a face, at any depth, or the tensor itself."""
+    return [stored for _, stored in named_stored(tensor)] if is_packed(tensor) else [tensor]
+
+
+def named_stored(tensor: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `stored_tensors`, each with its dotted path behind the face, "" for an ordinary tensor."""
+    if not is_packed(tensor):
+        yield prefix, tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield from named_stored(getattr(tensor, name), f"{prefix}.{name}" if prefix else name)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor's elements take; those behind its face if it has one."""
+    return sum(stored.numel() * stored.element_size() for stored in stored_tensors(tensor))
+
+
+def repacked(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Put a face like `tensor`'s before changed tensors: copies elsewhere, stand-ins. Being a parameter is not kept."""
+    if not is_packed(tensor):
+        return change(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: repacked(getattr(tensor, name), change) for name in names}
+    kind = type(tensor)
+    return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, object]:
+    """What users put on a tensor object: its attributes less those that its type keeps."""
+    kept = set(vars(tensor.detach())) | {"_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in kept}

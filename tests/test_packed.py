@@ -1,0 +1,150 @@
+"""Packed tensors (quantised weights, and any wrapper of tensors) counted, planned for and moved by what is in them."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.capture.capture import capture
+from autoshard.capture.replay import replay
+from autoshard.errors import PlanError
+from autoshard.fingerprint import fingerprint
+from autoshard.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
+from autoshard.runtime.moves import move_tensors, named_tensors
+from tests.packed_models import Blocks, Scaled, pack_linears
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    """Quantise with torchao, as users do."""
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.fixture(params=[pack_linears, quantised])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    return request.param(Blocks().to(torch.bfloat16).eval())
+
+
+def _bytes(model: nn.Module) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for p in model.parameters() for t in stored_tensors(p)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_packed_tensor_is_its_parts():
+    tensor = Scaled.pack(torch.arange(12.0).view(3, 4) + 1)
+    assert is_packed(tensor) and not is_packed(torch.ones(2)) and not is_packed(nn.Parameter(torch.ones(2)))
+    assert [tuple(part.shape) for part in stored_tensors(tensor)] == [(3, 4), (3, 1)]
+    assert stored_bytes(tensor) == 12 + 3 * 4
+    twice = repacked(tensor, lambda part: part * 2)
+    assert type(twice) is Scaled and torch.equal(twice.rows, tensor.rows * 2)
+    tensor.mark = "mine"
+    assert own_attributes(tensor) == {"mark": "mine"}
+
+
+def test_bytes_are_those_of_the_parts(model):
+    profile = autoshard.profile(model, TOKENS)
+    assert profile.parameter_bytes == _bytes(model)
+    row = next(row for row in profile.modules if row.path == "blocks.0.0")
+    assert row.own_parameter_bytes == sum(stored_bytes(p) for p in model.blocks[0][0].parameters())
+    weight = next(t for t in profile.graph.tensors if t.name == "blocks.0.0.weight")
+    assert weight.nbytes == stored_bytes(model.blocks[0][0].weight) and weight.shape == (64, 32)
+
+
+def test_profile_is_the_same_without_values(model):
+    profile = autoshard.profile(model, TOKENS)
+    empty = copy.deepcopy(model)
+    for module in empty.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            made = nn.Parameter(repacked(parameter, lambda part: part.to("meta")), parameter.requires_grad)
+            setattr(module, name, made)
+    again = autoshard.profile(empty, TOKENS)
+    assert again.modules == profile.modules and again.graph.fingerprint == profile.graph.fingerprint
+    gone = autoshard.profile(empty, TOKENS).graph
+    assert replay(gone, model, TOKENS)[0][0].equal(model(TOKENS))
+
+
+def test_captured_with_values(model):
+    graph = capture(model, TOKENS, level="real")
+    with torch.no_grad():
+        assert replay(graph, model, TOKENS)[0][0].equal(model(TOKENS))
+
+
+@torch.no_grad()
+def test_applied_on_several_devices(model):
+    expected = model(TOKENS)
+    with autoshard.simulate("3x1MiB") as devices:
+        pins = {"embed": "cpu:0", "blocks.1": "cpu:1", "blocks.2": "cpu:2"}
+        plan = autoshard.plan(model, devices.cluster, inputs=TOKENS, strategy="balanced", pins=pins)
+        estimated = autoshard.estimate(plan, autoshard.profile(model, TOKENS))
+        objects = dict(model.named_parameters())
+        autoshard.apply(model, plan)
+        assert len({parameter.device for parameter in model.parameters()}) == 3
+        assert all(
+            part.device == parameter.device for parameter in model.parameters() for part in stored_tensors(parameter)
+        )
+        assert sum(devices.memory(name)[0] for name in devices) == _bytes(model)
+        model(TOKENS)
+        devices.reset_peak()
+        assert model(TOKENS).cpu().equal(expected)
+        peaks = {device.name: device.peak_bytes for device in estimated.devices}
+        assert {name: devices.memory(name)[1] for name in devices} == peaks
+        autoshard.remove(model)
+        assert all(parameter is objects[name] for name, parameter in model.named_parameters())
+        assert [devices.memory(name)[0] for name in devices] == [0, 0, 0]
+    assert model(TOKENS).equal(expected)
+
+
+def test_a_map_that_mixes_devices_and_verification(model):
+    names = [name for name, module in model.named_modules() if not list(module.children())]
+    spread = {name: f"cpu:{index % 3}" for index, name in enumerate(names)}
+    with autoshard.simulate("3x1MiB") as devices:
+        assert autoshard.verify(model, spread, inputs=TOKENS).ok
+        gc.collect()
+        assert [devices.memory(name)[0] for name in devices] == [0, 0, 0]
+
+
+def test_the_rest_trains(model):
+    with autoshard.simulate("2x1MiB"):
+        plan = autoshard.plan(model, "2x1MiB", inputs=TOKENS, workload=autoshard.Workload(mode="training"))
+        assert autoshard.verify(model, plan, inputs=TOKENS).ok
+
+
+def test_ties_of_packed_tensors_are_kept(model):
+    model.blocks[2][0].weight = model.blocks[0][0].weight
+    model.blocks[1][0].weight = nn.Parameter(model.blocks[0][0].weight.detach(), requires_grad=False)
+    profile = autoshard.profile(model, TOKENS)
+    assert profile.parameter_bytes == _bytes(model)
+    assert profile.graph.tied() == (tuple(f"blocks.{i}.0.weight" for i in (0, 1, 2)),)
+    with autoshard.simulate("2x1MiB") as devices, torch.no_grad():
+        expected = model(TOKENS)
+        autoshard.apply(model, {"embed": "cpu:0", "norm": "cpu:0"} | {f"blocks.{i}": f"cpu:{i % 2}" for i in range(3)})
+        assert sum(devices.memory(name)[0] for name in devices) == _bytes(model)
+        assert model(TOKENS).cpu().equal(expected)
+        autoshard.remove(model)
+        first, alias, same = (stored_tensors(model.blocks[i][0].weight)[0] for i in range(3))
+        assert first.data_ptr() == alias.data_ptr() and model.blocks[2][0].weight is model.blocks[0][0].weight
+        del first, alias, same
+
+
+def test_a_plan_for_whole_weights_is_not_one_for_packed_ones(model):
+    plain = Blocks().to(torch.bfloat16).eval()
+    assert fingerprint(plain) != fingerprint(model)
+    plan = autoshard.plan(plain, "2x1MiB", inputs=TOKENS)
+    with autoshard.simulate("2x1MiB"), pytest.raises(PlanError, match="another model"):
+        autoshard.apply(model, plan)
+
+
+def test_a_failed_move_leaves_packed_tensors_where_they_were(model):
+    before = model(TOKENS)
+    with autoshard.simulate("1x8KiB"):
+        with pytest.raises(autoshard.errors.ApplyError, match="Nothing was moved"):
+            move_tensors(named_tensors(model), dict.fromkeys(named_tensors(model), torch.device("cpu:0")))
+        assert all(part.device.index is None for p in model.parameters() for part in stored_tensors(p))
+    assert model(TOKENS).equal(before)
