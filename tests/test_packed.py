@@ -148,3 +148,21 @@ def test_a_failed_move_leaves_packed_tensors_where_they_were(model):
             move_tensors(named_tensors(model), dict.fromkeys(named_tensors(model), torch.device("cpu:0")))
         assert all(part.device.index is None for p in model.parameters() for part in stored_tensors(p))
     assert model(TOKENS).equal(before)
+
+
+@torch.no_grad()
+def test_packed_tensors_stay_whole_where_others_are_cut():
+    torch.manual_seed(0)
+    model = Blocks(width=64).eval()
+    for block in model.blocks:
+        block.append(pack_linears(nn.Sequential(nn.Linear(64, 64)))[0])
+    expected = model(TOKENS)
+    with autoshard.simulate("2x230KiB") as devices:
+        plan = autoshard.plan(model, devices.cluster, inputs=TOKENS, strategy="column-parallel")
+        assert {shard.name for cut in plan.cuts for shard in cut.shards} >= {"0.weight", "2.weight"}
+        assert any("3.weight" in whole.names for whole in plan.whole)
+        autoshard.apply(model, plan)
+        torch.testing.assert_close(model(TOKENS).cpu(), expected, rtol=1e-5, atol=1e-5)
+        autoshard.remove(model)
+        assert all(type(block[3].weight) is type(model.blocks[0][3].weight) for block in model.blocks)
+    assert model(TOKENS).equal(expected)

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard.errors import RankError
 from autoshard.fingerprint import fingerprint
+from autoshard.packed import stored_tensors
 from autoshard.runtime.collectives import ProcessRanks, Ranks, lost
 from autoshard.runtime.moves import named_tensors
 from autoshard.sharding import Cut
@@ -97,10 +98,16 @@ def _sampled(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in named_tensors(model).items():
         digest.update(name.encode())
-        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_quantized:
-            values = tensor.detach()
-            while values.dim() > 1:  # the last of each dimension but one: no copy, whatever the strides
-                values = values.select(0, values.shape[0] - 1)
-            values = values.reshape(-1)[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
-            digest.update(values.to("cpu", torch.float64).numpy().tobytes())
+        for stored in stored_tensors(tensor):
+            if (
+                stored.numel()
+                and stored.layout is torch.strided
+                and not stored.is_complex()
+                and not stored.is_quantized
+            ):
+                values = stored.detach()
+                while values.dim() > 1:  # the last of each dimension but one: no copy, whatever the strides
+                    values = values.select(0, values.shape[0] - 1)
+                values = values.reshape(-1)[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+                digest.update(values.to("cpu", torch.float64).numpy().tobytes())
     return digest.hexdigest()

@@ -15,6 +15,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import PlanError
 from autoshard.module_paths import join
+from autoshard.packed import is_packed, repacked
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors, swap, tied_groups
@@ -64,6 +65,8 @@ def _check_fits(name: str, tensor: torch.Tensor, dim: int, axis: str, cut: Cut) 
         coordinates = coordinates_of(axis)
     except ValueError as error:
         raise PlanError(f"the plan cuts {name!r} along something that is no axis: {error}") from None
+    if is_packed(tensor):
+        raise PlanError(f"the plan cuts {name!r}, which is packed (quantised) and can't be. Plan with it whole.")
     if dim >= tensor.dim() or dim < 0 or tensor.shape[dim] != len(coordinates):
         raise PlanError(
             f"the plan cuts dimension {dim} of {name!r} as {axis}, and its shape is {list(tensor.shape)}. The plan was "
@@ -100,7 +103,7 @@ def merge_tensors(
 
     def whole(name: str, part: torch.Tensor) -> torch.Tensor:
         merged = merge(part, cuts.get(name), ranks)
-        return merged.to(devices[name]) if name in devices else merged
+        return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 
     _replace_all(tensors, whole, log)
 
@@ -147,7 +150,7 @@ def _set(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) ->
     """Exchange the values of a tensor: the object, its names and its ties stay."""
     if tensor.is_leaf:
         tensor.grad = None
-    ordinary = not isinstance(tensor, RankTensor) and not isinstance(data, RankTensor)
+    ordinary = not any(isinstance(one, RankTensor) or is_packed(one) for one in (tensor, data))
     if ordinary and tensor.device == data.device and not (tensor.requires_grad and torch_private.is_held(tensor)):
         tensor.data = data
     else:
@@ -157,6 +160,8 @@ def _set(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) ->
 
 
 def _part(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None) -> torch.Tensor:
+    if is_packed(whole):
+        return repacked(whole, lambda stored: _part(stored, None, ranks, device))
     if isinstance(ranks, LocalRanks):
         if cut is None:
             first = whole.to(ranks.devices[0])
@@ -180,6 +185,8 @@ def slice_of(whole: torch.Tensor, cut: CutTensor, rank: int) -> torch.Tensor:
 def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks) -> torch.Tensor:
     """The whole of a tensor of which this is this rank's part, as an ordinary tensor."""
     part = part.detach()
+    if is_packed(part):
+        return repacked(part, lambda stored: merge(stored, None, ranks))
     if cut is not None:
         where = layout(cut.axis, cut.shares)
         order = torch.from_numpy(where.order).to(part.device)
