@@ -4,6 +4,7 @@ The rooms are imported inside the calls, so that `import autoshard` costs next t
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +194,19 @@ def remove(model: nn.Module) -> nn.Module:
     from autoshard.runtime import remove as undo
 
     return undo(model)
+
+
+def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str" = "5GB") -> None:
+    """Write a model to a directory as ordinary safetensors files, with its configuration where it has one.
+
+    The files are byte for byte the same whatever plan is applied; of a model cut over processes, all of them call it
+    and the first writes. `path` is replaced in one step at the end: if anything fails before, or the process is killed,
+    what was there is whole. Other files in it are kept. Needs room for the old and the new one, and memory for the
+    largest tensor. Raises `CheckpointError`; on the other ranks `RankError`.
+    """
+    from autoshard.integrations.saving import save as write
+
+    write(model, path, max_shard_size=max_shard_size)
 
 
 def verify(

@@ -130,14 +130,23 @@ def cut_record(model: nn.Module) -> CutRecord | None:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of the model as it is when not cut: whole, ordinary tensors; all ranks call it."""
     record = cut_record(model)
-    state = model.state_dict()
-    if record is None:
-        return state
-    ranks = record.ranks
     return {
-        name: merge(value, record.tensors.get(name), ranks) if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
+        name: whole_tensor(value, name, record) if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
     }
+
+
+def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:
+    """One value of a model's state dict as it is when the model is not cut; all ranks call it."""
+    return value if record is None else merge(value, record.tensors.get(name), record.ranks)
+
+
+def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tuple[int, ...]:
+    """The shape that `whole_tensor` will have, known without asking the other ranks."""
+    cut = None if record is None else record.tensors.get(name)
+    if cut is None:
+        return tuple(value.shape)
+    return *value.shape[: cut.dim], layout(cut.axis, cut.shares).size, *value.shape[cut.dim + 1 :]
 
 
 def local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,286 @@
+"""Save a model as ordinary sharded safetensors, byte for byte the same whatever plan it is under.
+
+    state dict of the model ──names, shapes──▶ Stored per tensor of the files ──split──▶ files
+                                                      │
+    one tensor after another: gather from devices or ranks ──▶ CPU ──▶ append to the file of rank 0
+
+Nothing is ever held but the tensor that is being written (and, where several are made of one, that one).
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.checkpoint.header import INDEX_FILE, SINGLE_FILE
+from autoshard.checkpoint.write import Described, Writer, dtype_name, header_of, in_file_order, replacing
+from autoshard.errors import CheckpointError
+from autoshard.packed import is_packed
+from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.collectives import ProcessRanks, Ranks
+from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_tensor
+from autoshard.runtime.devices import CPU, fresh_copy
+from autoshard.runtime.moves import tied_groups
+from autoshard.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Described):
+    """One tensor of the files, made of tensors of the model.
+
+    Attributes:
+        sources: names in the model's state dict.
+        make: what turns their values, on the CPU, into this tensor; None: it is the only source, as it is.
+    """
+
+    sources: tuple[str, ...]
+    make: "Callable[..., torch.Tensor] | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file and its tensors, in the order in which they lie in it."""
+
+    file: str
+    tensors: tuple[Stored, ...]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the tensors."""
+        return header_of(self.tensors, self.metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The state dict of a model and how its tensors become whole ones; `num_parameters`: elements, ties once."""
+
+    values: Mapping[str, torch.Tensor]
+    record: CutRecord | None
+    num_parameters: int
+
+    def described(self, name: str) -> Stored:
+        """Say what a tensor is when whole and on the CPU."""
+        value = self.values[name]
+        shape = whole_shape(value, name, self.record)
+        return Stored(name=name, dtype=value.dtype, shape=shape, sources=(name,))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Gather a tensor; all ranks call it at once."""
+        return whole_tensor(self.values[name].detach(), name, self.record)
+
+    def twins(self) -> list[list[str]]:
+        """Names of each tensor, in alphabetical order; views of the same memory in other ways are other tensors."""
+        groups: dict[object, list[str]] = {}
+        for names in tied_groups(self.values):
+            for name in names:
+                value = self.values[name]
+                same = names[0], value.shape, value.dtype, value.stride(), value.storage_offset()
+                groups.setdefault(same, []).append(name)
+        return [sorted(names) for names in groups.values()]
+
+
+def state_of(model: nn.Module) -> State:
+    """Read the state dict of a model. Raises `CheckpointError` for what safetensors can't hold."""
+    values: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} of the state dict is a {type(value).__name__}, and safetensors files hold tensors only. Keep "
+                "it in the model's configuration, or let get_extra_state return a tensor."
+            )
+        if value.is_meta:
+            raise CheckpointError(f"{name} has no data: it is on the meta device. Load the weights first.")
+        if is_packed(value):
+            raise CheckpointError(
+                f"{name} is a packed {type(value).__name__}, and safetensors files hold ordinary tensors. Save the "
+                "model before it is quantised."
+            )
+        if value.layout is not torch.strided or value.is_nested:
+            raise CheckpointError(f"{name} is no dense tensor ({value.layout}). Make it dense before saving.")
+        dtype_name(name, value.dtype)
+        values[name] = value
+    record = cut_record(model)
+    parameters = [torch.Size(whole_shape(one, name, record)).numel() for name, one in model.named_parameters()]
+    return State(values=values, record=record, num_parameters=sum(parameters))
+
+
+def without_ties(state: State) -> tuple[list[Stored], dict[str, str]]:
+    """Every tensor of a state dict under one of its names, and the names left out -> the name that stands for them.
+
+    Of tied names the first in alphabetical order is kept, as `safetensors.torch.save_model` does. A view of a part of
+    another tensor is stored for itself.
+    """
+    left_out: dict[str, str] = {}
+    for kept, *others in state.twins():
+        left_out.update(dict.fromkeys(others, kept))
+    return [state.described(name) for name in state.values if name not in left_out], left_out
+
+
+def split(tensors: Iterable[Stored], left_out: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
+    """Divide tensors over files in the order given, as Transformers does; `left_out` goes to the files' metadata.
+
+    A tensor larger than a file may be has one of its own.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name = {one.name: one for one in tensors}
+    if not by_name:
+        raise CheckpointError("there is nothing to save: the model has no parameters and no persistent buffers.")
+    pattern = SINGLE_FILE.replace(".safetensors", "{suffix}.safetensors")
+    found = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda one: one.nbytes,
+        filename_pattern=pattern,
+        max_shard_size=max_shard_bytes,
+    )
+    shards = []
+    for file, names in found.filename_to_tensors.items():
+        tied = {name: kept for name, kept in sorted(left_out.items()) if kept in names}
+        inside = in_file_order([by_name[name] for name in names])
+        shards.append(Shard(file=file, tensors=tuple(inside), metadata={"format": "pt", **tied}))
+    return shards
+
+
+def save_state(
+    model: nn.Module,
+    path: Path,
+    prepare: Callable[[State], Sequence[Shard]],
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a model's tensors, divided by `prepare`, to a directory that replaces `path`; `write_more` comes first.
+
+    All ranks that share a cut model call it; rank 0 writes. Raises `CheckpointError`, on the other ranks `RankError`;
+    what was at `path` is then as it was.
+    """
+    record = cut_record(model)
+    ranks = None if record is None else record.ranks
+    writes = not isinstance(ranks, ProcessRanks) or ranks.rank == 0
+    shards: Sequence[Shard] = ()
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        folder: Path | None = None
+        error: Exception | None = None
+        try:
+            state = state_of(model)
+            shards = prepare(state)
+            if writes:
+                check_path(path, sum(one.nbytes for shard in shards for one in shard.tensors))
+                folder = stack.enter_context(replacing(path))
+                if write_more is not None:
+                    write_more(folder)
+        except Exception as found:
+            error = found
+        _settle(ranks, path, error, Mark(model=_digest(shards)))
+        for shard in shards:
+            _settle(ranks, path, _write_shard(state, shard, folder))
+        try:
+            if folder is not None:
+                if len(shards) > 1:
+                    (folder / INDEX_FILE).write_text(index_of(shards, state.num_parameters), encoding="utf-8")
+                _sync_files(folder)
+                stack.close()
+        except Exception as found:
+            error = found
+        _settle(ranks, path, error)
+
+
+def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception | None:
+    """Gather every tensor of a file and write it; after an error go on gathering, for the other ranks wait for it."""
+    error: Exception | None = None
+    last = {name: place for place, one in enumerate(shard.tensors) for name in one.sources}
+    values: dict[str, torch.Tensor] = {}  # on the CPU
+    with contextlib.ExitStack() as stack:
+        for place, one in enumerate(shard.tensors):
+            gathered = {name: state.whole(name) for name in one.sources if name not in values}
+            if folder is not None and error is None:
+                try:
+                    if not place:
+                        writer = stack.enter_context(contextlib.closing(Writer(folder / shard.file, shard.header)))
+                    values.update({name: _on_host(value) for name, value in gathered.items()})
+                    writer.add(_made(one, values))
+                    if one is shard.tensors[-1]:
+                        writer.finish()
+                except Exception as found:
+                    error = found
+            else:
+                values.update(gathered)
+            for name in one.sources:
+                if last[name] == place:
+                    values.pop(name, None)
+    return error
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    return value if value.device == CPU else fresh_copy(value, CPU)
+
+
+def _made(one: Stored, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    sources = [values[name] for name in one.sources]
+    made = sources[0] if one.make is None else one.make(*sources)
+    if tuple(made.shape) != one.shape or made.dtype != one.dtype:
+        raise CheckpointError(
+            f"{one.name} came out as {list(made.shape)} {made.dtype} and not as {list(one.shape)} {one.dtype}."
+        )
+    return made
+
+
+def index_of(shards: Sequence[Shard], num_parameters: int) -> str:
+    """The index of several files, as Transformers writes it."""
+    tensors = [one for shard in shards for one in shard.tensors]
+    about: dict[str, Any] = {
+        "total_parameters": num_parameters,
+        "total_size": sum(one.nbytes for one in tensors),
+    }
+    where = {one.name: shard.file for shard in shards for one in shard.tensors}
+    return json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+
+
+def check_path(path: Path, needed_bytes: int) -> None:
+    """Raise `CheckpointError` if a checkpoint can't be written to `path`, as far as can be known now."""
+    if (path.exists() and not path.is_dir()) or path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} names a file. Give a directory: a checkpoint is several files.")
+    existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{path} needs {format_bytes(needed_bytes)} and the disk has {format_bytes(free)} free; an old checkpoint "
+            "there is deleted only after the new one is whole. Free some space, or save elsewhere."
+        )
+
+
+def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: Mark | None = None) -> None:
+    """Raise on all ranks if one has an error, or another mark than rank 0."""
+    if isinstance(error, OSError):
+        made = CheckpointError(
+            f"could not write {error.filename or path}: {error.strerror or error}. What was at {path} is as it was. "
+            "Free space on that disk, or save to another directory."
+        )
+        made.__cause__ = error
+        error = made
+    if ranks is not None:
+        agree(ranks, mark or Mark(), error)
+    elif error is not None:
+        raise error
+
+
+def _digest(shards: Sequence[Shard]) -> str:
+    return hashlib.sha256(b"".join(shard.file.encode() + shard.header for shard in shards)).hexdigest()
+
+
+def _sync_files(folder: Path) -> None:
+    """Wait until the small files are on the disk; those with tensors are already."""
+    for item in os.scandir(folder):
+        if item.is_file(follow_symlinks=False) and not item.name.endswith(".safetensors"):
+            descriptor = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,96 @@
+"""Saving any model, and what is special about those of Transformers: their configuration and their names in files.
+
+What such a model calls `experts.gate_up_proj` may be a hundred tensors in its files. The library's own function turns a
+state dict into that of the files; it runs here on traced tensors, so that the whole model is never held twice.
+"""
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
+from autoshard.errors import CheckpointError
+from autoshard.integrations.traced import Leaf, Traced, evaluate, leaves, traced
+from autoshard.sizes import parse_bytes
+
+
+def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str") -> None:
+    """Save a model; see `autoshard.save`."""
+    max_shard_bytes = parse_bytes(max_shard_size)
+    of_transformers = is_of_transformers(model)
+
+    def prepare(state: State) -> list[Shard]:
+        if of_transformers:
+            return split(file_tensors(model, state), {}, max_shard_bytes)
+        return split(*without_ties(state), max_shard_bytes)
+
+    save_state(model, Path(path), prepare, functools.partial(write_configuration, model) if of_transformers else None)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is of a class of that library, which is not imported for this."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def write_configuration(model: Any, folder: Path) -> None:
+    """Write what the library puts beside the weights: configuration, generation settings, code that came along."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of no weights
+    try:
+        model.save_pretrained(folder, state_dict={})
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def file_tensors(model: Any, state: State) -> list[Stored]:
+    """The tensors that the library's `save_pretrained` would write, in its order, and what they are made of."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = [name for name in state.values if name not in ignored]
+    tied = _loaded_by_another(model, state)
+    given = {name: state.described(name) for name in kept if name not in tied}
+    try:
+        made = revert_weight_conversion(model, {n: traced(n, one.shape, one.dtype) for n, one in given.items()})
+    except Exception as error:
+        raise CheckpointError(
+            f"the names that Transformers gives the tensors of {type(model).__name__} in files can't be found: {error}"
+        ) from error
+    return [_stored(name, tensor) for name, tensor in made.items()]
+
+
+def _loaded_by_another(model: Any, state: State) -> set[str]:
+    """Names of tied tensors that the library fills from another name when it loads: it does not write them.
+
+    A tie that it does not know of is written under each of its names, for it would not be made again.
+    """
+    known: dict[str, str] = model.all_tied_weights_keys
+    left_out = set()
+    for twins in state.twins():
+        for name in twins:
+            if known.get(name) in twins:
+                left_out.add(name)
+    return left_out
+
+
+def _stored(name: str, tensor: torch.Tensor) -> Stored:
+    if not isinstance(tensor, Traced):
+        raise CheckpointError(f"Transformers makes {name} out of nothing in the model; it is not known how to save it.")
+    expression, shape = tensor.expression, tuple(tensor.shape)
+    if isinstance(expression, Leaf):
+        return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=(expression.name,))
+    sources = leaves(expression)
+
+    def make(*values: torch.Tensor) -> torch.Tensor:
+        return evaluate(expression, dict(zip(sources, values, strict=True)))
+
+    return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=sources, make=make)
