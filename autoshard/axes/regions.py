@@ -5,7 +5,6 @@ matrices; all that lies outside of such elements is one more region. What one re
 there, so that what blocks an axis outside does not leak in.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +32,8 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
 def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
     """As `find_regions`, with every module that has parameters of its own and no children with any as an element.
 
-    Equal ones count as one only where their paths differ in numbers alone: one attention's queries, but not its keys
-    with them, since each may be cut in another way.
+    Equal ones count as one only where their paths differ in places of lists alone: one attention's queries, but not its
+    keys with them, since each may be cut in another way.
     """
     return _alike(graph, _owners(graph, _leaf_modules(graph)), by_place=True)[1:]
 
@@ -70,16 +69,29 @@ def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple
     for tensor in graph.tensors:
         names.setdefault(tensor.value, []).append(tensor.name)
     alike: dict[object, list[str]] = {}
+    numbered = _numbered(graph)
     for path, indices in ops.items():
-        place = re.sub(r"\d+", "*", path) if by_place else ""
+        place = _place(path, numbered) if by_place else ""
         key = (place, _signature(graph, path, indices, first[path], names)) if path else OUTSIDE
         alike.setdefault(key, []).append(path)
     return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
 
 
+def _numbered(graph: ModelGraph) -> set[str]:
+    """Modules in lists and sequences."""
+    return {path for module in graph.modules if module.numbered for path in (module.path, *module.aliases)}
+
+
+def _place(path: str, numbered: set[str]) -> str:
+    """A path with a star for every place in a list: "layers.*.mlp.up"."""
+    steps = [one for one in (path, *above(path)) if one]
+    return ".".join("*" if one in numbered else one.rpartition(".")[2] for one in reversed(steps))
+
+
 def _elements(graph: ModelGraph) -> set[str]:
     """Outermost elements of repeated containers, where each has two matrices or more."""
     children: dict[str, list[str]] = {}
+    numbered = _numbered(graph)
     for module in graph.modules:
         if module.path:
             children.setdefault(parent(module.path), []).append(module.path)
@@ -91,7 +103,7 @@ def _elements(graph: ModelGraph) -> set[str]:
     found: set[str] = set()
     for module in graph.modules:  # parents come before their children
         below = children.get(module.path, [])
-        if not all(path.rpartition(".")[2].isdigit() or not module.callable for path in below) or len(below) < 2:
+        if len(below) < 2 or (module.callable and not numbered.issuperset(below)):
             continue
         heavy = [path for path in below if matrices.get(path, 0) > 1]
         if len(heavy) > 1 and not found.intersection((module.path, *above(module.path))):

@@ -200,7 +200,7 @@ class TensorInfo:
 class ModuleInfo:
     """A module of the tree in registration order; the root has path "". One shared by several parents has `aliases`.
 
-    Lists and dicts of modules are not `callable`: they have no forward.
+    Lists and dicts of modules are not `callable`: they have no forward. What is in lists and sequences is `numbered`.
     """
 
     path: str
@@ -208,6 +208,7 @@ class ModuleInfo:
     tensors: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     callable: bool = True
+    numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,11 @@ Row = tuple[str, str, Kind, bool]
 def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
     """Every module once, in registration order, under its first path; later paths are aliases."""
     aliases: dict[int, list[str]] = {}
+    numbered: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         aliases.setdefault(id(module), []).append(path)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            numbered.update(map(id, module.children()))
     table = []
     for path, module in model.named_modules():
         own = [*module._parameters.items(), *module._buffers.items()]
@@ -23,7 +26,7 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
         others = tuple(aliases[id(module)][1:])
         row = ModuleInfo(
             path=path, class_name=type(module).__name__, tensors=names, aliases=others,
-            callable=type(module).forward is not nn.Module.forward,
+            callable=type(module).forward is not nn.Module.forward, numbered=id(module) in numbered,
         )  # fmt: skip
         table.append(row)
     return tuple(table)

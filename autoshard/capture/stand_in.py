@@ -15,6 +15,7 @@ from torch import nn
 Make = Callable[[torch.Tensor, str], torch.Tensor]
 """Makes the stand-in of one tensor; told "parameter", "buffer" or "attribute"."""
 _PLAIN = (dict, list, set, OrderedDict, defaultdict, deque)
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
@@ -51,9 +52,9 @@ def stand_ins(model: nn.Module, make: Make) -> Iterator[None]:
 
 
 def _note(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """The attributes of a module, and the contents of the plain containers among them."""
+    """The attributes of a module, and the contents of the plain containers among them, and of torch's own tables."""
     attributes = dict(vars(module))
-    contents = [(value, value.copy()) for value in attributes.values() if type(value) in _PLAIN]
+    contents = [(value, value.copy()) for name, value in attributes.items() if type(value) in _PLAIN or name in _TABLES]
     return attributes, contents
 
 

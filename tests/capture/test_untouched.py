@@ -150,3 +150,16 @@ def test_arguments_are_as_they_were():
     assert len(graph.inputs) == 1
     outputs, _ = replay(graph, model, (x, cache, log, options))
     assert torch.equal(outputs[0], model(x, cache, log, options))
+
+
+class Table(dict):
+    """As some libraries put in the place of a module's own."""
+
+
+def test_tables_of_another_type_are_put_back():
+    layer = nn.Linear(4, 4)
+    layer._parameters = Table(layer._parameters)
+    before = dict(layer.named_parameters())
+    capture(layer, torch.ones(1, 4))
+    after = dict(layer.named_parameters())
+    assert type(layer._parameters) is Table and all(after[name] is before[name] for name in before)
