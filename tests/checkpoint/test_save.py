@@ -144,7 +144,7 @@ def make(name):
     return make_decoder() if name == "decoder" else CASES[name].make()
 
 
-NAMES = ("decoder", "words", "fused", "attention")
+NAMES = ("decoder", "words", "fused")
 
 
 def save_cut(path, degree):

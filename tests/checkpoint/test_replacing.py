@@ -1,0 +1,289 @@
+"""A save that is stopped by an error, a full disk or a kill at any moment leaves the old checkpoint or the new one."""
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.checkpoint import write
+from autoshard.errors import CheckpointError, RankError
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cuts import apply_cuts
+from tests.checkpoint.directories import contents
+from tests.ranks import run_ranks
+from tests.runtime.cut_models import CASES
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def make(value, layers=4):
+    """Layers of 4 KiB that all have one value."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(layers)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def save(model, path):
+    autoshard.save(model, path, max_shard_size="8KiB")
+
+
+def in_process(function, *args):
+    """Call a function in another process, which it may end; returns the exit code, negative for a signal."""
+    process = _context.Process(target=function, args=args)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def old_and_new(folder):
+    """What a directory holds after a save of 1.0, and after one of 2.0 (in fewer files) over it."""
+    save(make(1.0), folder / "expected")
+    (folder / "expected" / "tokenizer").mkdir()
+    (folder / "expected" / "tokenizer" / "words.txt").write_text("kept")
+    (folder / "expected" / "notes.txt").write_text("kept")
+    old = contents(folder / "expected")
+    save(make(2.0, 3), folder / "expected")
+    new = contents(folder / "expected")
+    assert new.keys() == old.keys() and new != old
+    return old, new
+
+
+def start_over(path, old):
+    for name, data in old.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+
+
+def killed_at_every_step(folder):
+    """Kill forks of this process right before the first, second, … call of the system while they save."""
+    os.fsync = lambda _: None  # it makes no difference to a kill, and takes long
+    old, new = old_and_new(folder)
+    outcomes, step, status = [], 0, 1
+    while status:
+        step += 1
+        path = folder / f"step{step}" / "out"
+        start_over(path, old)
+        child = os.fork()
+        if not child:
+            kill_at(step)
+            save(make(2.0, 3), path)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        found = contents(path)
+        assert found in (old, new), f"before step {step}"
+        outcomes.append(found == new)
+        save(make(2.0, 3), path)
+        assert contents(path) == new
+        assert os.listdir(path.parent) == ["out"], f"leftovers of step {step}"
+    assert outcomes == sorted(outcomes) and outcomes[-1] and not outcomes[0]
+    assert step > 30
+
+
+def kill_at(step):
+    left = [step]
+
+    def watch(event, args):
+        if event.split(".")[0] in ("os", "open", "shutil", "fcntl", "ctypes"):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def test_killed_at_every_step(tmp_path):
+    assert in_process(killed_at_every_step, tmp_path) == 0
+
+
+def save_for_ever(path, ready):
+    models = make(1.0), make(2.0, 3)
+    ready.set()
+    while True:
+        for model in models:
+            save(model, path)
+
+
+def kill_at_random(folder, count):
+    old, new = old_and_new(folder)
+    path = folder / "out"
+    start_over(path, old)
+    for seed in range(count):
+        ready = _context.Event()
+        process = _context.Process(target=save_for_ever, args=(path, ready))
+        process.start()
+        assert ready.wait(60)
+        time.sleep(random.Random(seed).uniform(0, 0.2))
+        process.kill()
+        process.join()
+        assert contents(path) in (old, new)
+    save(make(1.0), path)
+    assert sorted(os.listdir(folder)) == ["expected", "out"]
+
+
+def test_killed_at_random(tmp_path):
+    kill_at_random(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_moments(tmp_path):
+    kill_at_random(tmp_path, 20)
+
+
+def save_on_a_full_disk(path):
+    """Files may not grow beyond 6,000 bytes, as if the disk were full then."""
+    model = make(2.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
+    with pytest.raises(CheckpointError, match=r"could not write .*File too large.*is as it was"):
+        save(model, path)
+
+
+def test_a_full_disk(tmp_path):
+    save(make(1.0), tmp_path / "out")
+    old = contents(tmp_path)
+    assert in_process(save_on_a_full_disk, tmp_path / "out") == 0
+    assert contents(tmp_path) == old
+    assert in_process(save_on_a_full_disk, tmp_path / "new") == 0
+    assert contents(tmp_path) == old
+
+
+def test_too_little_space_is_known_before(tmp_path):
+    model = nn.Linear(1, 1)
+    model.weight = nn.Parameter(torch.ones(1, 1).expand(1 << 25, 1 << 25))
+    with pytest.raises(CheckpointError, match=r"needs 4.0. PiB|needs \d+ TiB"):
+        autoshard.save(model, tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("stop", [Stop, OSError, MemoryError])
+def test_an_exception_in_the_middle(stop, tmp_path, monkeypatch):
+    save(make(1.0), tmp_path / "out")
+    old = contents(tmp_path)
+    add = write.Writer.add
+
+    def fail(writer, tensor):
+        if writer.file.name.startswith("model-00002"):
+            raise stop()
+        add(writer, tensor)
+
+    monkeypatch.setattr(write.Writer, "add", fail)
+    with pytest.raises(CheckpointError if stop is OSError else stop):
+        save(make(2.0), tmp_path / "out")
+    assert contents(tmp_path) == old
+
+
+def save_cut_on_a_full_disk(path):
+    """The first rank can't write; all ranks must hear of it."""
+    model = CASES["words"].make()
+    apply_cuts(model, CASES["words"].cuts(2), ProcessRanks.of())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    with pytest.raises((CheckpointError, RankError), match=r"could not write .*File too large"):
+        autoshard.save(model, path)
+
+
+def test_a_full_disk_is_an_error_on_all_ranks(tmp_path):
+    run_ranks(save_cut_on_a_full_disk, 2, tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+
+def without_exchange(monkeypatch):
+    """As on file systems that can't exchange two directories."""
+    monkeypatch.setattr(write, "_EXCHANGE", 1 << 20)
+
+
+def test_two_steps_where_the_system_has_no_exchange(tmp_path, monkeypatch):
+    without_exchange(monkeypatch)
+    _, new = old_and_new(tmp_path)
+    assert contents(tmp_path / "expected") == new
+    assert os.listdir(tmp_path) == ["expected"]
+    # killed between the two steps
+    os.rename(tmp_path / "expected", tmp_path / ".expected.replaced-0")
+    with pytest.raises(CheckpointError, match="nothing to save"):
+        save(nn.ReLU(), tmp_path / "expected")
+    with pytest.raises(CheckpointError, match="could not write"), monkeypatch.context() as patch:
+        patch.setattr(write.Writer, "add", lambda *_: os.rmdir(tmp_path / "nowhere"))
+        save(make(2.0), tmp_path / "expected")
+    assert contents(tmp_path) == {f"expected/{name}": data for name, data in new.items()}
+
+
+@pytest.mark.parametrize("why", ["mount point", "may not write"])
+def test_a_directory_that_nothing_can_be_made_beside(why, tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "notes").write_text("kept")
+    if why == "mount point":
+        monkeypatch.setattr(os.path, "ismount", lambda one: str(one) == str(path))
+    else:
+        monkeypatch.setattr(os, "access", lambda one, mode: str(one) != str(tmp_path))
+    save(make(1.0), path)
+    found = contents(tmp_path)
+    assert len(found) == 4 and found["out/notes"] == b"kept"
+    with pytest.raises(CheckpointError, match=f"{why}.*Save to a directory inside it"):
+        save(make(2.0), path)
+    assert contents(tmp_path) == found
+    save(make(2.0), path / "inside")
+
+
+def test_what_else_is_in_the_directory_is_kept(tmp_path):
+    path = tmp_path / "out"
+    save(make(1.0), path)
+    (path / "sub").mkdir()
+    (path / "sub" / "file").write_text("kept")
+    (path / "link").symlink_to("sub/file")
+    (path / "dangling").symlink_to("nowhere")
+    (path / "pytorch_model.bin").write_text("kept")
+    path.chmod(0o750)
+    here = os.getcwd()
+    os.chdir(path / "sub")
+    try:
+        autoshard.save(make(2.0), "..")
+        assert os.getcwd() == str(path / "sub") and os.listdir() == ["file"]
+    finally:
+        os.chdir(here)
+    assert sorted(os.listdir(path)) == ["dangling", "link", "model.safetensors", "pytorch_model.bin", "sub"]
+    assert os.readlink(path / "link") == "sub/file" and (path / "sub" / "file").read_text() == "kept"
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_through_a_link_the_directory_itself_is_replaced(tmp_path):
+    save(make(1.0), tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    save(make(2.0), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_new_directories_have_the_usual_rights(tmp_path):
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "file").touch()
+    save(make(1.0), tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    files = list((tmp_path / "a" / "b").iterdir())
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "file").stat().st_mode}
+
+
+def test_only_what_killed_saves_left_is_cleared_away(tmp_path):
+    for name in (".out.saving-0", ".out.saving-1", ".other.saving-0", "out.saving-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / ".out.saving-file").touch()
+    with write.replacing(tmp_path / "out") as running:
+        (running / "one").touch()
+        save(make(1.0), tmp_path / "out")  # another save, meanwhile
+        assert (running / "one").exists()
+    assert sorted(os.listdir(tmp_path)) == [".other.saving-0", ".out.saving-file", "out", "out.saving-0"]
+    assert os.listdir(tmp_path / "out") == ["one"]
