@@ -62,12 +62,15 @@ class Source:
         pieces: they cover the tensor; read, cast and written each on its own.
         compute: entries and a function of their values on the CPU; for what is not made of pieces. It needs all of
             them, and the result, in host memory at once.
+        pack: makes the packed tensor (`packed.py`) that the model has of rows of this one, of any number of them; the
+            values of a row do not depend on others. None: the model has an ordinary tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] = ()
     compute: "tuple[tuple[str, ...], Callable[..., torch.Tensor]] | None" = None
+    pack: "Callable[[torch.Tensor], torch.Tensor] | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

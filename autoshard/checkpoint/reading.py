@@ -17,6 +17,7 @@ import torch
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
 from autoshard.checkpoint.files import OpenFiles, read_fully, read_mapped
 from autoshard.checkpoint.memory import allocate
+from autoshard.checkpoint.packing import fill_packed
 from autoshard.checkpoint.read_list import Read, check_sources, check_target, list_reads
 from autoshard.checkpoint.staging import Copier, Slot, buffer_bytes
 from autoshard.errors import CheckpointError
@@ -56,19 +57,38 @@ def read_into(
     check_sources(checkpoint, used)
     for target in targets:
         check_target(used[target.source], target)
-    pieced = [target for target in targets if used[target.source].compute is None]
-    computed = [target for target in targets if used[target.source].compute is not None]
+    plain = [target for target in targets if used[target.source].pack is None]
+    packed = [target for target in targets if used[target.source].pack is not None]
+    pieced = [target for target in plain if used[target.source].compute is None]
+    computed = [target for target in plain if used[target.source].compute is not None]
     devices = [target.tensor.device for target in targets]
     limit = buffer_bytes(devices)
     reads = list_reads(checkpoint, used, pieced, staged_bytes=limit)
-    whole = {entry for target in computed for entry in _compute_of(used[target.source])[0]}
-    total = sum(read.wanted_bytes for read in reads) + sum(checkpoint.entries[entry].nbytes for entry in whole)
+    total = sum(read.wanted_bytes for read in reads) + _read_later_bytes(checkpoint, used, [*computed, *packed])
     load = _Load(Copier(devices, limit), total, progress, threads or min(DEFAULT_THREADS, os.cpu_count() or 1))
+
+    def read_rows(rows: Sequence[Target]) -> None:
+        of_pieces = [target for target in rows if used[target.source].compute is None]
+        load.run(list_reads(checkpoint, used, of_pieces, staged_bytes=limit))
+        _fill_computed(checkpoint, used, [target for target in rows if used[target.source].compute is not None], load)
+
     with torch.no_grad():
         load.run(reads)
         _fill_computed(checkpoint, used, computed, load)
+        fill_packed(checkpoint, used, packed, read_rows)
     load.show()
     return ReadReport(bytes_read=load.done_bytes, seconds=time.perf_counter() - started)
+
+
+def _read_later_bytes(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[Target]) -> int:
+    """Bytes of all entries that computed and packed targets need; nothing else needs a part of them, or it is small."""
+    needed = {sources[target.source] for target in targets}
+    whole = {
+        entry
+        for source in needed
+        for entry in (source.compute[0] if source.compute is not None else [piece.entry for piece in source.pieces])
+    }
+    return sum(checkpoint.entries[entry].nbytes for entry in whole)
 
 
 class _Load:

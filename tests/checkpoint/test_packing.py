@@ -1,0 +1,92 @@
+"""Weights packed while they are read: the same values as packing the whole ones, never many whole rows in memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import autoshard
+from autoshard.checkpoint import packing
+from autoshard.checkpoint.data import Piece, Source, Target
+from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.reading import read_into
+from autoshard.packed import repacked, stored_bytes, stored_tensors
+from tests.packed_models import Scaled
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    weights = {name: torch.randn(rows, 8).bfloat16() for name, rows in (("a", 40), ("b", 3), ("c", 17))}
+    save_file(weights, tmp_path / "model.safetensors")
+    return weights, open_checkpoint(tmp_path)
+
+
+def _source(name: str, like: torch.Tensor) -> Source:
+    return Source(shape=tuple(like.shape), dtype=like.dtype, pieces=(Piece(entry=name),), pack=Scaled.pack)
+
+
+def _empty(like: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    return repacked(Scaled.pack(like), lambda part: torch.empty_like(part, device=device))
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return all(a.cpu().equal(b) for a, b in zip(stored_tensors(left), stored_tensors(right), strict=True))
+
+
+@pytest.mark.parametrize(("batch", "elements"), [(1 << 20, 1 << 20), (100, 1 << 20), (100, 16), (1, 1), (300, 24)])
+def test_packed_by_rows_as_whole(weights, monkeypatch, batch, elements):
+    monkeypatch.setattr(packing, "BATCH_BYTES", batch)
+    monkeypatch.setattr(packing, "PACKED_ELEMENTS", elements)
+    tensors, checkpoint = weights
+    sources = {name: _source(name, tensor) for name, tensor in tensors.items()}
+    sources["b"] = dataclasses.replace(sources["b"], pack=None)
+    targets = {name: _empty(tensor) if name != "b" else torch.empty_like(tensor) for name, tensor in tensors.items()}
+    seen = []
+    report = read_into(
+        checkpoint, sources, [Target(source=name, tensor=into) for name, into in targets.items()],
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert _equal(targets["a"], Scaled.pack(tensors["a"])) and _equal(targets["c"], Scaled.pack(tensors["c"]))
+    assert targets["b"].equal(tensors["b"])
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert report.bytes_read == nbytes and seen[-1] == (nbytes, nbytes)
+    assert stored_bytes(targets["a"]) == 40 * 8 + 40 * 2
+
+
+def test_packed_after_the_cast_and_for_several_targets(weights):
+    tensors, checkpoint = weights
+    source = dataclasses.replace(_source("a", tensors["a"]), dtype=torch.float32)
+    with autoshard.simulate("2x1MiB") as devices:
+        targets = [_empty(tensors["a"].float(), device) for device in devices]
+        read_into(checkpoint, {"a": source}, [Target(source="a", tensor=into) for into in targets])
+        assert all(_equal(into, Scaled.pack(tensors["a"].float())) for into in targets)
+
+
+def test_computed_and_joined_sources_are_packed(weights, monkeypatch):
+    monkeypatch.setattr(packing, "BATCH_BYTES", 64)
+    tensors, checkpoint = weights
+    whole = torch.cat([tensors["a"], tensors["c"]])
+    joined = Source(
+        shape=(57, 8), dtype=torch.bfloat16, pack=Scaled.pack,
+        pieces=(Piece(entry="a", region=((0, 40), (0, 8))), Piece(entry="c", region=((40, 17), (0, 8)))),
+    )  # fmt: skip
+    computed = dataclasses.replace(joined, pieces=(), compute=(("a", "c"), lambda a, c: torch.cat([a, c])))
+    targets = {"joined": _empty(whole), "computed": _empty(whole)}
+    read_into(
+        checkpoint, {"joined": joined, "computed": computed},
+        [Target(source=name, tensor=into) for name, into in targets.items()],
+    )  # fmt: skip
+    assert all(_equal(into, Scaled.pack(whole)) for into in targets.values())
+
+
+def test_an_error_of_packing_is_raised(weights):
+    tensors, checkpoint = weights
+
+    def refuse(rows: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    source = dataclasses.replace(_source("a", tensors["a"]), pack=refuse)
+    with pytest.raises(ValueError, match="no"):
+        read_into(checkpoint, {"a": source}, [Target(source="a", tensor=_empty(tensors["a"]))])
