@@ -4,9 +4,15 @@
 
 A decoder of 32 small layers. "one device" has a hook on the root only; "two devices" has one on every layer, and both
 names are the plain CPU, so nothing is copied and what is measured is the hooks. Accelerate's dispatch_model runs on the
-same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per hooked module call; then what
-one hook costs alone, with the arguments of a decoder layer: the least of many short bursts, which a busy machine hardly
-disturbs.
+same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per hooked module call.
+
+Two controls run beside them, on the same modules, to say what such a split costs at least: "empty hooks" has a hook of
+torch that does nothing on every module that autoshard hooks, and "by hand" is what a user writes: the layers of the
+second half send their arguments to their device with `.to()`.
+
+Then the same for one module that is given the arguments of a decoder layer and does nothing with them, by which a busy
+machine shows less: "alone" is the least of many short bursts, "in place" the median of single calls each after a
+decoder layer, which leaves the processor's caches full of other things. Given is what it takes more than a plain call.
 """
 
 import os
@@ -14,12 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import accelerate
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan
@@ -42,6 +50,45 @@ def two_devices(model: torch.nn.Module) -> dict[str, str]:
     placement = {name: "cpu:0" for name in names if name in ("model.embed_tokens", "model.rotary_emb")}
     placement |= {f"model.layers.{i}": "cpu:0" if i < LAYERS // 2 else "cpu:1" for i in range(LAYERS)}
     return placement | {"model.norm": "cpu:1", "lm_head": "cpu:1"}
+
+
+class MovedLayer(LlamaDecoderLayer):
+    """A layer of the second half, split by hand: what comes from the first device is sent to its own."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        device = self.input_layernorm.weight.device
+        return super().forward(
+            hidden_states.to(device),
+            attention_mask=None if attention_mask is None else attention_mask.to(device),
+            position_ids=None if position_ids is None else position_ids.to(device),
+            position_embeddings=position_embeddings and tuple(table.to(device) for table in position_embeddings),
+            **options,
+        )
+
+
+def by_hand(model: Any) -> torch.nn.Module:
+    """Split a decoder in its second half as users do, in the forward of its layers."""
+    for layer in model.model.layers[LAYERS // 2 :]:
+        layer.__class__ = MovedLayer
+    return model
+
+
+def empty_hooks(model: torch.nn.Module) -> torch.nn.Module:
+    """Put a hook that does nothing on every module that autoshard hooks in a split of the same model."""
+    split = decoder()
+    apply_plan(split, Plan.from_device_map(two_devices(split)))
+    for path, module in split.named_modules():
+        if forward_pre_hooks(module):
+            model.get_submodule(path).register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    return model
 
 
 def count_hooked(model: torch.nn.Module) -> int:
@@ -76,35 +123,65 @@ class Idle(torch.nn.Module):
         return hidden
 
 
+class Sent(Idle):
+    """Sends its arguments to its device first, as a layer split by hand does."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...],
+        **more: object,
+    ) -> torch.Tensor:
+        device = self.weight.device
+        position_embeddings = tuple(table.to(device) for table in position_embeddings)
+        attention_mask, position_ids = attention_mask.to(device), position_ids.to(device)
+        return super().forward(hidden.to(device))
+
+
 class Caller(torch.nn.Module):
-    """Calls each of three idle modules in bursts and keeps the least time per call, in seconds."""
+    """Calls idle modules of each kind and keeps the seconds of each call; 32 of a kind, as in a model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Idle(), Idle()
-        plain, empty = Idle(), Idle()
-        empty.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
-        self.called = {"plain": plain, "empty": empty, "autoshard": self.first}
-        self.least = dict.fromkeys(self.called, 1.0)
+        self.hooked = torch.nn.ModuleList(Idle() for _ in range(LAYERS))
+        self.last = Idle()  # on the second device
+        empty, by_hand = [Idle() for _ in range(LAYERS)], [Sent() for _ in range(LAYERS)]
+        for module in empty:
+            module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+        self.called = {"plain": [Idle() for _ in range(LAYERS)], "empty": empty, "by hand": by_hand}
+        self.layer = [decoder().model.layers[0]]  # in a list: it is no part of this model
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        more = {"attention_mask": hidden, "position_embeddings": (hidden, hidden), "position_ids": hidden}
+    def forward(self, hidden: torch.Tensor) -> dict[str, dict[str, float]]:
+        tables = hidden[..., :16], hidden[..., 16:32]
+        more = {"attention_mask": hidden, "position_embeddings": tables, "position_ids": hidden}
         more |= {"past_key_values": None, "use_cache": False}
+        called = {**self.called, "autoshard": list(self.hooked)}
+        alone, in_place = dict.fromkeys(called, 1.0), {name: list[float]() for name in called}
         for _ in range(1000):
-            for name, module in self.called.items():
+            for name, modules in called.items():
                 start = time.perf_counter()
                 for _ in range(100):
-                    module(hidden, **more)
-                self.least[name] = min(self.least[name], (time.perf_counter() - start) / 100)
-        return hidden
+                    modules[0](hidden, **more)
+                alone[name] = min(alone[name], (time.perf_counter() - start) / 100)
+        for index in range(60 * LAYERS):
+            for name, modules in called.items():
+                self.layer[0](hidden, position_embeddings=tables)
+                start = time.perf_counter()
+                modules[index % LAYERS](hidden, **more)
+                in_place[name].append(time.perf_counter() - start)
+        return {"alone": alone, "in place": {name: statistics.median(times) for name, times in in_place.items()}}
 
 
-def alone() -> dict[str, float]:
-    """Microseconds that a hook adds to a call: one that does nothing, and autoshard's."""
+def one_hook() -> dict[str, dict[str, float]]:
+    """Microseconds that a call takes more than a plain one, "alone" (caches full of it) and "in place" (see Caller)."""
     caller = Caller()
-    apply_plan(caller, Plan.from_device_map({"first": "cpu:0", "second": "cpu:1"}))
-    caller(torch.zeros(1, 16, 64))
-    return {name: (least - caller.least["plain"]) * 1e6 for name, least in caller.least.items()}
+    devices = {f"hooked.{index}": "cpu:0" for index in range(LAYERS)} | {"last": "cpu:1"}
+    apply_plan(caller, Plan.from_device_map(devices))
+    with torch.no_grad():
+        found = caller(torch.zeros(1, 16, 64))
+    return {how: {name: (time - times["plain"]) * 1e6 for name, time in times.items()} for how, times in found.items()}
 
 
 def main() -> None:
@@ -113,6 +190,8 @@ def main() -> None:
     models = {name: decoder() for name in ("plain", "plain again", "one device", "two devices")}
     apply_plan(models["one device"], Plan.from_device_map({"": "cpu:0"}))
     apply_plan(models["two devices"], Plan.from_device_map(two_devices(models["two devices"])))
+    models["empty hooks"] = empty_hooks(decoder())
+    models["by hand"] = by_hand(decoder())
     models["accelerate, one"] = accelerate.dispatch_model(decoder(), {"": "cpu"}, force_hooks=True)
     cpu_map = dict.fromkeys(two_devices(models["plain"]), "cpu")
     models["accelerate, two"] = accelerate.dispatch_model(decoder(), cpu_map, main_device="cpu", force_hooks=True)
@@ -129,8 +208,9 @@ def main() -> None:
             f"{name:18}{middle * 1e3:10.2f}{low * 1e3:9.2f} …{high * 1e3:7.2f}{ratio:8.3f}{hooked:7d}"
             + (f"{each:13.2f}" if hooked else "")
         )
-    hook = alone()
-    print(f"alone: {hook['autoshard']:.2f} us per hook, of which {hook['empty']:.2f} us are torch's for any hook")
+    print(f"{'one module, us':18}" + "".join(f"{name:>12}" for name in ("empty", "by hand", "autoshard")))
+    for how, more in one_hook().items():
+        print(f"{how:18}" + "".join(f"{more[name]:12.2f}" for name in ("empty", "by hand", "autoshard")))
 
 
 if __name__ == "__main__":

@@ -108,13 +108,15 @@ class Hook:
             home = self.home
             values = [*args, *kwargs.values()]
             for value in values:
-                kind = _KINDS.get(type(value))
-                if kind == _TENSOR:
+                if value is None:
+                    continue
+                kind = type(value)
+                if kind is torch.Tensor:
                     if value.device != home:
                         break
-                elif kind == _TUPLE and not self.mixed:
+                elif kind is tuple and not self.mixed:
                     values += value
-                elif kind not in _UNTOUCHED:
+                elif _KINDS.get(kind) not in _UNTOUCHED:
                     break
             else:
                 return None
