@@ -94,13 +94,14 @@ def _compare(marks: list[Mark]) -> None:
 
 
 def _sampled(model: nn.Module) -> str:
-    """Hash a few values of every tensor."""
+    """Hash a few values of every tensor that has values."""
     digest = hashlib.sha256()
     for name, tensor in named_tensors(model).items():
         digest.update(name.encode())
         for stored in stored_tensors(tensor):
             if (
                 stored.numel()
+                and not stored.is_meta
                 and stored.layout is torch.strided
                 and not stored.is_complex()
                 and not stored.is_quantized

@@ -118,12 +118,16 @@ class ProcessRanks:
         whole = parts.view(self.size, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
         return whole if where.in_order else whole.index_select(dim, order)
 
-    def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite a contiguous tensor with that of rank `source`."""
+        self._call(dist.broadcast, tensor, group_src=source)
+
+    def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor, **options: int) -> None:
         if torch.compiler.is_compiling():
-            collective(*tensors, group=self.group)
+            collective(*tensors, group=self.group, **options)
             return
         try:
-            collective(*tensors, group=self.group)
+            collective(*tensors, group=self.group, **options)
         except RuntimeError as error:
             raise lost(self, error) from error
 

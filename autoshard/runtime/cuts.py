@@ -8,7 +8,7 @@ remove_cuts:  actions off, old integers back     ◀──  put the tensors toge
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
+from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
@@ -37,6 +38,19 @@ from autoshard.runtime.slices import (
     slice_of,
 )
 from autoshard.sharding import Cut, Scale
+
+
+class Loader(Protocol):
+    """Gives values to a model that is cut while its tensors are on meta."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for one part."""
+
+    def fill(self, model: nn.Module, record: "CutRecord") -> None:
+        """Fill the parts of this process's ranks. No other rank may be waited for."""
+
+    def share(self, model: nn.Module, record: "CutRecord") -> None:
+        """Exchange between ranks what not each of them has read; all have filled what they read."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,21 +83,22 @@ def apply_cuts(
     device: torch.device | str | None = None,
     shapes_only: bool = False,
     problem: Exception | None = None,
+    loader: Loader | None = None,
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
     the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
-    go on, if that is known already: it is raised, and the other ranks learn of it. Raises `PlanError` if the cuts don't
-    belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then
-    as it was.
+    go on, if that is known already: it is raised, and the other ranks learn of it. `loader`: what gives values to
+    tensors on meta; the CPU counts as where they were. Raises `PlanError` if the cuts don't belong to the model,
+    `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
     mark, error = Mark(), problem
     target = None if device is None else torch.device(device)
     try:
         if problem is None:
-            ready = _prepare(model, tuple(cuts), ranks, shapes_only)
+            ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None)
             mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
     except Exception as found:
         error = found
@@ -92,12 +107,17 @@ def apply_cuts(
     log: list[Undo] = []
     try:
         try:
-            cut_tensors(model, ready.record.tensors, ranks, target, log)
+            cut_tensors(model, ready.record.tensors, ranks, target, log, None if loader is None else loader.allocate)
+            if loader is not None:
+                loader.fill(model, ready.record)
+                ready.record.devices.update({n: CPU for n, device in ready.record.devices.items() if device == META})
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
+        if loader is not None:
+            loader.share(model, ready.record)
     except BaseException:
         _undo(model, ready.record, log)
         raise

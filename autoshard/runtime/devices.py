@@ -10,6 +10,7 @@ from autoshard.layout import gapped_strides
 from autoshard.packed import is_packed, repacked
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
 _CHECK_BYTES = 1 << 20
 _copies_well: dict[tuple[torch.device, torch.device], bool] = {}  # pairs checked in this process
 _staged: set[tuple[torch.device, torch.device]] = set()  # pairs whose direct copies are wrong

@@ -11,19 +11,19 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
+def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) -> nn.Module:
     """Carry out a plan on a model, in place, and return it.
 
     A plan with cuts uses the processes of torch.distributed where there are several, one device each, and else all its
-    devices from this one process. Applying over an applied model is as removing first. Raises `PlanError` if the plan
-    does not belong to the model, `ApplyError` if it can't be carried out here and `RankError` if processes disagree;
-    the model is then as it was.
+    devices from this one process. Applying over an applied model is as removing first. `loader`: gives values to a
+    model on meta while it is cut. Raises `PlanError` if the plan does not belong to the model, `ApplyError` if it can't
+    be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
     if not plan.cuts:
         _check_not_cut(model)
@@ -48,12 +48,12 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
             device = None if problem is not None else _own_device(plan, ranks.rank)
         except ApplyError as error:
             problem = error
-        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem)
+        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader)
     if problem is not None:
         raise problem
     devices = [resolve_device(device.name) for device in plan.devices]
     check_copies(devices)
-    return apply_cuts(model, plan.cuts, LocalRanks.of(devices))
+    return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader)
 
 
 def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:

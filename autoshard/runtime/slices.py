@@ -9,6 +9,7 @@ Tied names stay tied: what shares memory is cut once.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import nn
 
@@ -23,6 +24,8 @@ from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.sharding import Cut, coordinates_of
 
 Undo = Callable[[], None]
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""Returns memory of a shape and dtype on a device, with any values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +87,25 @@ def _check_tied(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor)
 
 
 def cut_tensors(
-    model: nn.Module, cuts: Mapping[str, CutTensor], ranks: Ranks, device: torch.device | None, log: list[Undo]
+    model: nn.Module,
+    cuts: Mapping[str, CutTensor],
+    ranks: Ranks,
+    device: torch.device | None,
+    log: list[Undo],
+    allocate: Allocate | None = None,
 ) -> None:
-    """Give every tensor its part, or a replica, on `device` (None: where it is); `log` takes what undoes it."""
+    """Give every tensor its part, or a replica, on `device` (None: where it is); `log` takes what undoes it.
+
+    `allocate`: gives memory, to be filled by the caller, to the parts of what is on meta.
+    """
     tensors = named_tensors(model)
 
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        if whole.is_meta and allocate is not None:
+            return _empty_part(whole, cuts.get(name), ranks, device or torch.device("cpu"), allocate)
         return _part(whole, cuts.get(name), ranks, device)
 
-    _replace_all(tensors, part, log)
+    replace_all(tensors, part, log)
 
 
 def merge_tensors(
@@ -105,12 +118,13 @@ def merge_tensors(
         merged = merge(part, cuts.get(name), ranks)
         return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 
-    _replace_all(tensors, whole, log)
+    replace_all(tensors, whole, log)
 
 
-def _replace_all(
+def replace_all(
     tensors: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor], log: list[Undo]
 ) -> None:
+    """Give each tensor what `change` makes of it, tied ones together; `log` takes what undoes it, last things first."""
     with torch.no_grad():
         for names in tied_groups(tensors):
             group = list({id(tensors[name]): tensors[name] for name in names}.values())
@@ -172,6 +186,29 @@ def _part(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torc
         assert ranks.rank is not None
         whole = slice_of(whole, cut, ranks.rank)
     return whole if device is None else whole.to(device)
+
+
+def _empty_part(
+    whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device, allocate: Allocate
+) -> torch.Tensor:
+    """Memory for the part of a tensor on meta; like a part that was cut, it is contiguous."""
+
+    def empty(rank: int, device: torch.device) -> torch.Tensor:
+        shape = tuple((whole if cut is None else slice_of(whole, cut, rank)).shape)
+        return allocate(shape, whole.dtype, device)
+
+    if isinstance(ranks, LocalRanks):
+        return RankTensor([empty(rank, one) for rank, one in enumerate(ranks.devices)], ranks.devices)
+    return empty(ranks.rank or 0, device)
+
+
+def runs_of(cut: CutTensor, rank: int) -> tuple[tuple[int, int], ...]:
+    """Return what a rank keeps of the dimension that is cut as (first index, index after the last) of each stretch."""
+    index = layout(cut.axis, cut.shares).kept[rank]
+    if not len(index):
+        return ()
+    breaks = numpy.flatnonzero(numpy.diff(index) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in numpy.split(index, breaks))
 
 
 def slice_of(whole: torch.Tensor, cut: CutTensor, rank: int) -> torch.Tensor:

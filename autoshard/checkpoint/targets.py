@@ -1,0 +1,200 @@
+"""Give a model on meta its memory where a plan has it, fill it from a checkpoint, and apply the plan.
+
+    placed     meta ──▶ memory on the device of each tensor ──read──▶ filled ──▶ hooks
+    cut        meta ──▶ memory for the part of each rank here ──read──▶ filled ──▶ scales and actions
+                                     what all ranks have whole: read by one of them, sent to the others
+
+Nothing is read that no device here needs. If anything fails, the model is on meta again.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autoshard.checkpoint.data import Checkpoint, Source, Target
+from autoshard.checkpoint.memory import allocate
+from autoshard.checkpoint.reading import Progress, ReadReport, read_into
+from autoshard.errors import ApplyError, CheckpointError
+from autoshard.placement import resolve_homes
+from autoshard.plan import Plan
+from autoshard.runtime.apply import check_belongs
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cuts import CutRecord
+from autoshard.runtime.devices import META, resolve_device
+from autoshard.runtime.dispatch import apply_plan
+from autoshard.runtime.moves import named_tensors, tied_groups
+from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.runtime.slices import Undo, replace_all, runs_of
+from autoshard.sizes import format_bytes
+
+PACKET_BYTES = 16 << 20
+"""Tensors smaller than this are sent to other ranks in packets of about this size."""
+
+
+def load_applied(
+    model: nn.Module,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, Source],
+    *,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> ReadReport:
+    """Fill a model whose parameters are on meta from a checkpoint, and apply a plan to it, in place.
+
+    `sources`: for one name of each tensor on meta, and of others that are to be read over, how it is made. With cuts in
+    several processes all call it; together they read the files about once. Raises `CheckpointError` for what the files
+    lack, and what `apply_plan` raises; the model is then as it was.
+    """
+    if plan.cuts:
+        loader = _CutLoader(checkpoint, sources, progress, threads)
+        apply_plan(model, plan, loader=loader)
+        assert loader.report is not None
+        return loader.report
+    tensors = named_tensors(model)
+    check_belongs(model, plan, tensors)
+    check_complete(model, {name for name, tensor in tensors.items() if tensor.is_meta}, sources)
+    log: list[Undo] = []
+    try:
+        _allocate_placed(model, plan, log)
+        targets = [Target(source=name, tensor=tensors[name]) for name in sources]
+        report = read_into(checkpoint, sources, targets, progress=progress, threads=threads)
+        apply_plan(model, plan)
+    except BaseException:
+        while log:
+            log.pop()()
+        raise
+    return report
+
+
+def check_complete(model: nn.Module, empty: Collection[str], sources: Mapping[str, Source]) -> None:
+    """Raise `CheckpointError` unless every tensor among `empty` has a source, under one of its names."""
+    groups = tied_groups(named_tensors(model))
+    missing = [names[0] for names in groups if names[0] in empty and not any(name in sources for name in names)]
+    if missing:
+        listed = ", ".join(missing[:5]) + (" and more" if len(missing) > 5 else "")
+        raise CheckpointError(
+            f"nothing says how {len(missing)} tensors of this {type(model).__name__} are filled: {listed}."
+        )
+
+
+def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for a tensor. Raises `ApplyError` that says for what there is no room."""
+    try:
+        return allocate(shape, dtype, device)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        nbytes = dtype.itemsize * torch.Size(shape).numel()
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise ApplyError(
+            f"no room for {name} ({format_bytes(nbytes)}) on {device}: {reason}. Place less on {device}, or free "
+            "memory there."
+        ) from error
+
+
+def _allocate_placed(model: nn.Module, plan: Plan, log: list[Undo]) -> None:
+    """Give memory to every tensor on meta, tied ones together, on the device of the first of their names."""
+    tensors = named_tensors(model)
+    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
+    devices = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
+
+    def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made = allocate_named(name, tuple(tensor.shape), tensor.dtype, devices[homes.entries[name]])
+        return made if tensor.is_contiguous() else torch.empty_like(tensor, device=made.device)
+
+    replace_all(tensors, memory, log)
+
+
+@dataclass(slots=True)
+class _CutLoader:
+    """Fills a model while it is being cut; see `runtime.cuts.Loader`."""
+
+    checkpoint: Checkpoint
+    sources: Mapping[str, Source]
+    progress: Progress | None
+    threads: int | None
+    readers: dict[str, int] = field(default_factory=dict)
+    report: ReadReport | None = None
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return allocate_named("a part of the model", shape, dtype, device)
+
+    def fill(self, model: nn.Module, record: CutRecord) -> None:
+        check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
+        tensors = named_tensors(model)
+        self.readers = _readers(tensors, self.sources, record)
+        targets = [
+            target
+            for name in self.sources
+            if self.readers.get(name, record.ranks.rank) == record.ranks.rank
+            for target in _targets_of(name, tensors[name], record)
+        ]
+        self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress, threads=self.threads)
+
+    def share(self, model: nn.Module, record: CutRecord) -> None:
+        ranks = record.ranks
+        if not isinstance(ranks, ProcessRanks):
+            return
+        tensors = named_tensors(model)
+        with torch.no_grad():
+            for reader in range(ranks.size):
+                read = [_bytes_of(tensors[name]) for name in self.sources if self.readers.get(name) == reader]
+                for packet in _packets(read):
+                    _send(packet, ranks, reader)
+
+
+def _targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[Target]:
+    """Yield what the ranks in this process have of a tensor."""
+    cut = record.tensors.get(name)
+    parts = dict(enumerate(tensor.parts)) if isinstance(tensor, RankTensor) else {record.ranks.rank or 0: tensor}
+    for rank, part in parts.items():
+        if cut is None:
+            yield Target(source=name, tensor=part)
+        else:
+            yield Target(source=name, tensor=part, dim=cut.dim, runs=runs_of(cut, rank))
+
+
+def _readers(tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], record: CutRecord) -> dict[str, int]:
+    """Name of what every process has whole -> the rank that reads it: each about the same number of bytes."""
+    if not isinstance(record.ranks, ProcessRanks):
+        return {}
+    whole = [name for name in sources if name not in record.tensors and tensors[name].is_contiguous()]
+    load = [0] * record.ranks.size
+    readers = {}
+    for name in sorted(whole, key=lambda name: -tensors[name].nbytes):
+        readers[name] = load.index(min(load))
+        load[readers[name]] += tensors[name].nbytes
+    return readers
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _packets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group tensors for sending: large ones alone, small ones together."""
+    packet: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if packet and size + tensor.nbytes > PACKET_BYTES:
+            yield packet
+            packet, size = [], 0
+        packet.append(tensor)
+        size += tensor.nbytes
+    if packet:
+        yield packet
+
+
+def _send(packet: list[torch.Tensor], ranks: ProcessRanks, reader: int) -> None:
+    """Send tensors of one rank to all others, which have memory for them."""
+    if len(packet) == 1:
+        ranks.broadcast(packet[0], reader)
+        return
+    together = torch.cat(packet)
+    ranks.broadcast(together, reader)
+    if ranks.rank != reader:
+        for tensor, values in zip(packet, together.split([one.numel() for one in packet]), strict=True):
+            tensor.copy_(values)
