@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -208,6 +209,7 @@ def lower_bound(profile: Profile, cluster: Cluster, objective: str, units: Units
     `objective`: "latency" or "throughput" (the bottleneck). Copies count nothing here, and units may be split.
     """
     units = units or find_units(profile)
+    cluster = replace(cluster, devices=tuple(device for device in cluster.devices if device.name != "disk"))
     seconds = unit_seconds(profile, cluster, units)
     capacity = np.array([device.budget_bytes for device in cluster.devices], np.float64)
     # What activations take depends on the neighbours, so only tensors and optimizer state are held against capacity.

@@ -24,6 +24,8 @@ class DeviceEstimate:
     peak_bytes: int
     compute_seconds: float
     transfer_seconds: float
+    slot_bytes: int = 0
+    stored_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
@@ -45,6 +47,39 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLink:
+    """Parameters brought from "cpu" or "disk" to a device in one pass: `modules` in `fetches`, once per call each."""
+
+    source: str
+    destination: str
+    modules: int
+    fetches: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """What a pass of a plan with streamed modules is made of, in the long run.
+
+    Attributes:
+        compute_seconds: all that computes, copies of activations included.
+        bound_seconds: no order of bringing what this plan streams is faster: the slowest of computing and of each link.
+        stall_seconds: of the pass in which nothing computes, waiting for parameters.
+    """
+
+    links: tuple[StreamLink, ...]
+    compute_seconds: float
+    bound_seconds: float
+    stall_seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Brought in one pass, over all links."""
+        return sum(link.nbytes for link in self.links)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
 
@@ -55,6 +90,7 @@ class Estimate:
         bottleneck_seconds: the busiest device with its incoming transfers: 1 / throughput when passes overlap.
         lower_bound_seconds: no plan of this kind on this cluster can have a lower value of the objective.
         gap: (objective value - lower bound) / lower bound; 0 means proved optimal.
+        streaming: of a plan with streamed modules; `latency_seconds` then overlaps bringing with computing.
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
             `all_reduces` and `all_gathers` of them in one pass.
     """
@@ -73,3 +109,4 @@ class Estimate:
     collective_seconds: float = 0.0
     all_reduces: int = 0
     all_gathers: int = 0
+    streaming: Streaming | None = None

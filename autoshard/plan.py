@@ -80,6 +80,8 @@ class Plan:
     def device_map(self) -> dict[str, str]:
         """The dict that `from_pretrained(device_map=…)` and `accelerate.dispatch_model` take.
 
+        Streamed modules are on "cpu" or "disk" there, which is how Accelerate writes what it brings for each call.
+
         Raises `PlanError` for a plan with cuts: no such dict can say that parameters are cut.
         """
         if self.cuts:
@@ -87,7 +89,7 @@ class Plan:
                 f"this plan cuts parameters over {len(self.devices)} devices, which a device map can't say: it places "
                 'whole modules. Use autoshard.apply(model, plan), or plan with strategy="balanced".'
             )
-        return dict(self.placements)
+        return {**self.placements, **self.streamed}
 
     @classmethod
     def from_device_map(
@@ -135,6 +137,10 @@ class Plan:
             rows = [asdict(row) for row in data.pop(name)]
             if rows:  # plans that cut nothing look as they always did
                 data[name] = rows
+        if self.streamed:  # so do plans that keep everything in place
+            data["streamed"] = dict(data.pop("streamed"))
+        else:
+            del data["streamed"]
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod

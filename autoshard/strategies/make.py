@@ -18,6 +18,8 @@ from autoshard.strategies.auto import auto
 from autoshard.strategies.balanced import balanced, balanced_low_0
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.levels import coarsen, cut_depths
+from autoshard.strategies.offload import Offloaded, offload
+from autoshard.strategies.offload_words import explain_offload, may_stream, offload_refusal, why_not_streamed
 from autoshard.strategies.paths import collapse, pins_of_units
 from autoshard.strategies.problem import device_kinds
 from autoshard.strategies.reasons import explain
@@ -25,6 +27,7 @@ from autoshard.strategies.refusal import refusal
 from autoshard.strategies.sequential import sequential
 from autoshard.strategies.solve import Objective, Solution, can_fit
 from autoshard.strategies.units import chain_from_profile
+from autoshard.stream_cost import compute_devices
 
 Strategy = Callable[[Chain, Objective], Solution | None]
 STRATEGIES: dict[str, Strategy] = {
@@ -82,33 +85,69 @@ def make_plan(
     if unknown:
         raise SpecError(f"max_memory names {', '.join(unknown)}; the devices are {', '.join(cluster.names)}.")
     limits = {name: min(size, cluster.device(name).memory_bytes) for name, size in (max_memory or {}).items()}
-    limited = cluster.with_memory(limits)
+    every = cluster.with_memory(limits)
+    computing = _computing(profile, every)
+    limited = replace(every, devices=tuple(every.device(name) for name in computing))
     units = find_units(profile)
-    fixed = pins_of_units(pins or {}, units.paths, profile.graph, cluster.names)
+    fixed = pins_of_units(pins or {}, units.paths, profile.graph, limited.names)
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found = place(profile, limited, units, chain, strategy, goal)
+    if may_stream(profile, every) and (found is None or _leaves_accelerators(found, objective)):
+        streamed = offload(profile, every, units, fixed, computing=computing, strategy=strategy, objective=goal)
+        if found is None and not isinstance(streamed, Offloaded):
+            raise PlanError(offload_refusal(streamed, every, computing))
+        if isinstance(streamed, Offloaded) and (found is None or streamed.value < _value(found, goal)):
+            reasons = explain_offload(profile, every, streamed, None if found is None else _value(found, goal))
+            return _plan(profile, every, strategy, objective, pins, streamed, reasons)
     if found is None:
 
         def works(larger: Cluster) -> bool:
             posed = chain_from_profile(profile, larger, pins=fixed, units=units)
             return place(profile, larger, units, posed, strategy, goal) is not None
 
-        raise PlanError(refusal(chain, limited, works))
+        raise PlanError(refusal(chain, limited, works) + why_not_streamed(profile, every))
+    reasons = explain(strategy, goal, chain, found.chain, found.solution, found.estimate)
+    return _plan(profile, every, strategy, objective, pins, found, reasons)
+
+
+def _computing(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
+    """Devices that compute: training needs every parameter where it is, so "cpu" then always does."""
+    if profile.workload.training:
+        names = tuple(name for name in cluster.names if name != "disk")
+    else:
+        names = compute_devices(cluster)
+    if not names:
+        raise SpecError('"disk" computes nothing. Give a device that does, as in {"cpu": "4GiB", "disk": "100GiB"}.')
+    return names
+
+
+def _leaves_accelerators(found: "Checked", objective: Objective | str) -> bool:
+    """Whether a plan computes on the CPU what accelerators had no room for; then streaming may be faster."""
+    used = set(found.placements.values())
+    return objective != "memory" and "cpu" in used and set(found.chain.devices) != {"cpu"}
+
+
+def _plan(
+    profile: Profile, cluster: Cluster, strategy: str, objective: str, pins: Mapping[str, str] | None,
+    found: "Checked | Offloaded", reasons: tuple[str, ...],
+) -> Plan:  # fmt: skip
+    """Write down what was decided."""
     return Plan(
         strategy=strategy,
         objective=objective,
         workload=profile.workload,
         devices=tuple(
-            PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in limited.devices
+            PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in cluster.devices
         ),
         placements=dict(found.placements),
         aligned=found.flow.aligned,
         unfolded=found.flow.unfolded,
         written_back=found.flow.written_back,
-        reasons=explain(strategy, goal, chain, found.chain, found.solution, found.estimate),
+        reasons=reasons,
         fingerprint=profile.graph.fingerprint,
         pins=dict(pins or {}),
+        streamed=dict(found.streamed) if isinstance(found, Offloaded) else {},
     )
 
 
@@ -124,8 +163,6 @@ def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
         raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join((*STRATEGIES, 'column-parallel'))}.")
     if objective not in OBJECTIVES:
         raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
-    if "disk" in cluster.names:
-        raise SpecError('modules cannot be kept on "disk" yet. Leave it out; "cpu" can take what accelerators cannot.')
 
 
 def place(

@@ -160,9 +160,12 @@ def test_bad_settings_are_refused(profiles, settings, message) -> None:
         make_plan(profiles["inference"], devices(cpu_0="1MiB", cpu_1="1MiB"), **{"strategy": "balanced", **settings})
 
 
-def test_disk_is_refused(profiles) -> None:
-    with pytest.raises(SpecError, match='"disk" yet'):
-        make_plan(profiles["inference"], parse_devices({"cpu": "1GiB", "disk": "9GiB"}))
+def test_a_disk_computes_nothing(profiles) -> None:
+    with pytest.raises(SpecError, match='"disk" computes nothing'):
+        make_plan(profiles["inference"], parse_devices({"disk": "9GiB"}))
+    alone = make_plan(profiles["inference"], parse_devices({"cpu": "1GiB"}))
+    beside = make_plan(profiles["inference"], parse_devices({"cpu": "1GiB", "disk": "9GiB"}))
+    assert beside.placements == alone.placements and not beside.streamed
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

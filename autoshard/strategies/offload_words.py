@@ -1,0 +1,106 @@
+"""Sentences about streamed modules: why these, what bounds the pass, and what would help where nothing fits."""
+
+from collections.abc import Sequence
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.profile.profile import Profile
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.strategies.offload import Lack, Offloaded
+from autoshard.stream_cost import STORES
+
+
+def may_stream(profile: Profile, cluster: Cluster) -> bool:
+    """Whether parameters may be away from their device at all: there is a place for them, and no gradients."""
+    return not profile.workload.training and any(name in STORES for name in cluster.names) and len(cluster.names) > 1
+
+
+def why_not_streamed(profile: Profile, cluster: Cluster) -> str:
+    """Say, after a refusal, why "cpu" or "disk" did not take what has no room; "" if there is nothing to say."""
+    if not profile.workload.training or "disk" not in cluster.names:
+        return ""
+    return (
+        ' "disk" can\'t hold weights in training: the backward pass reads them again and the optimizer writes them. '
+        "Leave it out, or plan for inference."
+    )
+
+
+def explain_offload(
+    profile: Profile, cluster: Cluster, found: Offloaded, resident_seconds: float | None
+) -> tuple[str, ...]:
+    """Say why modules are streamed, where the others are, what bounds the pass, and how far from the best it is."""
+    figures = found.estimate
+    streaming = figures.streaming
+    assert streaming is not None
+    using = sorted(set(found.placements.values()), key=cluster.names.index)
+    room = sum(cluster.device(name).budget_bytes for name in using)
+    weights = profile.parameter_bytes
+    reasons = []
+    if resident_seconds is None:
+        some = " and ".join(using)
+        reasons.append(
+            f"the parameters take {format_bytes(weights)} and {some} {'have' if len(using) > 1 else 'has'} "
+            f"{format_bytes(room)}, so {len(found.streamed)} modules are kept elsewhere and brought for each call, "
+            "the next ones while one computes"
+        )
+    else:
+        reasons.append(
+            f"bringing {len(found.streamed)} modules for each call is faster than computing them on cpu: "
+            f"{format_seconds(found.value)} instead of {format_seconds(resident_seconds)}"
+        )
+    for link in streaming.links:
+        reasons.append(
+            f"{link.modules} modules come from {link.source} to {link.destination}: {format_bytes(link.nbytes)} and "
+            f"{format_seconds(link.seconds)} per pass"
+        )
+    if len([link for link in streaming.links if link.source == "disk"]) > 1:
+        reasons.append("all devices share the disk, which serves them in the order in which they ask")
+    slots = [(d.name, d.slot_bytes) for d in figures.devices if d.slot_bytes]
+    reasons += [f"{name} keeps {format_bytes(nbytes)} free for two of them at a time" for name, nbytes in slots]
+    stalled = streaming.stall_seconds / figures.latency_seconds if figures.latency_seconds else 0.0
+    if stalled > 5e-3:
+        reasons.append(
+            f"computing waits {stalled:.0%} of the time: the links are the limit"
+            if figures.latency_seconds <= streaming.bound_seconds * 1.001
+            else f"computing waits {stalled:.0%} of the time"
+        )
+    else:
+        reasons.append("computing hides all that is brought")
+    over = found.value / figures.lower_bound_seconds - 1 if figures.lower_bound_seconds else 0.0
+    reasons.append(f"at most {over:.2%} above the fastest plan with streamed modules (proved by a lower bound)")
+    return tuple(reasons)
+
+
+def offload_refusal(lack: Lack, cluster: Cluster, computing: Sequence[str]) -> str:
+    """Say what has too little room for what, by how many bytes, and what to change."""
+    missing = lack.need_bytes - lack.has_bytes
+    if not lack.where and not lack.need_bytes:
+        return (
+            "the model does not fit, and none of its modules can be kept elsewhere between its calls: their parameters "
+            "are also read from outside, or are tied to those of others. Give "
+            f"{' or '.join(computing)} more memory."
+        )
+    if not lack.where:
+        stores = [name for name in cluster.names if name in STORES and name not in computing]
+        need, has = format_bytes(lack.need_bytes), format_bytes(lack.has_bytes)
+        if not stores:
+            stores = ["cpu"]
+        some = " and ".join(computing)
+        more = "" if "disk" in stores else ', or add a disk, as in {"disk": "500GiB"}'
+        return (
+            f"the model does not fit: parameters of {need} at least have to be kept away from {some}, "
+            f"and {' and '.join(stores)} {'have' if len(stores) > 1 else 'has'} room for {has}, "
+            f"{format_bytes(missing)} too little. Give {stores[-1]} that much more{more}."
+        )
+    if lack.largest:
+        return (
+            f"the model does not fit: {lack.where} has {format_bytes(lack.has_bytes)} left for parameters, and to "
+            f"bring them one module after the other takes room for two, {lack.largest}: "
+            f"{format_bytes(lack.need_bytes)}, {format_bytes(missing)} too little. "
+            f"Give {lack.where} that much more memory, or use a smaller batch."
+        )
+    return (
+        f"the model does not fit even with its weights elsewhere: what must be on {lack.where} takes "
+        f"{format_bytes(lack.need_bytes)} at its peak, with two modules at a time, and it has "
+        f"{format_bytes(lack.has_bytes)}, {format_bytes(missing)} too little. "
+        f"Give {lack.where} more memory, a smaller batch or a shorter sequence."
+    )

@@ -1,0 +1,311 @@
+"""What a plan costs that keeps some modules away from their device between calls: what is brought, when, and where.
+
+* Bytes of a device: the flow's buffers without the parameters of streamed modules, and the two largest of those
+  modules, which are the most that its two slots can hold at a time.
+* Bytes of "cpu" and "disk": the parameters kept there, beside what computes there.
+* Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call.
+* Seconds of a pass: the schedule of `stream_schedule`, in the long run. Copies of activations between devices count as
+  computing; that they share a link with what is brought does not.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cost import estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
+from autoshard.errors import PlanError
+from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
+from autoshard.flow import HOST_NAME, Flow, flow
+from autoshard.module_paths import above
+from autoshard.placement import covering_entry
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.profile.units import find_units
+from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_seconds
+
+STORES = ("cpu", "disk")
+_BISECTIONS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """A streamed module: its device, where its parameters are between calls, their storages, and its calls as ops."""
+
+    path: str
+    device: str
+    store: str
+    storages: tuple[int, ...]
+    calls: tuple[tuple[int, int], ...]
+
+
+def estimate_streamed(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    flow_of_plan: Flow | None = None,
+    lower_bound_seconds: float | None = None,
+) -> Estimate:
+    """Compute the consequences of a plan with streamed modules; the arguments are those of `cost.estimate`.
+
+    Raises `PlanError` if the plan names a device or a module that is not there.
+    """
+    lacking = sorted({*plan.placements.values(), *plan.streamed.values()} - set(cluster.names))
+    if lacking:
+        raise PlanError(
+            f"the plan needs {', '.join(lacking)}, but the devices are {', '.join(cluster.names)}. "
+            "Give these devices, or plan again for the ones there are."
+        )
+    graph = profile.graph
+    modules = _streamed(plan, graph)
+    moves = flow_of_plan or flow(graph, plan.placements)
+    bare = estimate(
+        plan, profile, cluster, flow_of_plan=without_storages(moves, (s for m in modules for s in m.storages)),
+        lower_bound_seconds=0.0,
+    )  # fmt: skip
+    timed = [module for module in modules if module.store != module.device]
+    fetch = [_fetch_seconds(module, graph, cluster) for module in timed]
+    on_disk = [module.store == "disk" for module in timed]
+    calls, after = pass_calls(profile, cluster, moves, timed)
+    latency = steady_seconds(calls, after, fetch, on_disk)
+    devices = tuple(_with_streamed(device, modules, graph, cluster) for device in bare.devices)
+    bottleneck = _bottleneck(profile, cluster, moves, timed, fetch, bare)
+    value = bottleneck if plan.objective == "throughput" else latency
+    bound = lower_bound_seconds
+    if bound is None:
+        bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
+    computing = sum(call.before_seconds + call.seconds for call in calls) + after
+    return replace(
+        bare,
+        devices=devices,
+        latency_seconds=latency,
+        bottleneck_seconds=bottleneck,
+        lower_bound_seconds=bound,
+        gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
+        fits=all(device.free_bytes >= 0 for device in devices),
+        streaming=Streaming(
+            links=_links(timed, fetch, graph),
+            compute_seconds=computing,
+            bound_seconds=least_seconds(calls, after, fetch, on_disk),
+            stall_seconds=max(0.0, latency - computing),
+        ),
+    )
+
+
+def compute_devices(cluster: Cluster) -> tuple[str, ...]:
+    """Devices that compute: all but the disk, and "cpu" only where it is not the store beside simulated devices.
+
+    A simulated device (cpu:0) stands for an accelerator, and is as fast as the CPU by the table.
+    """
+    others = [name for name in cluster.names if name not in STORES]
+    simulated = any(name.startswith("cpu:") for name in others)
+    if "cpu" in cluster.names and not simulated:
+        return tuple(name for name in cluster.names if name != "disk")
+    return tuple(others)
+
+
+def fetch_seconds(storages: Sequence[int], graph: ModelGraph, cluster: Cluster, store: str, device: str) -> float:
+    """Return the seconds of bringing some parameters from a store to a device, one copy each."""
+    link = cluster.link(store, device)
+    return sum(link.seconds(graph.storages[storage].nbytes) for storage in storages)
+
+
+def without_storages(moves: Flow, storages: Iterable[int]) -> Flow:
+    """Return the same flow without the memory of some storages; copies of them stay."""
+    rows = moves.buffers
+    keep = rows.copied | ~np.isin(rows.storage, np.fromiter(storages, np.int64, -1))
+    columns = {name: getattr(rows, name)[keep] for name in ("storage", "device", "nbytes", "born", "died", "copied")}
+    return replace(moves, buffers=replace(rows, **columns))
+
+
+def pass_calls(
+    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed], only: str | None = None
+) -> tuple[tuple[StreamCall, ...], float]:
+    """Return the calls of some modules in order, with the seconds between and in them, and those after the last.
+
+    `only`: count what runs on this device alone.
+    """
+    seconds = np.zeros(moves.steps + 1)
+    placed = np.array(moves.op_device, np.int64)
+    for index, name in enumerate(moves.devices):
+        if name in cluster.names and only in (None, name):
+            mine = placed == index
+            seconds[:-1][mine] = op_seconds(profile, cluster.device(name))[mine]
+    for copy in moves.copies:
+        counts = not copy.kept and moves.counts(copy) and HOST_NAME not in (copy.source, copy.destination)
+        if counts and only in (None, copy.destination):
+            seconds[int(copy.born)] += cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+    numbers = {name: i for i, name in enumerate(moves.devices)}
+    spans = sorted(
+        (begin, end, index)
+        for index, module in enumerate(modules)
+        for begin, end in module.calls
+        if only in (None, module.device)
+    )
+    calls, at = [], 0
+    for begin, end, index in spans:
+        calls.append(
+            StreamCall(
+                module=index, device=numbers[modules[index].device], seconds=float(total[end] - total[begin]),
+                before_seconds=float(total[begin] - total[at]),
+            )
+        )  # fmt: skip
+        at = end
+    return tuple(calls), float(total[-1] - total[at])
+
+
+def _streamed(plan: Plan, graph: ModelGraph) -> list[Streamed]:
+    """The streamed modules of a plan with what the graph knows of them."""
+    known = {module.path for module in graph.modules}
+    unknown = [path for path in plan.streamed if path not in known]
+    if unknown:
+        raise PlanError(f"the plan streams {', '.join(unknown[:3])}, but the model has no such module. Plan again.")
+    device_of: dict[str, str] = {}
+    storages: dict[str, dict[int, None]] = {path: {} for path in plan.streamed}
+    for tensor in graph.tensors:
+        path = next((path for path in (tensor.module, *above(tensor.module)) if path in storages), None)
+        if path is not None and tensor.kind == "parameter" and tensor.nbytes:
+            storages[path][tensor.storage] = None
+            entry = covering_entry(plan.placements, tensor.name)
+            if entry is not None:
+                device_of.setdefault(path, plan.placements[entry])
+    calls: dict[str, list[tuple[int, int]]] = {path: [] for path in plan.streamed}
+    for call in graph.calls:
+        if call.path in calls and call.begin not in graph.uncounted:
+            calls[call.path].append((call.begin, call.end))
+    return [
+        Streamed(
+            path=path, device=device_of[path], store=store, storages=tuple(storages[path]),
+            calls=tuple(sorted(calls[path])),
+        )
+        for path, store in plan.streamed.items()
+        if path in device_of
+    ]  # fmt: skip
+
+
+def _fetch_seconds(module: Streamed, graph: ModelGraph, cluster: Cluster) -> float:
+    return fetch_seconds(module.storages, graph, cluster, module.store, module.device)
+
+
+def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> int:
+    """Return the bytes that storages take on a device that allocates in blocks."""
+    return sum(-(-graph.storages[storage].nbytes // block_bytes) * block_bytes for storage in storages)
+
+
+def _with_streamed(
+    device: DeviceEstimate, modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster
+) -> DeviceEstimate:
+    """Add what the slots of a device hold, or what is kept on it."""
+    block = cluster.device(device.name).block_bytes
+    here = [held_bytes(module.storages, graph, block) for module in modules if module.device == device.name]
+    slots = sum(sorted(here, reverse=True)[:SLOTS])
+    stored = sum(held_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
+    overhead = 0 if device.peak_bytes or not slots else cluster.device(device.name).overhead_bytes
+    return replace(
+        device,
+        slot_bytes=slots,
+        stored_bytes=stored,
+        overhead_bytes=device.overhead_bytes + overhead,
+        peak_bytes=device.peak_bytes + slots + stored + overhead,
+    )
+
+
+def _bottleneck(
+    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed], fetch: Sequence[float],
+    bare: Estimate,
+) -> float:  # fmt: skip
+    """Seconds of the busiest device when passes overlap: each plays its own calls; or of the disk they share."""
+    on_disk = [module.store == "disk" for module in modules]
+    times = [device.compute_seconds + device.transfer_seconds for device in bare.devices]
+    for name in dict.fromkeys(module.device for module in modules):
+        calls, after = pass_calls(profile, cluster, moves, modules, only=name)
+        times.append(steady_seconds(calls, after, fetch, on_disk))
+    from_disk = zip(modules, fetch, strict=True)
+    times.append(sum(len(module.calls) * seconds for module, seconds in from_disk if module.store == "disk"))
+    return max(times)
+
+
+def _links(modules: Sequence[Streamed], fetch: Sequence[float], graph: ModelGraph) -> tuple[StreamLink, ...]:
+    """What comes over each link in one pass."""
+    rows: dict[tuple[str, str], list[float]] = {}
+    for module, seconds in zip(modules, fetch, strict=True):
+        row = rows.setdefault((module.store, module.device), [0, 0, 0, 0.0])
+        nbytes = held_bytes(module.storages, graph, 1)
+        times = len(module.calls)
+        for i, more in enumerate((1, times, times * nbytes, times * seconds)):
+            row[i] += more
+    return tuple(
+        StreamLink(source=source, destination=device, modules=int(n), fetches=int(k), nbytes=int(b), seconds=s)
+        for (source, device), (n, k, b, s) in rows.items()
+    )
+
+
+def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computing: Sequence[str]) -> float:
+    """Return seconds that no placement with any modules streamed can go below on this cluster.
+
+    In T seconds a link of B bytes per second brings at most T B bytes, so no device reads more than its memory + T B
+    of parameters in a pass, and all of them no more than all memory + T times the disk's rate. The bound is the least T
+    for which the relaxed placement with that much memory takes no more than T.
+    """
+    units = find_units(profile)
+    devices = tuple(cluster.device(name) for name in computing)
+    limited = replace(cluster, devices=devices)
+    seconds = unit_seconds(profile, limited, units)
+    fetches = _least_fetches(profile.graph, units.paths)
+    held = np.where(np.bincount(units.op_unit, minlength=len(units.paths)) > 0, weight_bytes(profile, units), 0.0)
+    least = float(fetches[held > 0].min(initial=np.inf))
+    rates = np.array([max(_rates(cluster, device).values(), default=0.0) for device in devices])
+    budget = np.array([max(device.budget_bytes, 0) for device in devices], float)
+    inside = float(budget.sum()) + (cluster.device("cpu").budget_bytes if _stores_on_cpu(cluster, computing) else 0)
+    disk = max((_rates(cluster, device).get("disk", 0.0) for device in devices), default=0.0)
+    total = float(held.sum())
+
+    def holds(limit: float) -> bool:
+        """Whether a pass may take `limit` seconds, by the relaxation."""
+        if total > inside + limit * disk / least or total > float((budget + limit * rates / least).sum()):
+            return False
+        goal = "throughput" if objective == "throughput" else "latency"
+        return relaxed_bound(seconds, held, budget + limit * rates / least, goal) <= limit
+
+    low = relaxed_bound(
+        seconds, held, np.full(len(devices), 2 * total + 1), "throughput" if objective == "throughput" else "latency"
+    )
+    if holds(low * (1 + 1e-9)) or not np.isfinite(least):
+        return low
+    high = max(low, total / max(float(rates.sum()), 1.0), 1e-9)
+    for _ in range(60):
+        if holds(high):
+            break
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low
+
+
+def _stores_on_cpu(cluster: Cluster, computing: Sequence[str]) -> bool:
+    """Whether "cpu" has room beside what the computing devices have."""
+    return "cpu" in cluster.names and "cpu" not in computing
+
+
+def _rates(cluster: Cluster, device: Device) -> dict[str, float]:
+    """Bytes per second from each store to a device."""
+    stores = [store for store in STORES if store in cluster.names and store != device.name]
+    return {store: cluster.link(store, device.name).bytes_per_second for store in stores}
+
+
+def _least_fetches(graph: ModelGraph, paths: Sequence[tuple[str, ...]]) -> np.ndarray:
+    """Per unit, how often it is fetched at least: the fewest calls of any module around its tensors."""
+    counts: dict[str, int] = {}
+    for call in graph.calls:
+        if call.path and call.begin not in graph.uncounted:
+            counts[call.path] = counts.get(call.path, 0) + 1
+    found = []
+    for of_unit in paths:
+        around = [outer for path in of_unit for outer in (path, *above(path)) if outer in counts]
+        found.append(min((counts[path] for path in around), default=1))
+    return np.array(found, float)
