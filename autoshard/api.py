@@ -157,10 +157,12 @@ def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any 
     from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.cost import estimate as of_placements
     from autoshard.cut_cost import estimate_cuts
+    from autoshard.stream_cost import estimate_streamed
 
     plan = _as_plan(plan, profile)
     cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
-    return (estimate_cuts if plan.cuts else of_placements)(plan, profile, cluster)
+    price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else of_placements
+    return price(plan, profile, cluster)
 
 
 def apply(
