@@ -14,9 +14,7 @@ from autoshard.errors import PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
 from autoshard.runtime.moves import move_tensors, named_tensors
-from tests.packed_models import Blocks, Scaled, pack_linears
-
-TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
 
 
 def quantised(model: nn.Module) -> nn.Module:

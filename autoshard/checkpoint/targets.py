@@ -9,6 +9,7 @@ Nothing is read that no device here needs. If anything fails, the model is on me
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
 from autoshard.errors import ApplyError, CheckpointError
+from autoshard.packed import repacked, stored_bytes, stored_tensors
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.runtime.apply import check_belongs
@@ -102,10 +104,15 @@ def _allocate_placed(model: nn.Module, plan: Plan, log: list[Undo]) -> None:
     def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        made = allocate_named(name, tuple(tensor.shape), tensor.dtype, devices[homes.entries[name]])
-        return made if tensor.is_contiguous() else torch.empty_like(tensor, device=made.device)
+        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[homes.entries[name]]))
 
     replace_all(tensors, memory, log)
+
+
+def _memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor on meta, with its strides."""
+    made = allocate_named(name, tuple(tensor.shape), tensor.dtype, device)
+    return made if tensor.is_contiguous() else torch.empty_like(tensor, device=made.device)
 
 
 @dataclass(slots=True)
@@ -142,7 +149,7 @@ class _CutLoader:
         with torch.no_grad():
             for reader in range(ranks.size):
                 read = [_bytes_of(tensors[name]) for name in self.sources if self.readers.get(name) == reader]
-                for packet in _packets(read):
+                for packet in _packets(list(chain.from_iterable(read))):
                     _send(packet, ranks, reader)
 
 
@@ -161,17 +168,21 @@ def _readers(tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source],
     """Name of what every process has whole -> the rank that reads it: each about the same number of bytes."""
     if not isinstance(record.ranks, ProcessRanks):
         return {}
-    whole = [name for name in sources if name not in record.tensors and tensors[name].is_contiguous()]
+    whole = [name for name in sources if name not in record.tensors and _is_contiguous(tensors[name])]
     load = [0] * record.ranks.size
     readers = {}
-    for name in sorted(whole, key=lambda name: -tensors[name].nbytes):
+    for name in sorted(whole, key=lambda name: -stored_bytes(tensors[name])):
         readers[name] = load.index(min(load))
-        load[readers[name]] += tensors[name].nbytes
+        load[readers[name]] += stored_bytes(tensors[name])
     return readers
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return all(stored.is_contiguous() for stored in stored_tensors(tensor))
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [stored.detach().reshape(-1).view(torch.uint8) for stored in stored_tensors(tensor)]
 
 
 def _packets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

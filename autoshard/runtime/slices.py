@@ -192,6 +192,8 @@ def _empty_part(
     whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device, allocate: Allocate
 ) -> torch.Tensor:
     """Memory for the part of a tensor on meta; like a part that was cut, it is contiguous."""
+    if is_packed(whole):
+        return repacked(whole, lambda stored: _empty_part(stored, None, ranks, device, allocate))
 
     def empty(rank: int, device: torch.device) -> torch.Tensor:
         shape = tuple((whole if cut is None else slice_of(whole, cut, rank)).shape)

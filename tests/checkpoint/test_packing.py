@@ -1,18 +1,21 @@
 """Weights packed while they are read: the same values as packing the whole ones, never many whole rows in memory."""
 
-import dataclasses
+import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import autoshard
 from autoshard.checkpoint import packing
-from autoshard.checkpoint.data import Piece, Source, Target
+from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.reading import read_into
+from autoshard.checkpoint.targets import load_applied
 from autoshard.packed import repacked, stored_bytes, stored_tensors
-from tests.packed_models import Scaled
+from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def test_packed_by_rows_as_whole(weights, monkeypatch, batch, elements):
     monkeypatch.setattr(packing, "PACKED_ELEMENTS", elements)
     tensors, checkpoint = weights
     sources = {name: _source(name, tensor) for name, tensor in tensors.items()}
-    sources["b"] = dataclasses.replace(sources["b"], pack=None)
+    sources["b"] = replace(sources["b"], pack=None)
     targets = {name: _empty(tensor) if name != "b" else torch.empty_like(tensor) for name, tensor in tensors.items()}
     seen = []
     report = read_into(
@@ -57,7 +60,7 @@ def test_packed_by_rows_as_whole(weights, monkeypatch, batch, elements):
 
 def test_packed_after_the_cast_and_for_several_targets(weights):
     tensors, checkpoint = weights
-    source = dataclasses.replace(_source("a", tensors["a"]), dtype=torch.float32)
+    source = replace(_source("a", tensors["a"]), dtype=torch.float32)
     with autoshard.simulate("2x1MiB") as devices:
         targets = [_empty(tensors["a"].float(), device) for device in devices]
         read_into(checkpoint, {"a": source}, [Target(source="a", tensor=into) for into in targets])
@@ -72,7 +75,7 @@ def test_computed_and_joined_sources_are_packed(weights, monkeypatch):
         shape=(57, 8), dtype=torch.bfloat16, pack=Scaled.pack,
         pieces=(Piece(entry="a", region=((0, 40), (0, 8))), Piece(entry="c", region=((40, 17), (0, 8)))),
     )  # fmt: skip
-    computed = dataclasses.replace(joined, pieces=(), compute=(("a", "c"), lambda a, c: torch.cat([a, c])))
+    computed = replace(joined, pieces=(), compute=(("a", "c"), lambda a, c: torch.cat([a, c])))
     targets = {"joined": _empty(whole), "computed": _empty(whole)}
     read_into(
         checkpoint, {"joined": joined, "computed": computed},
@@ -81,12 +84,54 @@ def test_computed_and_joined_sources_are_packed(weights, monkeypatch):
     assert all(_equal(into, Scaled.pack(whole)) for into in targets.values())
 
 
+def _saved_blocks(tmp_path, **settings) -> tuple[nn.Module, nn.Module, Checkpoint, dict[str, Source]]:
+    """A model whose layers' last linear is packed, the same on meta, and how that is filled."""
+    torch.manual_seed(0)
+    whole = Blocks(**settings).eval()
+    for block in whole.blocks:
+        block.append(nn.Linear(block[-1].out_features, block[-1].out_features))
+    save_file({name: tensor.detach() for name, tensor in whole.state_dict().items()}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    empty = copy.deepcopy(whole).to("meta")
+    sources = {name: replace(_source(name, tensor), pack=None) for name, tensor in whole.state_dict().items()}
+    for index in range(len(whole.blocks)):
+        pack_linears(whole.blocks[index][3:])
+        pack_linears(empty.blocks[index][3:])
+        name = f"blocks.{index}.3.weight"
+        sources[name] = replace(sources[name], pack=Scaled.pack)
+    return whole, empty, checkpoint, sources
+
+
+@torch.no_grad()
+def test_a_placed_model_is_filled_with_packed_weights(tmp_path):
+    whole, empty, checkpoint, sources = _saved_blocks(tmp_path)
+    expected = whole(TOKENS)
+    with autoshard.simulate("2x1MiB") as devices:
+        plan = autoshard.plan(empty, devices.cluster, inputs=TOKENS, strategy="balanced", pins={"blocks.2": "cpu:1"})
+        load_applied(empty, plan, checkpoint, sources)
+        assert sum(devices.memory(name)[0] for name in devices) == sum(map(stored_bytes, whole.parameters()))
+        assert empty(TOKENS).cpu().equal(expected)
+
+
+@torch.no_grad()
+def test_a_cut_model_is_filled_with_packed_weights(tmp_path):
+    whole, empty, checkpoint, sources = _saved_blocks(tmp_path, width=64)
+    expected = whole(TOKENS)
+    with autoshard.simulate("2x230KiB") as devices:
+        plan = autoshard.plan(empty, devices.cluster, inputs=TOKENS, strategy="column-parallel")
+        assert plan.cuts
+        load_applied(empty, plan, checkpoint, sources)
+        torch.testing.assert_close(empty(TOKENS).cpu(), expected, rtol=1e-5, atol=1e-5)
+        autoshard.remove(empty)
+    assert empty(TOKENS).equal(expected)
+
+
 def test_an_error_of_packing_is_raised(weights):
     tensors, checkpoint = weights
 
     def refuse(rows: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 
-    source = dataclasses.replace(_source("a", tensors["a"]), pack=refuse)
+    source = replace(_source("a", tensors["a"]), pack=refuse)
     with pytest.raises(ValueError, match="no"):
         read_into(checkpoint, {"a": source}, [Target(source="a", tensor=_empty(tensors["a"]))])
