@@ -45,9 +45,11 @@ __all__ = [
     "intercept",
     "is_composite",
     "is_held",
+    "is_storage_shared",
     "is_wrapper_type",
     "is_write_to_view",
     "looks_for_overrides",
+    "no_dispatch_modes",
     "no_modes",
     "no_overrides",
     "node_sequence",
@@ -260,6 +262,12 @@ def is_wrapper_type(kind: type) -> bool:
     return is_traceable_wrapper_subclass_type(kind)
 
 
+def is_storage_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor (a view, mostly) has the memory of this one, too."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # this tensor's, and the Python object just made
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks registered with `tensor.register_hook`, in calling order."""
     return list((tensor._backward_hooks or {}).values())
@@ -298,6 +306,11 @@ def looks_for_overrides(module: torch.nn.Module) -> bool:
 def no_overrides() -> Any:
     """A context in which no torch function is overridden, by modes or by subclasses, and none looks as if it were."""
     return torch._C.DisableTorchFunction()
+
+
+def no_dispatch_modes() -> Any:
+    """Inside, no dispatch mode sees what is called."""
+    return _disable_current_modes()
 
 
 @contextmanager

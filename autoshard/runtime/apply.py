@@ -5,6 +5,7 @@ remove:      unhook            ◀──  move tensors back, with the values the
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
 from autoshard.runtime.registrations import Tree
+from autoshard.runtime.resting import check_streamed, make_streams, resting, streamed_module
 from autoshard.runtime.state import Record, Runtime
 
 
@@ -50,11 +52,18 @@ def remove(model: nn.Module) -> nn.Module:
     """
     runtime = _runtime_of(model, "remove")
     runtime.hook_on(model).drop_interrupted()
+    runtime.streams.close()
     tensors = named_tensors(model)
     runtime.copies.clear()
     move_tensors(tensors, _originals(tensors, runtime.record))
     unhook(model, runtime)
     return model
+
+
+def bring_back_to(model: nn.Module, device: torch.device) -> None:
+    """Let `remove` bring an applied model to this device: one that was loaded in place was nowhere before."""
+    runtime = _runtime_of(model, "bring back")
+    runtime.record = replace(runtime.record, originals=dict.fromkeys(runtime.record.originals, device))
 
 
 def is_applied(model: nn.Module) -> bool:
@@ -70,28 +79,34 @@ def adopt(model: nn.Module) -> nn.Module:
     """
     runtime = _runtime_of(model, "adopt")
     runtime.tree = Tree(model.modules())
+    runtime.streams.close()
     record, tensors = runtime.record, named_tensors(model)
     _check_tensors(tensors)
     placements = {name: record.placements.get(name) or _host_device(name, record) for name in tensors}
     devices = _devices(tensors, placements)
     paths = {id(module): path for path, module in model.named_modules()}
-    strays = [name for name, tensor in tensors.items() if tensor.device != devices[name]]
-    if not strays and placements == record.placements and runtime.is_hooked(model):
+    modules = {path for path, _ in model.named_modules()}
+    streamed = {path: place for path, place in record.streamed.items() if path in modules}
+    living = resting(tensors, devices, streamed)
+    strays = [name for name, tensor in tensors.items() if tensor.device != living[name]]
+    if not strays and placements == record.placements and runtime.is_hooked(model) and not streamed:
         return model
     added = [name for name in tensors if name not in record.placements]
     hosts = frozenset(path for name in added for path in above(name) if path in paths.values())
     new = _record(
         tensors, placements, [path for path, _ in model.named_modules()],
         aligned=record.aligned | hosts, unfolded=record.unfolded, written_back=record.written_back | hosts,
-        conservative=record.conservative, stages=[str(device) for device in record.placed],
+        conservative=record.conservative, streamed=streamed, stages=[str(device) for device in record.placed],
         originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
         root_device=record.homes[""],
     )  # fmt: skip
     boundaries = find_boundaries(model, new)
+    streams = make_streams(model, tensors, new.devices, streamed)
     runtime.copies.clear()
-    move_tensors(tensors, new.devices)
+    move_tensors(tensors, resting(tensors, new.devices, streamed))
     runtime.record = new
     unhook(model, runtime)
+    runtime.stream_with(streams)
     hook_boundaries(model, runtime, boundaries)
     return model
 
@@ -100,25 +115,29 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_placements(plan.placements)
     tensors = named_tensors(model)
     before = _find_runtime(model)
+    if before is not None:
+        before.streams.close()
     _check_tensors(tensors)
     _check_hooks(model, before)
     check_belongs(model, plan, tensors)
+    check_streamed(model, plan)
     paths = [path for path, _ in model.named_modules()]
     homes = resolve_homes(plan.placements, paths, tensors)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     record = _record(
         tensors, homes.entries, paths,
         aligned=frozenset(plan.aligned), unfolded=frozenset(plan.unfolded), written_back=frozenset(plan.written_back),
-        conservative=conservative, stages=list(plan.placements.values()),
+        conservative=conservative, streamed=plan.streamed, stages=list(plan.placements.values()),
         originals=originals if before is None else _originals(tensors, before.record),
         root_device=homes.homes[""],
     )  # fmt: skip
+    streams = make_streams(model, tensors, record.devices, plan.streamed)
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
-    runtime = Runtime(record, Tree(model.modules()))
+    runtime = Runtime(record, Tree(model.modules()), streams)
     boundaries = find_boundaries(model, record)
-    move_tensors(tensors, record.devices)
+    move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
     if before is not None:
         unhook(model, before)
     hook_boundaries(model, runtime, boundaries)
@@ -134,6 +153,7 @@ def _record(
     unfolded: frozenset[str],
     written_back: frozenset[str],
     conservative: bool,
+    streamed: Mapping[str, str],
     stages: list[str],
     originals: Mapping[str, torch.device],
     root_device: str,
@@ -145,6 +165,8 @@ def _record(
     devices = _devices(tensors, placements)
     smallest: dict[torch.device, str] = {}
     for name, device in devices.items():
+        if streamed_module(name, streamed) is not None:
+            continue
         if tensors[name].numel() and tensors[name].numel() < tensors[smallest.get(device, name)].numel() + 1:
             smallest[device] = name
     return Record(
@@ -156,6 +178,7 @@ def _record(
         unfolded=unfolded,
         written_back=written_back,
         conservative=conservative,
+        streamed=dict(streamed),
         placed=tuple(dict.fromkeys(resolved.values())),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )

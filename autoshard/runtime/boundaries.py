@@ -18,6 +18,7 @@ from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
 from autoshard.runtime.state import Record, Runtime
+from autoshard.runtime.streaming import hook_streams
 from autoshard.torch_private import looks_for_overrides
 
 
@@ -50,6 +51,8 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         if boundary.guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
+    shy = [path for path, module in modules.items() if looks_for_overrides(module)]
+    runtime.handles += hook_streams(modules, runtime.streams, uncounted_below=shy)
 
 
 def unhook(model: nn.Module, runtime: Runtime) -> None:

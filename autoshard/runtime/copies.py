@@ -66,6 +66,7 @@ class Copies:
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
         self.in_run = False
+        self.runs = 0  # begun so far
 
     def begin(self) -> None:
         """Forget, at the start of a run, what may have changed since the last one."""
@@ -77,6 +78,7 @@ class Copies:
                 if not entry.lasting or (training and entry.source.requires_grad):
                     self._entries.pop(key, None)
         self.in_run = True
+        self.runs += 1
 
     def end(self) -> None:
         """Let go, at the end of a run, of copies with autograd history; the graph holds those it needs."""

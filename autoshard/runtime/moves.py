@@ -102,15 +102,16 @@ def _set_memory(
     tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, grad_data: torch.Tensor | None
 ) -> None:
     if grad is None or grad_data is None:
-        _set_data(tensor, data)
+        set_data(tensor, data)
         return
     tensor.grad = None  # torch insists that a gradient is on its parameter's device at every moment
-    _set_data(tensor, data)
-    _set_data(grad, grad_data)
+    set_data(tensor, data)
+    set_data(grad, grad_data)
     tensor.grad = grad
 
 
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Do `tensor.data = data` also where the types of the two, or their devices, differ."""
     same_kind = tensor.device == data.device and not is_packed(tensor)  # `.data = ` leaves what is behind a face there
     if same_kind or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
         tensor.data = data

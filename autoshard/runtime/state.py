@@ -13,6 +13,7 @@ from autoshard.errors import ApplyError
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.registrations import Tree
+from autoshard.runtime.streaming import Streams
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Record:
         originals: name -> device it was on before apply.
         homes: module path -> device name of its home.
         aligned, unfolded, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
+        streamed: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan; their
+            `devices` are those they compute on.
         placed: devices the plan uses, in the order of stages; `sentinels`: (name, tensor, device), one tensor on each.
     """
 
@@ -60,6 +63,7 @@ class Record:
     unfolded: frozenset[str]
     written_back: frozenset[str]
     conservative: bool
+    streamed: Mapping[str, str]
     placed: tuple[torch.device, ...]
     sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
 
@@ -67,12 +71,13 @@ class Record:
 class Runtime:
     """The shared state of one applied model's hooks; owned by the hook of its root."""
 
-    def __init__(self, record: Record, tree: Tree) -> None:
+    def __init__(self, record: Record, tree: Tree, streams: Streams) -> None:
         self.handles: list[Any] = []
         self.hooked: set[str] = set()  # paths; the hooks themselves refer to this object and must not be referred to
         self.record = record
         self.tree: Tree | None = tree
         self._start()
+        self.stream_with(streams)
 
     def _start(self) -> None:
         self.copies = Copies()
@@ -80,12 +85,18 @@ class Runtime:
         self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
-        return {"record": self.record, "handles": self.handles, "hooked": self.hooked}
+        return {"record": self.record, "handles": self.handles, "hooked": self.hooked, "streams": self.streams}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.handles, self.hooked, self.record = state["handles"], state["hooked"], state["record"]
         self.tree = None  # the copy's modules are others; it looks at them before its first forward
         self._start()
+        self.stream_with(state["streams"])
+
+    def stream_with(self, streams: Streams) -> None:
+        """Take these streamed modules, and let them know of runs."""
+        self.streams = streams
+        streams.copies = self.copies
 
     def hook_on(self, module: nn.Module) -> Any:
         """Return this model's hook on a module, None if it has none."""

@@ -1,0 +1,228 @@
+"""How the parameters of one module come to the device they compute on, one module ahead, by the kind of device.
+
+    CopyNow      a device without streams (a simulated one): copied when asked for
+    CopyAhead    a GPU: a thread copies on a stream of its own, through pinned memory; the computing stream waits for it
+    ReadAhead    the CPU, from disk: a thread has the pages of the file read; nothing is copied, as a rule
+
+`begin` starts, `take` waits and gives what is to be used instead of each parameter (None: itself), `done` ends.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from autoshard import torch_private
+from autoshard.packed import is_packed, repacked, stored_tensors
+from autoshard.runtime.devices import CPU, copy_strides, copy_tensor, is_accelerator
+from autoshard.runtime.mapped import (
+    ALIGNMENT_BYTES,
+    Region,
+    bring,
+    check_unchanged,
+    computes_anywhere,
+    let_go,
+    merged,
+    region_of,
+    want,
+)
+
+STAGING_BYTES = 32 << 20
+Homes = Sequence[torch.Tensor]
+Copies = list[torch.Tensor | None]
+
+
+class Carrier(Protocol):
+    """What a streamer asks of it; calls come from one thread at a time."""
+
+    def begin(self, homes: Homes) -> Any:
+        """Start to bring tensors; returns a ticket."""
+
+    def take(self, ticket: Any) -> Copies:
+        """Wait until they are there; raises what went wrong on the way."""
+
+    def copied(self, homes: Homes) -> list[torch.Tensor]:
+        """Those of which copies are used, which would not see what is written to them later."""
+
+    def done(self, ticket: Any, used: bool) -> None:
+        """They are not needed any more; `used`: the current stream of the caller computed with them."""
+
+
+def carrier_for(device: torch.device) -> Carrier:
+    """Choose by what the device can do."""
+    if device == CPU:
+        return ReadAhead()
+    if is_accelerator(device) and hasattr(torch.get_device_module(device.type), "Stream"):
+        return CopyAhead(device)
+    return CopyNow(device)
+
+
+def _regions(homes: Homes) -> list[Region]:
+    stored = (part for home in homes for part in stored_tensors(home))
+    return merged(region for region in map(region_of, stored) if region is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyNow:
+    """Copies when asked to, in the thread that asks."""
+
+    device: torch.device
+
+    def begin(self, homes: Homes) -> Copies:
+        with torch.inference_mode(False), torch.no_grad():
+            copies: Copies = [copy_tensor(home, self.device) for home in homes]
+        let_go(_regions(homes))
+        return copies
+
+    def take(self, ticket: Copies) -> Copies:
+        return ticket
+
+    def copied(self, homes: Homes) -> list[torch.Tensor]:
+        return list(homes)
+
+    def done(self, ticket: Copies, used: bool) -> None:
+        ticket.clear()
+
+
+class ReadAhead:
+    """Has the kernel read a module's pages while another one computes; copies only what would compute differently."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "autoshard-read")
+
+    def begin(self, homes: Homes) -> "tuple[list[Region], Future[Copies]]":
+        regions = _regions(homes)
+        check_unchanged(regions)
+        return regions, self.thread.submit(_read, list(homes), regions)
+
+    def take(self, ticket: "tuple[list[Region], Future[Copies]]") -> Copies:
+        return ticket[1].result()
+
+    def copied(self, homes: Homes) -> list[torch.Tensor]:
+        return [home for home in homes if _computes_elsewhere(home)]
+
+    def done(self, ticket: "tuple[list[Region], Future[Copies]]", used: bool) -> None:
+        self.thread.submit(let_go, ticket[0])  # before the pages of the one after the next are asked for
+
+
+def _read(homes: Homes, regions: list[Region]) -> Copies:
+    want(regions)
+    bring(regions)
+    copies: Copies = []
+    for home in homes:
+        if not _computes_elsewhere(home):
+            copies.append(None)
+            continue
+        with torch.no_grad():
+            copies.append(home.clone())
+        let_go(_regions([home]))
+    return copies
+
+
+def _computes_elsewhere(home: torch.Tensor) -> bool:
+    """Whether a tensor lies in a file where computing with it would give other bits than in memory of torch's own."""
+    if region_of(home) is None or home.data_ptr() % ALIGNMENT_BYTES == 0 or not home.is_floating_point():
+        return False
+    return home.dim() > 1 and not computes_anywhere(home.dtype)
+
+
+@dataclass(slots=True)
+class _Load:
+    """Copies on a device; `ready` is recorded behind the copying."""
+
+    copies: list[torch.Tensor]
+    ready: Any
+
+
+class CopyAhead:
+    """Copies on a stream of its own, from a thread of its own, while the device computes.
+
+    The copies are allocated on that stream, and the thread lets go of them only when the kernels that use them have
+    run. So their memory is there for the next ones at once, and no more of it is taken than there are modules in
+    flight; the allocator alone would keep it until all that is queued by then has run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device.type)
+        self.stream = self.module.Stream(device=device)
+        self.thread = ThreadPoolExecutor(1, "autoshard-copy")
+        self.staging: list[tuple[torch.Tensor, Any]] = []
+
+    def begin(self, homes: Homes) -> "Future[_Load]":
+        regions = _regions(homes)
+        check_unchanged(regions)
+        return self.thread.submit(self._load, list(homes), regions)
+
+    def take(self, ticket: "Future[_Load]") -> Copies:
+        load = ticket.result()
+        self.module.current_stream(self.device).wait_event(load.ready)
+        return list(load.copies)
+
+    def copied(self, homes: Homes) -> list[torch.Tensor]:
+        return list(homes)
+
+    def done(self, ticket: "Future[_Load]", used: bool) -> None:
+        if ticket.cancel():
+            return
+        event = None
+        if used:
+            stream = self.module.current_stream(self.device)
+            event = self.module.Event()
+            event.record(stream)
+            for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
+                if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
+                    copy.record_stream(stream)
+        self.thread.submit(_free, ticket, event)
+
+    def _load(self, homes: Homes, regions: list[Region]) -> _Load:
+        want(regions)
+        with self.module.device(self.device), self.module.stream(self.stream), torch.no_grad():
+            copies = [self._copy(home) for home in homes]
+            ready = self.module.Event()
+            ready.record(self.stream)
+        if regions:
+            ready.synchronize()
+            let_go(regions)
+        return _Load(copies, ready)
+
+    def _copy(self, home: torch.Tensor) -> torch.Tensor:
+        if is_packed(home):
+            return repacked(home, self._copy)
+        if home.layout is not torch.strided:
+            return home.to(self.device)
+        if home.is_pinned():
+            return home.to(self.device, non_blocking=True)
+        if not home.is_contiguous() or home.numel() == 0:
+            strides = copy_strides(home)
+            if strides is None:
+                return home.to(self.device)
+            return torch.empty_strided(home.shape, strides, dtype=home.dtype, device=self.device).copy_(home)
+        copy = torch.empty_like(home, device=self.device)
+        source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
+        for start in range(0, len(source), STAGING_BYTES):
+            part = source[start : start + STAGING_BYTES]
+            staging, event = self._next_staging()
+            staging[: len(part)].copy_(part)
+            target[start : start + len(part)].copy_(staging[: len(part)], non_blocking=True)
+            event.record(self.stream)
+        return copy
+
+    def _next_staging(self) -> tuple[torch.Tensor, Any]:
+        """Two buffers in turn: one is filled while the other is on its way."""
+        if len(self.staging) < 2:
+            self.staging.append((torch.empty(STAGING_BYTES, dtype=torch.uint8).pin_memory(), self.module.Event()))
+        else:
+            self.staging.append(self.staging.pop(0))
+        self.staging[-1][1].synchronize()
+        return self.staging[-1]
+
+
+def _free(ticket: "Future[_Load]", event: Any) -> None:
+    """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
+    if ticket.exception() is None:
+        if event is not None:
+            event.synchronize()
+        ticket.result().copies.clear()

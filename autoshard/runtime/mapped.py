@@ -1,0 +1,260 @@
+"""Parameters on disk: ordinary CPU tensors whose memory is a file, privately mapped.
+
+    model-00003.safetensors   ········[ layers.7.q ][ layers.7.k ]········
+                                       │ pages come when they are read (or ahead, on request) and go on request
+    layers.7.q.weight         torch.Tensor on the CPU, no copy; what is written to it stays in this process
+
+So state_dict, save and any op work on them, and they take no memory of the process until they are touched. Pages that
+were written to are kept: only those that still are the file's are let go.
+"""
+
+import bisect
+import ctypes
+import errno
+import functools
+import math
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from autoshard.errors import ApplyError
+
+PAGE_BYTES = mmap.PAGESIZE
+ALIGNMENT_BYTES = 64  # what torch gives the tensors that it allocates itself
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: a file larger than the memory may be mapped
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_IS_FILE_PAGE = numpy.uint64(61)  # bit of /proc/self/pagemap: not anonymous, so never written to in a private mapping
+_IS_PRESENT, _IS_SWAPPED = numpy.uint64(63), numpy.uint64(62)
+
+
+class _Map(mmap.mmap):
+    """A private mapping of a whole file; tensors in it keep it alive."""
+
+    path: Path
+    address: int
+    stamp: tuple[int, int, int]
+
+
+_Key = tuple[int, int, int, int]
+_maps: "weakref.WeakValueDictionary[_Key, _Map]" = weakref.WeakValueDictionary()
+_addresses: list[int] = []
+_keys: list[_Key] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`nbytes` of a mapped file at `start`, in bytes from its begin."""
+
+    map: _Map
+    start: int
+    nbytes: int
+
+
+def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a CPU tensor, row-major, whose memory is the file from `offset` on; nothing is read yet.
+
+    Raises `ApplyError` if the file can't be mapped, or is too short.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    if offset % dtype.itemsize:  # torch computes on whole elements; no writer of safetensors does this
+        raise ApplyError(f"{path}: the tensor at byte {offset} is not aligned to its {dtype}, so it can't be mapped.")
+    mapped = _map_file(path)
+    if offset + nbytes > len(mapped):
+        raise ApplyError(f"{path} ends before byte {offset + nbytes}, where a tensor in it should end. Is it whole?")
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)
+    return raw.view(dtype).view(shape)
+
+
+def _map_file(path: Path) -> _Map:
+    """Map a file, or return the mapping that there is."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ApplyError(f"can't open {path}: {error.strerror}.") from None
+    try:
+        status = os.fstat(descriptor)
+        key = status.st_dev, *_stamp(status)
+        found = _maps.get(key)
+        if found is None:
+            flags = mmap.MAP_PRIVATE | _NO_RESERVE
+            found = _Map(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            found.path, found.stamp = Path(path), _stamp(status)
+            found.address = torch.frombuffer(found, dtype=torch.uint8).data_ptr()
+            _maps[key] = found
+            _sort_maps()
+        return found
+    except (OSError, ValueError, OverflowError) as error:
+        raise ApplyError(f"can't map {path}: {error}.") from None
+    finally:
+        os.close(descriptor)
+
+
+def _sort_maps() -> None:
+    """List what is mapped by address, so that the mapping that a tensor is in is found fast."""
+    found = sorted((mapped.address, key) for key, mapped in list(_maps.items()))
+    _addresses[:], _keys[:] = [address for address, _ in found], [key for _, key in found]
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """Return the part of a file that the memory of a tensor is, None for a tensor in ordinary memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    index = bisect.bisect_right(_addresses, address) - 1
+    mapped = _maps.get(_keys[index]) if index >= 0 else None
+    if mapped is None or address >= mapped.address + len(mapped):
+        return None
+    return Region(mapped, address - mapped.address, storage.nbytes())
+
+
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """Join regions that touch or share a page: few long calls instead of many short ones."""
+    found: list[Region] = []
+    for region in sorted(regions, key=lambda region: (region.map.address, region.start)):
+        last = found[-1] if found else None
+        if last is not None and last.map is region.map and region.start <= last.start + last.nbytes + PAGE_BYTES:
+            end = max(region.start + region.nbytes, last.start + last.nbytes)
+            found[-1] = Region(last.map, last.start, end - last.start)
+        else:
+            found.append(region)
+    return found
+
+
+def check_unchanged(regions: Iterable[Region]) -> None:
+    """Raise `ApplyError` if a mapped file is not what it was: pages that come later would be of something else.
+
+    A file that was replaced (another one under its name) does no harm: the mapping holds the old one.
+    """
+    for mapped in {id(region.map): region.map for region in regions}.values():
+        try:
+            now = _stamp(os.stat(mapped.path))
+        except OSError:
+            now = None  # removed; the mapping holds it
+        if now is not None and now[0] == mapped.stamp[0] and now != mapped.stamp:
+            raise ApplyError(
+                f"{mapped.path} was changed while weights in it were in use (offloaded to disk). Load the model again."
+            )
+
+
+def want(regions: Iterable[Region]) -> None:
+    """Ask the kernel to begin reading regions from the disk; returns at once."""
+    for region in regions:
+        _advise(region, mmap.MADV_WILLNEED)
+
+
+def bring(regions: Iterable[Region]) -> None:
+    """Have regions in memory when this returns, as far as there is room; the kernel brings the rest on touch.
+
+    Raises `ApplyError` if the disk fails, or the file was cut short.
+    """
+    for region in regions:
+        problem = _advise(region, _POPULATE_READ)
+        if problem in (errno.EFAULT, errno.EIO, errno.ENODATA):
+            raise ApplyError(
+                f"can't read {region.map.path}: {os.strerror(problem)}. Is it whole? Load the model again."
+            )
+
+
+def let_go(regions: Iterable[Region]) -> None:
+    """Give the memory of regions back, except pages that were written to; the next read brings them from the file."""
+    for region in regions:
+        for clean in _clean_parts(region):
+            _advise(clean, mmap.MADV_DONTNEED)
+
+
+def written_part(region: Region) -> tuple[bytes, bytes] | None:
+    """Return which pages of a region were written to, and what is in them; None if the system does not tell."""
+    written = _written_pages(region)
+    if written is None:
+        return None
+    if not written.any():
+        return b"", b""
+    raw = numpy.frombuffer(region.map, dtype=numpy.uint8)
+    first = region.start // PAGE_BYTES
+    pages = [raw[(first + page) * PAGE_BYTES : (first + page + 1) * PAGE_BYTES] for page in numpy.flatnonzero(written)]
+    return written.tobytes(), b"".join(page.tobytes() for page in pages)
+
+
+def _clean_parts(region: Region) -> list[Region]:
+    """The parts of a region, in whole pages, that hold no written page. None where the system does not tell."""
+    written = _written_pages(region)
+    if written is None:
+        return []
+    clean = numpy.concatenate(([False], ~written, [False]))
+    edges = (numpy.flatnonzero(clean[1:] != clean[:-1]) + region.start // PAGE_BYTES) * PAGE_BYTES
+    return [
+        Region(region.map, int(a), min(int(b), len(region.map)) - int(a))
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def _written_pages(region: Region) -> numpy.ndarray | None:
+    """Say of each page of a region whether this process wrote to it; None where the system does not tell."""
+    first, last = region.start // PAGE_BYTES, -(-(region.start + region.nbytes) // PAGE_BYTES)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), (last - first) * 8, (region.map.address // PAGE_BYTES + first) * 8)
+    except OSError:
+        return None
+    entries = numpy.frombuffer(raw, dtype=numpy.uint64)
+    if len(entries) != last - first:
+        return None
+    held = (entries >> _IS_PRESENT) | (entries >> _IS_SWAPPED)
+    return (held & ~(entries >> _IS_FILE_PAGE) & numpy.uint64(1)).astype(bool)
+
+
+def _advise(region: Region, advice: int) -> int:
+    """Call madvise on the pages of a region, without the interpreter's lock; returns errno, 0 if all is well."""
+    call = _madvise()
+    if call is None:
+        return 0
+    first = region.start // PAGE_BYTES * PAGE_BYTES
+    length = min(region.start + region.nbytes, len(region.map)) - first
+    if call(region.map.address + first, length, advice) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+@functools.cache
+def _madvise() -> "ctypes._NamedFuncPointer | None":
+    try:
+        call = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError, TypeError):  # a system without it: pages come and go as the kernel likes
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+@functools.cache
+def computes_anywhere(dtype: torch.dtype) -> bool:
+    """Whether products with a matrix come out the same bits wherever in memory it begins, tried on this machine.
+
+    Some libraries read a matrix in other steps if it does not begin at a multiple of 16 or 64 bytes, and sum in another
+    order. torch's own tensors always do; tensors in a file may not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((64, 64), (257, 129), (512, 1024)):
+        matrix = torch.randn(rows, columns, generator=generator).to(dtype)
+        nbytes = matrix.numel() * matrix.element_size()
+        for count in (1, 2, 16):
+            x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (columns, rows))
+            for shift in (dtype.itemsize, 8, 24, 32):
+                elsewhere = torch.empty(nbytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+                moved = elsewhere[shift : shift + nbytes].view(dtype).view(rows, columns).copy_(matrix)
+                if not (torch.equal(x @ matrix.t(), x @ moved.t()) and torch.equal(y @ matrix, y @ moved)):
+                    return False
+    return True

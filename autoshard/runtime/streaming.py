@@ -1,0 +1,332 @@
+"""Modules whose parameters are on their device only while they run; between calls they are in CPU memory or in a file.
+
+    cuda:0   embed ─▶ layer 0 ─▶ layer 1 ─▶ layer 2 … ─▶ head        two of the layers at a time: the one that computes
+                        ▲          ▲          ▲                      and the one that is expected next
+    cpu      …      layer 0    layer 1    layer 2 …                  their homes, where state_dict and save find them
+
+Before a streamed module runs, its parameters (the same objects) are given the memory of copies, and their own again
+after it. Which one is next is what came next the last time; at first, the order of the plan. It wraps around: the first
+one of a pass is brought while the end of the pass before it computes. A wrong guess costs time, nothing else.
+
+Copies are never written over: each bringing is a fresh allocation, so what the module keeps, or returns, of its
+parameters (a view, what autograd saves) stays what it is.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.module_paths import is_below
+from autoshard.nested import tensors_in
+from autoshard.runtime.carriers import Carrier, carrier_for
+from autoshard.runtime.copies import Copies
+from autoshard.runtime.devices import CPU
+from autoshard.runtime.freshness import same_sample, sample, versions
+from autoshard.runtime.moves import set_data
+
+SLOTS = 2
+"""Modules whose copies are on a device at a time, as planned."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """What is being brought, or is there, for one module.
+
+    Attributes:
+        ticket: of the carrier.
+        versions: of each parameter when the bringing began; `sample`: of the values that are copied.
+        run: in which it began, None if outside of any.
+        users: calls in progress; `used`: there was one.
+        homes: for each parameter that has the memory of a copy now, (its own memory, gradient, version of the copy).
+    """
+
+    ticket: Any
+    versions: list[Any]
+    sample: list[Any]
+    run: int | None
+    users: int = 0
+    used: bool = False
+    homes: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = field(default_factory=dict)
+
+
+class Streamer:
+    """The streamed modules of one device; `units`: path -> parameters, in the order in which they should run."""
+
+    def __init__(self, device: torch.device, units: Mapping[str, list[nn.Parameter]]) -> None:
+        self.device = device
+        self.units = dict(units)
+        self.carrier: Carrier = carrier_for(device)
+        self.slots: dict[str, Slot] = {}
+        paths = list(units)
+        self.next = dict(zip(paths, [*paths[1:], *paths[:1]], strict=True))
+        self.last: str | None = None
+        self.lock = threading.RLock()
+
+    def enter(self, path: str, run: int | None) -> None:
+        """Have a module's parameters on the device, and begin to bring those of the next."""
+        with self.lock:
+            if self.last is not None:
+                self.next[self.last] = path
+            self.last = path
+            slot = self._ready(path, run)
+            slot.users, slot.used = slot.users + 1, True
+            self._fill(run, path, self.next.get(path, path))
+
+    def leave(self, path: str, run: int | None) -> None:
+        """A call of the module is over; with the last one, its parameters go home."""
+        with self.lock:
+            slot = self.slots.get(path)
+            if slot is None or slot.users == 0:
+                return
+            slot.users -= 1
+            if slot.users == 0:
+                self._go_home(slot)
+                following = self.next.get(path, path)
+                wanted = following, self.next.get(following, following)
+                if path not in wanted:
+                    self._drop(path)
+                self._fill(run, *wanted)
+
+    def close(self) -> None:
+        """Put everything home, also for calls that an interrupt cut short, and let go of all copies."""
+        with self.lock:
+            for path, slot in list(self.slots.items()):
+                self._go_home(slot)
+                self._drop(path)
+            self.last = None
+
+    def _ready(self, path: str, run: int | None) -> Slot:
+        slot = self.slots.get(path)
+        if slot is not None and slot.users:
+            return slot
+        if slot is not None and not self._is_fresh(path, slot, run):
+            self._drop(path)
+            slot = None
+        if slot is not None:
+            try:
+                return self._installed(path, slot)
+            except Exception:  # went wrong ahead of time; now it counts
+                self._drop(path)
+        self._fill(run, path)
+        slot = self.slots.get(path) or self._begin(path, run)
+        try:
+            return self._installed(path, slot)
+        except BaseException:
+            self._go_home(slot)
+            self._drop(path)
+            raise
+
+    def _begin(self, path: str, run: int | None) -> Slot:
+        parameters = self.units[path]
+        for parameter in parameters:
+            if parameter.device != CPU:
+                raise ApplyError(
+                    f"this model was moved after autoshard.apply: parameters of {path}, which are kept in CPU memory "
+                    f"or on disk between its calls, are on {parameter.device}. Call autoshard.remove(model) before "
+                    "moving a model, or apply the plan again."
+                )
+        homes, known = self._homes(path), versions(parameters)
+        values = sample(self.carrier.copied(homes))
+        slot = Slot(self.carrier.begin(homes), known, values, run)
+        self.slots[path] = slot
+        return slot
+
+    def _installed(self, path: str, slot: Slot) -> Slot:
+        """Give the parameters the memory of their copies."""
+        copies = self.carrier.take(slot.ticket)
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, copy in zip(self.units[path], copies, strict=True):
+                if copy is not None and id(parameter) not in slot.homes:
+                    home, grad = parameter.detach(), parameter.grad
+                    parameter.grad = None  # torch wants it where its parameter is
+                    set_data(parameter, copy)
+                    slot.homes[id(parameter)] = parameter, home, grad, parameter._version
+        return slot
+
+    def _go_home(self, slot: Slot) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, home, grad, version in slot.homes.values():
+                if parameter._version != version:  # the forward wrote to it
+                    home.copy_(parameter)
+                set_data(parameter, home)
+                parameter.grad = grad if parameter.grad is None else parameter.grad
+            slot.homes.clear()
+        slot.users = 0
+
+    def _fill(self, run: int | None, *wanted: str) -> None:
+        """Begin to bring modules, the two that are used next; drop what was brought for one that did not come."""
+        for path in [path for path, slot in self.slots.items() if slot.users == 0 and path not in wanted]:
+            self._drop(path)
+        for path in wanted:
+            if path not in self.slots and len(self.slots) < SLOTS:
+                try:
+                    self._begin(path, run)
+                except (torch.OutOfMemoryError, ApplyError):
+                    return  # it is tried again when the module runs, and counts then
+
+    def _drop(self, path: str) -> None:
+        slot = self.slots.pop(path)
+        self.carrier.done(slot.ticket, slot.used)
+
+    def _is_fresh(self, path: str, slot: Slot, run: int | None) -> bool:
+        """Whether the parameters still are what was brought; code outside of the forward may have written to them."""
+        if versions(self.units[path]) != slot.versions:
+            return False
+        if run is not None and run == slot.run:
+            return True
+        slot.run = run
+        return same_sample(slot.sample, sample(self.carrier.copied(self._homes(path))))
+
+    def _homes(self, path: str) -> list[torch.Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return [parameter.detach() for parameter in self.units[path]]
+
+
+class Streams:
+    """All streamed modules of one applied model: path -> device they compute on; shared by their hooks."""
+
+    def __init__(self, devices: Mapping[str, torch.device]) -> None:
+        self.devices = dict(devices)
+        self._start()
+
+    def _start(self) -> None:
+        self.streamers: dict[torch.device, Streamer] = {}
+        self.copies: Copies | None = None  # of the applied model: it counts runs
+        self.local = threading.local()
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model looks for its own parameters
+        return {"devices": self.devices}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.devices = state["devices"]
+        self._start()
+
+    @classmethod
+    def of(cls, model: nn.Module, devices: Mapping[str, torch.device]) -> "Streams":
+        """Find the parameters of all streamed modules of a model; `devices` is in the order in which they run."""
+        streams = cls(devices)
+        units: dict[torch.device, dict[str, list[nn.Parameter]]] = {}
+        for path, device in devices.items():
+            units.setdefault(device, {})[path] = list(model.get_submodule(path).parameters())
+        streams.streamers = {device: Streamer(device, found) for device, found in units.items()}
+        return streams
+
+    def streamer_of(self, path: str, module: nn.Module) -> Streamer:
+        """Return who brings a module; in a copy of a model it is met here for the first time."""
+        with self.lock:
+            device = self.devices[path]
+            streamer = self.streamers.get(device)
+            if streamer is None:
+                streamer = self.streamers[device] = Streamer(device, {})
+            if path not in streamer.units:
+                streamer.units[path] = list(module.parameters())
+            return streamer
+
+    @property
+    def run(self) -> int | None:
+        """Which run of the model this is, None outside of any: between two runs, other code may write to parameters."""
+        return self.copies.runs if self.copies is not None and self.copies.in_run else None
+
+    def calls(self) -> "list[tuple[Streamer, str, Any]]":
+        """The calls of streamed modules in progress in this thread, the innermost last."""
+        if not hasattr(self.local, "calls"):
+            self.local.calls = []
+        return self.local.calls
+
+    def drop_interrupted(self) -> None:
+        """End calls of this thread that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
+        calls = self.calls()
+        if not calls:
+            return
+        frames = {id(frame) for frame in _frames()}
+        while calls and id(calls[-1][2]) not in frames:
+            streamer, path, _ = calls.pop()
+            streamer.leave(path, self.run)
+
+    def close(self) -> None:
+        """Put every parameter home and let go of all copies."""
+        self.calls().clear()
+        for streamer in self.streamers.values():
+            streamer.close()
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class Enter:
+    """Pre-hook of a streamed module."""
+
+    __slots__ = ("path", "streams")
+    uncounted = True
+
+    def __init__(self, streams: Streams, path: str) -> None:
+        self.streams = streams
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.streams.drop_interrupted()
+        streamer = self.streams.streamer_of(self.path, module)
+        streamer.enter(self.path, self.streams.run)
+        self.streams.calls().append((streamer, self.path, sys._getframe(1)))
+
+
+class Leave:
+    """Post-hook of a streamed module, also called when its forward raises."""
+
+    __slots__ = ("path", "streams")
+    uncounted = True
+
+    def __init__(self, streams: Streams, path: str) -> None:
+        self.streams = streams
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        calls = self.streams.calls()
+        if not any(path == self.path for _, path, _ in calls):
+            return  # it was never entered: bringing its parameters failed
+        while calls:
+            streamer, path, _ = calls.pop()
+            streamer.leave(path, self.streams.run)
+            if path == self.path:
+                break
+        if torch.is_grad_enabled() and streamer.device != CPU:
+            _refuse_gradients(output, self.path)
+
+
+def _refuse_gradients(output: Any, path: str) -> None:
+    """Let a backward that comes here say why it can't go on: the copies it would need are gone."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ApplyError(
+            f"no gradients through {path!r}: the plan keeps its parameters off its device between calls (offload), "
+            "which is for inference. For training, plan with enough device memory for all of the model."
+        )
+
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(refuse)
+
+
+def hook_streams(modules: Mapping[str, nn.Module], streams: Streams, uncounted_below: Iterable[str]) -> list[Any]:
+    """Hook the streamed modules; returns the handles. Nobody should count hooks below `uncounted_below`."""
+    outer = list(uncounted_below)
+    handles = []
+    for path in streams.devices:
+        module = modules[path]
+        if any(is_below(path, shy) for shy in outer):
+            torch_private.uncount_hooks(module)
+        handles.append(module.register_forward_pre_hook(Enter(streams, path), with_kwargs=True))
+        handles.append(module.register_forward_hook(Leave(streams, path), with_kwargs=True, always_call=True))
+    return handles

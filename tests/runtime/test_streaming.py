@@ -1,0 +1,410 @@
+"""Streamed modules: the same bits as in memory, two of them on the device at a time, everything home between calls."""
+
+import copy
+import dataclasses
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import autoshard
+from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.mapped import mapped_tensor
+from autoshard.errors import ApplyError, PlanError
+from autoshard.plan import Plan
+from autoshard.runtime import apply_plan, is_applied, remove
+from autoshard.runtime.mapped import region_of
+from tests.models.hf import DECODERS
+
+WIDTH = 64
+BLOCKS = [f"blocks.{index}" for index in range(5)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x))) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(Block() for _ in BLOCKS)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def rows(seed=1):
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def streaming(model, device, place, paths=BLOCKS, **changes):
+    """A plan that puts everything on one device and streams `paths`."""
+    tops = {path.partition(".")[0] for path in paths}
+    rest = [name for name, _ in model.named_children() if name not in tops]
+    inside = [
+        f"{top}.{name}" for top in tops for name, _ in model.get_submodule(top).named_children() if top not in paths
+    ]
+    placements = {path: device for path in [*rest, *inside, *(path for path in paths if path in tops)]}
+    plan = Plan.from_device_map(placements)
+    return dataclasses.replace(plan, streamed={path: place for path in paths}, **changes)
+
+
+def on_disk(model, directory):
+    """Save a model and let its parameters be the file."""
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, directory / "model.safetensors")
+    checkpoint = open_checkpoint(directory)
+    for name, parameter in model.named_parameters():
+        parameter.data = mapped_tensor(checkpoint.entries[name])
+    return model
+
+
+def parameter_bytes(module):
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+@pytest.fixture(params=["cpu:0 from cpu", "cpu:0 from disk", "cpu from disk"])
+def streamed(request, tmp_path):
+    """(model with a plan applied, its untouched twin)"""
+    device, _, place = request.param.partition(" from ")
+    with autoshard.simulate("1x16MiB"):
+        model = on_disk(net(), tmp_path) if place == "disk" else net()
+        yield apply_plan(model, streaming(model, device, place)), net()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_same_bits_as_in_memory_and_full_reversal(streamed, mode):
+    model, original = streamed
+    objects, names = list(model.parameters()), list(model.state_dict())
+    with mode():
+        for seed in range(3):
+            assert torch.equal(model(rows(seed)), original(rows(seed)))
+    assert names == list(original.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu(), original.state_dict()[name])
+    for block in model.blocks:
+        assert all(parameter.device == torch.device("cpu") for parameter in block.parameters())
+    remove(model)
+    assert not is_applied(model) and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert all(old is new for old, new in zip(objects, model.parameters(), strict=True))
+    assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(model(rows()), original(rows()))
+
+
+def test_two_modules_are_on_the_device_at_a_time():
+    model = net()
+    block, rest = parameter_bytes(model.blocks[0]), parameter_bytes(model.first) + parameter_bytes(model.last)
+    buffers, activations = 5 * WIDTH * 4, 3 * 2 * WIDTH * 4 * 4
+    with autoshard.simulate("1x16MiB") as devices, torch.no_grad():
+        apply_plan(model, streaming(model, "cpu:0", "cpu"))
+        assert devices.memory("cpu:0")[0] == rest + buffers
+        for _ in range(3):
+            model(rows())
+            live, peak = devices.memory("cpu:0")
+            assert live == rest + buffers + 2 * block
+            assert rest + buffers + 2 * block < peak <= rest + buffers + 2 * block + activations
+        remove(model)
+        assert devices.memory("cpu:0")[0] == 0
+
+
+def test_only_the_planned_room_is_needed():
+    """A device with room for two blocks and the activations, not for three blocks."""
+    model, original = net(), net()
+    room = parameter_bytes(model.first) + parameter_bytes(model.last) + 5 * WIDTH * 4 + 8 * 1024
+    room += 2 * parameter_bytes(model.blocks[0])
+    with autoshard.simulate({"cpu:0": room}), torch.no_grad():
+        apply_plan(model, streaming(model, "cpu:0", "cpu"))
+        for _ in range(2):
+            assert torch.equal(model(rows()), original(rows()))
+
+
+def test_pages_of_a_file_are_given_back(tmp_path):
+    """Computing on the CPU from disk: no more of the file is in the process than two blocks, and nothing is copied."""
+    model = on_disk(net().to(torch.bfloat16), tmp_path)
+    apply_plan(model, streaming(model, "cpu", "disk"))
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    with torch.no_grad():
+        model(rows().bfloat16())
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    assert all(region_of(parameter) for parameter in model.blocks.parameters())
+
+
+class Log(nn.Module):
+    """Calls its parts in an order that changes, some of them twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, order):
+        for index in order:
+            x = torch.tanh(self.parts[index](x))
+        return x
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_any_order_of_modules(place, tmp_path):
+    torch.manual_seed(0)
+    original = Log()
+    with autoshard.simulate("1x1MiB"), torch.no_grad():
+        model = copy.deepcopy(original)
+        model = on_disk(model, tmp_path) if place == "disk" else model
+        apply_plan(model, streaming(model, "cpu:0", place, [f"parts.{index}" for index in range(4)]))
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [1, 3, 1, 3, 1], [], [0, 1, 2, 3]):
+            assert torch.equal(model(rows(), order), original(rows(), order)), order
+
+
+def test_writes_between_runs_are_seen(streamed):
+    """Counted ones, and those through `.data`, also to modules that are on the device already."""
+    model, original = streamed
+    with torch.no_grad():
+        for change in (
+            lambda weight: weight.mul_(2),
+            lambda weight: weight.data.add_(1),
+            lambda weight: setattr(weight, "data", weight.data * 3),
+        ):
+            for index in range(5):
+                model(rows())
+                for each in (model, original):
+                    change(each.blocks[index].up.weight)
+                assert torch.equal(model(rows()), original(rows()))
+        state = {name: tensor.cpu() + 1 for name, tensor in original.state_dict().items()}
+        model.load_state_dict(state)
+        original.load_state_dict(state)
+        assert torch.equal(model(rows()), original(rows()))
+
+
+def test_what_a_forward_writes_to_its_parameters_is_kept():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.add_(1)
+            return x * self.weight
+
+    model = nn.Sequential(Counting(), Counting())
+    with autoshard.simulate("1x1MiB"), torch.no_grad():
+        apply_plan(model, streaming(model, "cpu:0", "cpu", ["0", "1"]))
+        assert model(torch.ones(4)).tolist() == [4.0] * 4
+        assert model(torch.ones(4)).tolist() == [9.0] * 4
+    assert model[0].weight.tolist() == [3.0] * 4
+
+
+def test_recurrent_layers_keep_their_flat_weights():
+    """They hold their parameters in a list of their own."""
+    torch.manual_seed(0)
+    original = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+    model = copy.deepcopy(original)
+    other = rows()[None]
+    with autoshard.simulate("1x1MiB"), torch.no_grad():
+        wrapped = nn.Sequential(model)
+        apply_plan(wrapped, streaming(wrapped, "cpu:0", "cpu", ["0"]))
+        for _ in range(2):
+            assert torch.equal(wrapped(other)[0], original(other)[0])
+
+
+def test_views_of_parameters_that_are_returned_stay_what_they_are():
+    class Position(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            self.kept = self.weight[: len(x)]
+            return x + self.kept
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Position() for _ in range(4)))
+    original = copy.deepcopy(model)
+    with autoshard.simulate("1x1MiB"), torch.no_grad():
+        apply_plan(model, streaming(model, "cpu:0", "cpu", ["0", "1", "2", "3"]))
+        assert torch.equal(model(torch.ones(3, 4)), original(torch.ones(3, 4)))
+        for ours, theirs in zip(model, original, strict=True):
+            assert torch.equal(ours.kept.cpu(), theirs.kept)
+
+
+def test_an_error_in_the_forward_leaves_everything_home(streamed):
+    model, original = streamed
+
+    def fail(module, args):
+        raise ValueError("on purpose")
+
+    handle = model.blocks[2].down.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(rows())
+    handle.remove()
+    assert all(parameter.device == torch.device("cpu") for parameter in model.blocks.parameters())
+    assert torch.equal(model(rows()), original(rows()))
+
+
+def test_an_interrupt_is_made_good_at_the_next_run(streamed):
+    model, original = streamed
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[2].down.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(rows())
+    handle.remove()
+    assert torch.equal(model.blocks[2].up.weight.cpu(), original.blocks[2].up.weight)
+    assert torch.equal(model(rows()), original(rows()))
+    remove(model)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_several_threads(tmp_path):
+    model, original = on_disk(net(), tmp_path), net()
+    apply_plan(model, streaming(model, "cpu", "disk"))
+    found = {}
+
+    def run(seed):
+        with torch.no_grad():
+            found[seed] = [model(rows(seed)) for _ in range(5)]
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    with torch.no_grad():
+        assert all(torch.equal(one, original(rows(seed))) for seed, many in found.items() for one in many)
+
+
+def test_a_deep_copy_runs(streamed):
+    model, original = streamed
+    with torch.no_grad():
+        model(rows())
+        twin = copy.deepcopy(model)
+        twin.blocks[1].up.weight.zero_()
+        assert torch.equal(model(rows()), original(rows()))
+        assert not torch.equal(twin(rows()), original(rows()))
+
+
+def test_the_model_is_freed_without_the_garbage_collector():
+    with autoshard.simulate("1x16MiB") as devices, torch.no_grad():
+        model = apply_plan(net(), streaming(net(), "cpu:0", "cpu"))
+        model(rows())
+        alive = weakref.ref(model)
+        gc.disable()
+        try:
+            del model
+            assert alive() is None and devices.memory("cpu:0")[0] == 0
+        finally:
+            gc.enable()
+
+
+def test_what_is_added_to_a_streamed_module_is_streamed_too():
+    model, original = net(), net()
+    for each in (model, original):
+        torch.manual_seed(3)
+        each.extra = nn.Linear(WIDTH, WIDTH)
+        del each.extra
+    with autoshard.simulate("1x16MiB"), torch.no_grad():
+        apply_plan(model, streaming(model, "cpu:0", "cpu"))
+        model(rows())
+        for each in (model, original):
+            torch.manual_seed(3)
+            each.blocks[1].up = nn.Sequential(each.blocks[1].up, nn.Linear(2 * WIDTH, 2 * WIDTH))
+            each.blocks[3].down.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+        for _ in range(2):
+            assert torch.equal(model(rows()), original(rows()))
+        assert model.blocks[1].up[1].weight.device == torch.device("cpu")
+
+
+def test_gradients_are_refused_where_copies_are_gone():
+    model = net()
+    with autoshard.simulate("1x16MiB"):
+        apply_plan(model, streaming(model, "cpu:0", "cpu"))
+        with pytest.raises(ApplyError, match=r"no gradients through 'blocks.4'"):
+            model(rows()).sum().backward()
+
+
+def test_gradients_from_disk_on_the_cpu_are_right(tmp_path):
+    """Nothing is copied there, so there is nothing to refuse; what an optimizer writes stays in this process."""
+    model, original = on_disk(net(), tmp_path), net()
+    before = (tmp_path / "model.safetensors").read_bytes()
+    apply_plan(model, streaming(model, "cpu", "disk"))
+    for each in (model, original):
+        for seed in range(3):
+            each.zero_grad()
+            each(rows(seed)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.01 * parameter.grad
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_refusals(tmp_path):
+    model = net()
+    with pytest.raises(ApplyError, match=r"keeps blocks\.0\.up\.weight on disk, but this model has it in memory"):
+        apply_plan(model, streaming(model, "cpu", "disk"))
+    tied = net()
+    tied.blocks[1].up.weight = tied.blocks[0].up.weight
+    with autoshard.simulate("2x1MiB"):
+        with pytest.raises(PlanError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tensor"):
+            apply_plan(tied, streaming(tied, "cpu:0", "cpu", BLOCKS[:1]))
+        mixed = dict.fromkeys(["first", "last", "blocks.0.up", "blocks.0.scale", *BLOCKS[1:]], "cpu:0")
+        mixed["blocks.0.down"] = "cpu:1"
+        plan = dataclasses.replace(Plan.from_device_map(mixed), streamed={"blocks.0": "cpu"})
+        with pytest.raises(PlanError, match=r"streams 'blocks.0' .* several devices"):
+            apply_plan(model, plan)
+        training = streaming(model, "cpu:0", "cpu", workload=autoshard.Workload(mode="training"))
+        with pytest.raises(PlanError, match="this plan is for training"):
+            apply_plan(model, training)
+        moved = apply_plan(net(), streaming(model, "cpu:0", "cpu"))
+        moved.blocks[0].to("cpu:1")
+        with pytest.raises(ApplyError, match=r"moved after autoshard\.apply"):
+            moved(rows())
+    assert not is_applied(model) and not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_file_that_changes_under_a_model_is_noticed(tmp_path):
+    model = on_disk(net(), tmp_path)
+    apply_plan(model, streaming(model, "cpu", "disk"))
+    with torch.no_grad():
+        model(rows())
+        with open(tmp_path / "model.safetensors", "r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\0\0\0\0")
+        with pytest.raises(ApplyError, match=r"model\.safetensors was changed"):
+            model(rows())
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("case", DECODERS[::4], ids=lambda case: case.name)
+def test_generate_is_token_equal(case, place, tmp_path):
+    original, model = case.model(), case.model()
+    layers = [f"{case.layers}.{name}" for name, _ in model.get_submodule(case.layers).named_children()]
+    ids = case.example()["input_ids"][:1]
+    with torch.no_grad():
+        expected = original.generate(ids, max_new_tokens=16, do_sample=False)
+    with autoshard.simulate("1x16MiB"), torch.no_grad():
+        if place == "disk":
+            model = on_disk(model, tmp_path)
+        plan = dataclasses.replace(Plan.from_device_map({"": "cpu:0"}), streamed=dict.fromkeys(layers, place))
+        apply_plan(model, plan)
+        assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False), expected)
