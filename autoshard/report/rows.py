@@ -49,6 +49,11 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
 
     layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
     """
+    return _folded(_joined(entry_rows(plan, profile)))
+
+
+def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
+    """Return one row per entry of the placements, in the model's order."""
     modules = {module.path: module for module in profile.modules}
     tensors = {tensor.name: tensor for tensor in profile.graph.tensors}
     order = {module.path: i for i, module in enumerate(profile.modules)}
@@ -62,7 +67,7 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
             nbytes, class_name = (tensor.nbytes, tensor.kind) if tensor else (0, "")
         device = plan.placements[path]
         rows.append(PlacedRow(path=path or WHOLE, count=1, class_name=class_name, device=device, nbytes=nbytes))
-    return _folded(_joined(rows))
+    return rows
 
 
 def _joined(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
@@ -199,7 +204,7 @@ def _route(transfer: Transfer) -> str:
     return f"{'.'.join(a[:shared])}: {'.'.join(a[shared:])} -> {'.'.join(b[shared:])}"
 
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "overhead")
+PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "streamed", "overhead")
 """What a device's memory holds, in the order in which a bar shows it."""
 
 
@@ -211,6 +216,7 @@ def device_parts(device: DeviceEstimate) -> dict[str, int]:
         "optimizer": device.optimizer_bytes,
         "activations": device.activation_bytes + device.transfer_bytes,
         "cache": device.cache_bytes,
+        "streamed": device.slot_bytes + device.stored_bytes,
         "overhead": device.overhead_bytes,
     }
 

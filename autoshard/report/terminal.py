@@ -33,6 +33,7 @@ from autoshard.report.rows import (
     tied_modules,
     transfer_rows,
 )
+from autoshard.report.streamed import print_streamed, streaming_lines
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.workload import Workload
 
@@ -42,6 +43,7 @@ STYLES = {
     "optimizer": "magenta",
     "activations": "yellow",
     "cache": "green",
+    "streamed": "cyan",
     "overhead": "bright_black",
     "free": "bright_black",
 }
@@ -52,6 +54,7 @@ CELLS = {
     "optimizer": "▓",
     "activations": "▒",
     "cache": "▪",
+    "streamed": "░",
     "overhead": "x",
     "free": "·",
 }
@@ -61,6 +64,7 @@ ASCII_CELLS = {
     "optimizer": "o",
     "activations": "a",
     "cache": "c",
+    "streamed": "s",
     "overhead": "x",
     "free": ".",
 }
@@ -88,6 +92,8 @@ def print_plan(
     _print_bars(console, estimate, kinds or {d.name: d.kind for d in plan.devices})
     if plan.cuts:
         print_cuts(console, plan, profile)
+    elif plan.streamed:
+        print_streamed(console, plan, profile, estimate.streaming)
     else:
         print_section(console, "Modules")
         _print_placements(console, plan, profile)
@@ -245,7 +251,9 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
             _rate(profile, estimate.latency_seconds),
         ]
     ]
-    if estimate.all_reduces or estimate.all_gathers:
+    if estimate.streaming is not None:
+        lines += streaming_lines(estimate.streaming, estimate.latency_seconds)
+    elif estimate.all_reduces or estimate.all_gathers:
         count = collectives_line(estimate.all_reduces, estimate.all_gathers)
         lines.append(["collectives", format_seconds(estimate.collective_seconds), count])
     elif sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:

@@ -275,3 +275,18 @@ def test_verify_finds_what_differs(tmp_path):
     assert done.stdout.strip().startswith("not equal") and "First difference" in done.stdout
     document = json.loads(command("verify", path, "--devices", "2x800KiB", "--json", expect=1).stdout)
     assert not document["ok"] and document["first_difference"]["during"] == "forward"
+
+
+def test_streamed_modules_are_shown_and_listed(file, tmp_path):
+    plan = tmp_path / "plan.json"
+    devices = "cuda:0=700KiB,disk=1GiB"
+    shown = command("plan", file, "--devices", devices, "-o", plan).stdout
+    assert "Stays" in shown and "Streamed" in shown and "kept on disk, brought to cuda:0" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    document = json.loads(command("plan", file, "--devices", devices, "--json").stdout)
+    assert document["plan"]["streamed"] == dict(Plan.load(plan).streamed)
+    streaming = document["estimate"]["streaming"]
+    assert streaming["nbytes"] == sum(link["nbytes"] for link in streaming["links"]) > 0
+    assert document["estimate"]["latency_seconds"] >= streaming["bound_seconds"]
+    again = json.loads(command("estimate", plan, file, "--json").stdout)
+    assert again["estimate"] == document["estimate"]
