@@ -199,7 +199,10 @@ def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limi
     seconds = [task.whole_seconds[device.name] for device in devices]
     whole = held_bytes(task, len(devices))
     budget = [device.budget_bytes if limited else whole for device in devices]
-    usual = [option for option in options if option.index not in task.fallback]
+    if task.objective == "memory":  # a few bytes more are not worth a gather
+        usual = [option for option in options if option.index not in task.fallback]
+    else:
+        usual = options
     picked = choose(usual, seconds, whole, budget, task.objective)
     if picked is None:
         picked = choose(options, seconds, whole, budget, task.objective)

@@ -393,6 +393,18 @@ def test_single_modules_are_cut_only_where_no_block_cuts_them(profile):
     assert [cut.blocks[0] for cut in plan.cuts] == ["", "blocks.0.up", "embed"]
 
 
+def test_a_single_module_is_cut_instead_where_that_takes_less_time(profile):
+    """As where a loop in a block would add up over ranks each time around."""
+    found = net_groups()
+    paths = tuple(f"blocks.{i}.up" for i in range(4))
+    inner, head = found.groups
+    inner = replace(inner, reduced_bytes=inner.reduced_bytes * 20)
+    alone = replace(inner, index=2, blocks=paths, shards=(Shard(name="weight", dim=0, axis="*8"),), reduced_bytes=64)
+    found = replace(found, groups=(inner, head, alone))
+    plan = column_parallel(profile, alike(2, rate=1e11, latency=1e-9), found, prove)
+    assert [cut.blocks[0] for cut in plan.cuts] == ["", "blocks.0.up"]
+
+
 def test_what_enters_a_block_is_gathered_before_the_modules_in_it_are_cut():
     groups = find_groups(capture(Net(depth=2), torch.arange(4).reshape(1, 4), composite=True)).groups
     tables = {group.index for group in groups if any(shard.name == "embed.weight" for shard in group.shards)}

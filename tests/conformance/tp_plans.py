@@ -1,0 +1,79 @@
+"""Compare cuts with the tensor parallel plans that people wrote for some transformers. Only tests read those."""
+
+import itertools
+import re
+from collections import Counter
+
+import autoshard
+from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.module_paths import above, is_below, join
+
+# What each style of a written plan cuts, and the all-reduces and gathers that it costs in a forward.
+CUTTING = {
+    "colwise": 0, "colwise_gather_output": 1, "packed_colwise": 0, "embedding_colwise": 1,
+    "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 1, "packed_rowwise": 0,
+}  # fmt: skip
+SUMMING = {"moe_tp_experts": 1, "all_reduce": 1, "moe_identity_expert": 0}
+
+
+def compare(model, inputs, degree=2):
+    """{matrix that only the written plan cuts: why ours does not}, {layer: (collectives written, ours)} where more.
+
+    Cuts of ours that cut nothing of what the written plan does are left out: they have collectives of their own.
+    """
+    written, sums = written_plan(model)
+    plan = autoshard.plan(model, slow_devices(degree), inputs=inputs, strategy="column-parallel")
+    ours = {join(block, shard.name) for cut in plan.cuts for block in cut.blocks for shard in cut.shards}
+    reasons = {join(block, name): row.reason for row in plan.whole for block in row.blocks for name in row.names}
+    mine = Counter(
+        layer_of(join(block, action.module))
+        for cut in plan.cuts
+        for block in cut.blocks
+        for action in cut.actions
+        if action.kind in ("reduce", "mean", "lookup", "gather")
+        and any(join(block, shard.name) in written for block in cut.blocks for shard in cut.shards)
+    )
+    missing = {name: reasons.get(name, "") for name in written if name not in same_storage(model, ours)}
+    return missing, {layer: (sums[layer], mine[layer]) for layer in mine if mine[layer] > sums[layer]}
+
+
+def written_plan(model):
+    """The matrices that the plan written for a model cuts, and its collectives per layer."""
+    styles = {}
+    for pattern, style in model._tp_plan.items():
+        match = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        styles[match] = style
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    matched = {name: style for name in names for match, style in styles.items() if match.fullmatch(name)}
+    sums = Counter()
+    for name, style in matched.items():
+        sums[layer_of(name)] += CUTTING.get(style, SUMMING.get(style, 0))
+    cut = [name for name, style in matched.items() if style in CUTTING]
+    matrices = {name: t for name, t in model.named_parameters(remove_duplicate=False) if t.dim() > 1}
+    return [name for name in matrices if any(is_below(name, path) for path in cut)], sums
+
+
+def layer_of(path):
+    """The outermost numbered module around a path, or ""."""
+    return next((one for one in reversed([path, *above(path)]) if one.rpartition(".")[2].isdigit()), "")
+
+
+def same_storage(model, names):
+    """All names of the tensors that have these names."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    cut = {id(tensors[name]) for name in names}
+    return {name for name, tensor in tensors.items() if id(tensor) in cut}
+
+
+def slow_devices(count):
+    """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models."""
+    devices = tuple(
+        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e7)
+        for rank in range(count)
+    )
+    links = tuple(
+        Link(source=a.name, destination=b.name, bytes_per_second=1e9, latency_seconds=1e-4)
+        for a, b in itertools.permutations(devices, 2)
+    )
+    return Cluster(devices=devices, links=links)
