@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.fingerprint import fingerprint
 from autoshard.module_paths import join
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
@@ -58,6 +59,7 @@ class CutRecord:
     """What was applied to a model, and what undoes it.
 
     Attributes:
+        fingerprint: of the model before.
         tensors: name -> how it is cut; `devices`: name -> where it was before.
         partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
             indices are.
@@ -67,6 +69,7 @@ class CutRecord:
 
     cuts: tuple[Cut, ...]
     ranks: Ranks
+    fingerprint: str
     tensors: dict[str, CutTensor]
     devices: dict[str, torch.device]
     partial: dict[str, CutTensor | None]
@@ -219,6 +222,7 @@ def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only:
     record = CutRecord(
         cuts=cuts,
         ranks=ranks,
+        fingerprint=fingerprint(model),
         tensors=found,
         devices={name: tensor.device for name, tensor in tensors.items()},
         partial=_find_partial(cuts, tensors, found),

@@ -1,6 +1,7 @@
 """The entries of the runtime: a plan either places whole modules or cuts parameters, and is applied accordingly."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
+from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import check_copies, resolve_device
@@ -30,12 +32,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         return placing.apply_plan(model, plan)
     problem: PlanError | ApplyError | None = None  # in several processes the others must hear of it before it is raised
     try:
-        placing.check_belongs(model, plan, named_tensors(model))
+        _check_belongs(model, plan)
     except PlanError as error:
         problem = error
-    else:
-        if is_applied(model):
-            remove(model)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = ProcessRanks.of()
         if ranks.size != len(plan.devices):
@@ -48,11 +47,16 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
             device = None if problem is not None else _own_device(plan, ranks.rank)
         except ApplyError as error:
             problem = error
+        if is_applied(model):
+            agree(ranks, Mark(), problem)  # all ranks remove, or none
+            remove(model)
         return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader)
     if problem is not None:
         raise problem
     devices = [resolve_device(device.name) for device in plan.devices]
     check_copies(devices)
+    if is_applied(model):
+        remove(model)
     return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader)
 
 
@@ -70,6 +74,14 @@ def remove(model: nn.Module) -> nn.Module:
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is applied to this very module."""
     return cut_record(model) is not None or placing.is_applied(model)
+
+
+def _check_belongs(model: nn.Module, plan: Plan) -> None:
+    """Raise `PlanError` unless a plan is for this model as it is when nothing is applied to it."""
+    record = cut_record(model)
+    if record is not None and record.fingerprint == plan.fingerprint:
+        plan = replace(plan, fingerprint="")  # the shapes that the model has now are those of its parts
+    placing.check_belongs(model, plan, named_tensors(model))
 
 
 def _check_not_cut(model: nn.Module) -> None:
