@@ -2,7 +2,8 @@
 
 * Bytes of a device: the flow's buffers without the parameters of streamed modules, and the two largest of those
   modules, which are the most that its two slots can hold at a time.
-* Bytes of "cpu" and "disk": the parameters kept there, beside what computes there.
+* Bytes of "cpu" and "disk": the parameters kept there, beside what computes there. What an accelerator reads from the
+  disk goes through `STAGING_BYTES` of "cpu".
 * Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call.
 * Seconds of a pass: the schedule of `stream_schedule`, in the long run. Copies of activations between devices count as
   computing; that they share a link with what is brought does not.
@@ -27,6 +28,8 @@ from autoshard.profile.units import find_units
 from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_seconds
 
 STORES = ("cpu", "disk")
+STAGING_BYTES = 64 * 2**20
+"""Pinned memory of the host through which an accelerator reads from the disk, two parts in turn."""
 _BISECTIONS = 24
 
 
@@ -70,7 +73,8 @@ def estimate_streamed(
     fetch = [_fetch_seconds(module, graph, cluster) for module in timed]
     on_disk = [module.store == "disk" for module in timed]
     calls, after = pass_calls(profile, cluster, moves, timed)
-    latency = steady_seconds(calls, after, fetch, on_disk)
+    least = least_seconds(calls, after, fetch, on_disk)
+    latency = max(least, steady_seconds(calls, after, fetch, on_disk))  # but for rounding never less
     devices = tuple(_with_streamed(device, modules, graph, cluster) for device in bare.devices)
     bottleneck = _bottleneck(profile, cluster, moves, timed, fetch, bare)
     value = bottleneck if plan.objective == "throughput" else latency
@@ -89,7 +93,7 @@ def estimate_streamed(
         streaming=Streaming(
             links=_links(timed, fetch, graph),
             compute_seconds=computing,
-            bound_seconds=least_seconds(calls, after, fetch, on_disk),
+            bound_seconds=least,
             stall_seconds=max(0.0, latency - computing),
         ),
     )
@@ -204,6 +208,8 @@ def _with_streamed(
     here = [held_bytes(module.storages, graph, block) for module in modules if module.device == device.name]
     slots = sum(sorted(here, reverse=True)[:SLOTS])
     stored = sum(held_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
+    if device.name == "cpu":
+        stored += staging_bytes({module.device for module in modules if module.store == "disk"})
     overhead = 0 if device.peak_bytes or not slots else cluster.device(device.name).overhead_bytes
     return replace(
         device,
@@ -227,6 +233,11 @@ def _bottleneck(
     from_disk = zip(modules, fetch, strict=True)
     times.append(sum(len(module.calls) * seconds for module, seconds in from_disk if module.store == "disk"))
     return max(times)
+
+
+def staging_bytes(devices: Iterable[str]) -> int:
+    """Return the host memory through which these devices read from the disk; the CPU and simulated ones need none."""
+    return sum(STAGING_BYTES for name in devices if not name.startswith("cpu"))
 
 
 def _links(modules: Sequence[Streamed], fetch: Sequence[float], graph: ModelGraph) -> tuple[StreamLink, ...]:

@@ -37,6 +37,7 @@ from autoshard.stream_cost import (
     fetch_seconds,
     held_bytes,
     pass_calls,
+    staging_bytes,
     streaming_bound,
     without_storages,
 )
@@ -274,6 +275,8 @@ class _Task:
             return tuple(fetch_seconds(m.storages, graph, cluster, store, m.device) for m in streamed)
 
         cpu = room.get("cpu", self.stores.get("cpu", 0)) if "cpu" in self.stores else 0
+        if "disk" in self.stores:
+            cpu -= staging_bytes({m.device for m in streamed})
         return Offload(
             calls=calls,
             after_seconds=after,

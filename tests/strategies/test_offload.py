@@ -17,6 +17,7 @@ from autoshard.profile.profile import Profile
 from autoshard.sizes import parse_bytes
 from autoshard.strategies import make_plan
 from autoshard.strategies.streamable import divisions
+from autoshard.stream_cost import STAGING_BYTES
 from autoshard.workload import Workload
 
 WIDTH = 64
@@ -76,10 +77,10 @@ def parameter_bytes(profile: Profile, path: str) -> int:
 BLOCK = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH + WIDTH)
 REQUESTS = [
     {"cuda:0": "900KiB", "cpu": "64MiB"},
-    {"cuda:0": "700KiB", "cpu": "400KiB", "disk": "64MiB"},
+    {"cuda:0": "700KiB", "disk": "64MiB"},
     {"cpu": "700KiB", "disk": "64MiB"},
     {"cpu:0": "700KiB", "cpu": "64MiB"},
-    {"cpu:0": "700KiB", "disk": "64MiB"},
+    {"cpu:0": "700KiB", "cpu": "300KiB", "disk": "64MiB"},
     {"cpu:0": "550KiB", "cpu:1": "500KiB", "cpu": "500KiB", "disk": "64MiB"},
 ]
 
@@ -221,6 +222,14 @@ def test_memory_that_grows_never_makes_the_pass_slower(profile) -> None:
         seconds.append(autoshard.estimate(plan, profile, spec).latency_seconds)
     # finer divisions are taken for 2 % and more only
     assert all(later <= earlier * 1.021 for earlier, later in pairwise(seconds))
+
+
+def test_the_host_memory_that_a_disk_is_read_through_counts(profile) -> None:
+    spec = {"cuda:0": "700KiB", "cpu": "100MiB", "disk": "64MiB"}
+    plan = make_plan(profile, parse_devices({"cuda:0": "700KiB", "disk": "64MiB"}))
+    estimate = autoshard.estimate(plan, profile, spec)
+    assert [device.stored_bytes for device in estimate.devices][1] == STAGING_BYTES
+    assert not autoshard.estimate(plan, profile, {**spec, "cpu": "63MiB"}).fits
 
 
 def test_links_that_can_work_at_a_time_do() -> None:
