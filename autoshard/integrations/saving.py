@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
 from autoshard.errors import CheckpointError
-from autoshard.integrations.traced import Leaf, Traced, evaluate, leaves, traced
+from autoshard.integrations.traced import Leaf, Traced, evaluate, lean, leaves, traced
 from autoshard.sizes import parse_bytes
 
 
@@ -85,12 +85,13 @@ def _loaded_by_another(model: Any, state: State) -> set[str]:
 def _stored(name: str, tensor: torch.Tensor) -> Stored:
     if not isinstance(tensor, Traced):
         raise CheckpointError(f"Transformers makes {name} out of nothing in the model; it is not known how to save it.")
-    expression, shape = tensor.expression, tuple(tensor.shape)
+    expression, shape = lean(tensor.expression), tuple(tensor.shape)
     if isinstance(expression, Leaf):
         return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=(expression.name,))
     sources = leaves(expression)
 
     def make(*values: torch.Tensor) -> torch.Tensor:
-        return evaluate(expression, dict(zip(sources, values, strict=True)))
+        contiguous = [value.contiguous() for value in values]  # as the traced ones were
+        return evaluate(expression, dict(zip(sources, contiguous, strict=True)))
 
     return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=sources, make=make)

@@ -72,7 +72,8 @@ class Traced(torch.Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return _written(func, args)
-        known, settings = _mapped(args, _expression), _mapped(kwargs, _expression)
+        known = _mapped(args, _expression)
+        settings = {name: _mapped(value, _expression) for name, value in kwargs.items() if name != "device"}
         if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
             return evaluate(Call(func=func, args=known, kwargs=settings), {})
         shapes = {name: META if name == "device" else _mapped(value, _plain) for name, value in kwargs.items()}
@@ -116,6 +117,50 @@ def evaluate(expression: Expression, values: Mapping[str, torch.Tensor]) -> torc
 
     result = expression.func(*_mapped(expression.args, value), **_mapped(expression.kwargs, value))
     return result if expression.item is None else result[expression.item]
+
+
+def lean(expression: Expression) -> Expression:
+    """What gives the same values without copies on the way, and without making many pieces where one is wanted.
+
+    split(clone(x), 512, 1)[3]  ──▶  slice(x, 1, 1536, 2048): of a large `x`, one piece after another costs little
+    """
+    if any(isinstance(one, Call) and (one.func in _STRIDED or one.written) for one in _walk(expression)):
+        return expression
+    return _lean(expression)
+
+
+def _lean(expression: Any) -> Any:
+    if not isinstance(expression, Call):
+        return expression
+    func, kwargs = expression.func, _mapped(expression.kwargs, _lean)
+    args = _mapped(expression.args, _lean)
+    if func in _COPIES:
+        return args[0]
+    if func in _VIEWS:  # of what was copied so that it can be viewed
+        return Call(func=aten.reshape.default, args=args, kwargs=kwargs)
+    if expression.item is not None and func in _PIECES and not kwargs:
+        return _PIECES[func](expression.item, *args)
+    return Call(func=func, args=args, kwargs=kwargs, item=expression.item)
+
+
+def _slice(whole: Any, dim: int, begin: int, end: int) -> Call:
+    return Call(func=aten.slice.Tensor, args=(whole, dim, begin, end), kwargs={})
+
+
+def _piece_of_sizes(item: int, whole: Any, sizes: list[int], dim: int = 0) -> Call:
+    return _slice(whole, dim, sum(sizes[:item]), sum(sizes[: item + 1]))
+
+
+aten = torch.ops.aten
+_COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.view.dtype}
+"""Ops whose values depend on how their argument lies in memory."""
+_PIECES: dict[Any, Callable[..., Call]] = {
+    aten.split.Tensor: lambda item, whole, size, dim=0: _slice(whole, dim, item * size, (item + 1) * size),
+    aten.split_with_sizes.default: _piece_of_sizes,
+    aten.unbind.int: lambda item, whole, dim=0: Call(func=aten.select.int, args=(whole, dim, item), kwargs={}),
+}
 
 
 def _written(func: Any, args: tuple) -> Any:
