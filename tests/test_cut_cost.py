@@ -32,7 +32,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.count, self.groups, self.size = count, groups, size
         self.fused = nn.Linear(64, (count + 2 * groups) * size)
-        self.out = nn.Linear(count * size, 64, bias=False)
+        self.out = nn.Linear(count * size, 64)
 
     def forward(self, x):
         wide, narrow = self.count * self.size, self.groups * self.size
@@ -46,7 +46,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.mixer, self.norm = Mixer(), nn.LayerNorm(64)
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
 
     def forward(self, x):
         x = x + self.mixer(self.norm(x))
@@ -70,7 +70,7 @@ class Words(nn.Module):
 class Pixels(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.norm, self.two = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Conv2d(12, 5, 3, bias=False)
+        self.one, self.norm, self.two = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Conv2d(12, 5, 3)
 
     def forward(self, x):
         return self.two(self.norm(self.one(x)).relu()).mean()

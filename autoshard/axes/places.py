@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.axes.walk import Contraction, Walk, where
+from autoshard.axes.walk import Contraction, Walk, name_of, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import DROPOUTS, Action
@@ -162,9 +162,17 @@ class Places:
             addend = next((path for path, value in site.inputs if value == contraction.addend), "")
             if not addend:
                 raise Unplaceable(f"{self.where(contraction.op)} adds what {site.function} was not given")
+            self._check_added_only(contraction)
         kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
         axis = describe(contraction.axis, leaf) if kind != "reduce" else ""
         return [(self._at(site, kind, results[0], 0, axis, addend), site.call)]
+
+    def _check_added_only(self, contraction: Contraction) -> None:
+        """What is added behind a sum over ranks is hidden from the code that runs before it."""
+        function = name_of(self.graph.ops[contraction.op])
+        for reader in self._readers[contraction.addend]:
+            if contraction.addend in self._tensors and name_of(self.graph.ops[reader]) != function:
+                raise Unplaceable(f"{self.where(reader)} reads what {self.where(contraction.op)} adds")
 
     def _drawing(self, op: int, dim: int, axis: str) -> list[tuple[Action, int]]:
         site = self._site(op)

@@ -14,7 +14,7 @@ from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Stack
+from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Stack
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -102,6 +102,12 @@ def test_a_silent_use_of_a_size_is_refused():
     outcome = prover.prove(group, (24, 24))
     assert isinstance(outcome, Refusal)
     assert "differs" in outcome.reason
+
+
+def test_a_bias_that_other_code_reads_is_not_hidden_from_it():
+    _, found, _ = analysed(Stack(Peeking))
+    reasons = {row.reason for row in found.blocked if row.name == "blocks.0.down.weight"}
+    assert "sum in blocks.0 reads what linear in blocks.0.down adds" in reasons
 
 
 @pytest.mark.parametrize("left_out", ["reduce", "enter"])

@@ -1,5 +1,6 @@
 """Cut models on several devices of one process."""
 
+import copy
 import math
 
 import pytest
@@ -278,6 +279,38 @@ def test_what_is_drawn_in_training_must_have_been_planned(kind):
     autoshard.apply(model, plan)
     torch.manual_seed(3)
     torch.testing.assert_close(model(x), expected, **TOLERANCE)
+
+
+def test_a_bias_is_added_once_behind_the_sum():
+    """The layer's own forward does not see it, and everybody who lists, saves or trains parameters does."""
+    model, case = make("perceptron"), CASES["perceptron"]
+    expected, names = model(*case.inputs), list(dict(model.named_parameters()))
+    layer = model.blocks[0]["down"]
+    bias = layer.bias
+    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    assert layer.bias is None and list(dict(model.named_parameters())) == list(model.state_dict()) == names
+    torch.testing.assert_close(copy.deepcopy(model)(*case.inputs), expected, **TOLERANCE)
+    with torch.no_grad():
+        layer._parameters["bias"].add_(1)
+    assert not torch.allclose(model(*case.inputs), expected)
+    layer.bias = nn.Parameter(torch.zeros(8))
+    with pytest.raises(ApplyError, match=r"blocks\.0\.down was given another bias while its model is cut"):
+        model(*case.inputs)
+    remove_cuts(model)
+    model.blocks[0]["down"].bias = bias
+    assert bias is not None and layer.bias is bias
+
+
+def test_sums_have_the_dtype_of_their_layer():
+    model, case = make("perceptron").eval(), CASES["perceptron"]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(*case.inputs)
+    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    made = []
+    model.blocks[0]["down"].register_forward_hook(lambda layer, args, result: made.append(result.dtype))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(model(*case.inputs), expected, rtol=2e-2, atol=2e-2)
+    assert made == [torch.bfloat16]
 
 
 def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():

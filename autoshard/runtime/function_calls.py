@@ -1,0 +1,88 @@
+"""Watch the torch functions that a module calls, and carry out the steps at some of them: a mode around its forward."""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard import torch_private
+from autoshard.runtime.steps import Step
+
+Listed = dict[str, tuple[str, list[Step]]]
+"""Name of a function -> (the name, the steps at its calls)."""
+
+
+class Watch(TorchFunctionMode):
+    """While entered, counts the calls of some functions and carries out the steps at the listed ones.
+
+    `frame` is that of the module's call: when it has ended and the mode is still entered, an interrupt was in between.
+    """
+
+    def __init__(self, listed: Listed, frame: Any) -> None:
+        super().__init__()
+        self.listed = listed
+        self.frame = frame
+        self.seen: dict[str, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        listed = self.listed.get(getattr(func, "__name__", ""))
+        if listed is None:
+            return func(*args, **(kwargs or {}))
+        name, steps = listed  # the name again: torch.compile can't count under what it was asked for
+        occurrence = self.seen.get(name, 0)
+        self.seen[name] = occurrence + 1
+        call = func
+        for step in steps:
+            if step.action.occurrence in (-1, occurrence):
+                call = functools.partial(step.around, call)
+        return call(*args, **(kwargs or {}))
+
+
+class Open:
+    """Pre-hook: begin to watch the functions that a module calls."""
+
+    __slots__ = ("listed",)
+
+    def __init__(self, listed: Listed) -> None:
+        self.listed = listed
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling():
+            Watch(self.listed, None).__enter__()
+            return
+        _drop_interrupted()
+        Watch(self.listed, sys._getframe(1)).__enter__()
+
+
+class Close:
+    """Hook, also after an exception: end what `Open` began."""
+
+    __slots__ = ("listed",)
+
+    def __init__(self, listed: Listed) -> None:
+        self.listed = listed
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        watch = torch_private.innermost_function_mode()
+        if isinstance(watch, Watch) and watch.listed is self.listed:
+            watch.__exit__(None, None, None)
+
+
+def _drop_interrupted() -> None:
+    """Leave modes whose module's call was interrupted: for KeyboardInterrupt torch calls no hooks."""
+    watch = torch_private.innermost_function_mode()
+    while isinstance(watch, Watch) and watch.frame is not None and not _runs(watch.frame):
+        watch.__exit__(None, None, None)
+        watch = torch_private.innermost_function_mode()
+
+
+def _runs(frame: Any) -> bool:
+    current: Any = sys._getframe(1)
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False

@@ -1,0 +1,232 @@
+"""One action of a cut, carried out: on the arguments of a call, on its result, or around it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.nested import map_tensors, replace_at, tensor_at, tensors_in
+from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
+from autoshard.sharding import Action
+
+BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+"""Functions of (input, weight, bias)."""
+_FRESH = {*BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
+"""Functions whose result is new memory, which a sum over ranks may overwrite."""
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+class Memo:
+    """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it.
+
+    `given`: (as it was changed, as it was) of arguments that a module hands on.
+    """
+
+    __slots__ = ("entered", "given")
+
+    def __init__(self) -> None:
+        self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def enter(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return the alias of a tensor whose gradient is summed over ranks."""
+        if not tracked(tensor):
+            return tensor
+        if torch.compiler.is_compiling():
+            return enter(tensor, ranks)
+        known = self.entered.get(id(tensor))
+        if known is None or known[0] is not tensor or known[2] != tensor._version:
+            known = self.entered[id(tensor)] = tensor, enter(tensor, ranks), tensor._version
+        return known[1]
+
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module was given where it hands a tensor on."""
+        for changed, given in reversed(self.given):
+            if tensor is changed:
+                tensor = given
+        return tensor
+
+    def forget(self) -> None:
+        """The forward is over."""
+        self.entered.clear()
+        self.given.clear()
+
+    def __deepcopy__(self, memo: dict) -> "Memo":
+        return Memo()
+
+
+class Step:
+    """One action, ready to be carried out. `where` names its place for messages."""
+
+    __slots__ = ("action", "axis", "fresh", "kept", "memo", "paths", "ranks", "weight", "where")
+
+    def __init__(self, action: Action, shares: tuple[int, ...], ranks: Ranks, memo: Memo, where: str) -> None:
+        self.action = action
+        self.ranks = ranks
+        self.memo = memo
+        self.where = where
+        self.axis = Axis.of(ranks, action.axis, shares) if action.axis else None
+        self.weight = shares[ranks.rank or 0] / sum(shares)
+        self.paths: tuple[str, ...] = (action.argument,)
+        self.fresh = action.function in _FRESH
+        self.kept = False  # the module hands its argument on
+
+    def before(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
+        """Act on the arguments of a call; one that was left out, or is None, needs nothing."""
+        if self.action.kind == "enter":
+            return self._changed(arguments, lambda tensor: self.memo.enter(tensor, self.ranks))
+        if self.action.kind == "slice":
+            return self._changed(arguments, self._slice)
+        return arguments
+
+    def _changed(self, arguments: tuple[tuple, dict], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        for path in self.paths:
+            tensor = tensor_at(arguments, path)
+            if tensor is not None:
+                changed = change(tensor)
+                if self.kept and changed is not tensor:
+                    self.memo.given.append((changed, tensor))
+                return arguments if changed is tensor else replace_at(arguments, path, changed)
+        return arguments
+
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.axis is not None
+        try:
+            axis = self.axis.sized(tensor.shape[self.action.dim])
+        except ValueError:
+            raise ApplyError(
+                f"{self.where} was given a tensor of shape {list(tensor.shape)}, and the plan is for "
+                f"{self.axis.where.size} in dimension {self.action.dim}. Was it made before the model was cut?"
+            ) from None
+        return axis.take(self.memo.enter(tensor, self.ranks), self.action.dim)
+
+    def _axis_of(self, part: torch.Tensor) -> Axis:
+        """The axis of what this rank has a part of."""
+        assert self.axis is not None
+        try:
+            return self.axis.sized_by_part(part.shape[self.action.dim])
+        except ValueError:
+            raise ApplyError(
+                f"{self.where} has a tensor of shape {list(part.shape)}, and the plan is for {self.axis.width} on this "
+                f"rank in dimension {self.action.dim}. Plan again with inputs like these."
+            ) from None
+
+    def after(self, result: Any) -> Any:
+        """Act on the result of a call."""
+        if self.action.kind == "restore":
+            return map_tensors(result, self.memo.original)
+        if self.action.kind not in ("reduce", "mean", "gather", "leave"):
+            return result
+        if not self.action.argument and isinstance(result, torch.Tensor):
+            return self._after(result)
+        tensor = tensor_at(result, self.action.argument)
+        if tensor is None:
+            raise ApplyError(
+                f"{self.where} gave no tensor at {self.action.argument or 'its result'!r} this time, and the plan adds "
+                "or gathers one there. Plan again with inputs like these."
+            )
+        return replace_at(result, self.action.argument, self._after(tensor))
+
+    def _after(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.action.kind == "gather":
+            return self._axis_of(tensor).gather(tensor, self.action.dim)
+        if self.action.kind == "leave":
+            return leave(tensor, self.ranks)
+        if self.action.kind == "mean":
+            return reduce(tensor * self.weight, self.ranks, fresh=True)
+        return reduce(tensor, self.ranks, self.fresh)
+
+    def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Act on one call of a torch function. Only the call itself is seen by the modes around this one."""
+        if self.action.kind == "lookup":
+            return self._lookup(call, args, kwargs)
+        if self.action.kind == "dropout":
+            return self._dropout(call, args, kwargs)
+        with torch_private.no_overrides():
+            args, kwargs = self.before((args, kwargs))
+            addend, (args, kwargs) = self._without_addend(args, kwargs)
+        result = call(*args, **kwargs)
+        with torch_private.no_overrides():
+            changed = self.after(result)
+            if addend is not None:
+                changed = add_once(changed, addend, kwargs.get("beta", 1))
+            # Not whatever is handed back: dropout that drops nothing returns what it was given.
+            in_place = self.action.function.endswith("_")
+            written = in_place and any(result is tensor for _, tensor in tensors_in((args, kwargs)))
+            return result.copy_(changed) if written and changed is not result else changed
+
+    def _without_addend(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor | None, tuple[tuple, dict]]:
+        """What is added once after the sum, shaped like it, and the arguments without it."""
+        path = self.action.addend
+        if not path:
+            return None, (args, kwargs)
+        if path == "0.2" and len(args) > 2 and self.action.function in BIASED:  # the usual one, quickly
+            return _beside(args[2], args[1], self.action.function), ((*args[:2], None, *args[3:]), kwargs)
+        addend = tensor_at((args, kwargs), path)
+        if addend is None:
+            return None, (args, kwargs)
+        without = replace_at((args, kwargs), path, torch.zeros_like(addend))
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        return _beside(addend, weight, self.action.function), without
+
+    def _lookup(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`embedding` with a table of which this rank has some rows."""
+        given = dict(zip(_EMBEDDING, args, strict=False)) | kwargs
+        if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+            raise ApplyError(
+                f"{self.where} can't look up in a cut table with max_norm, scale_grad_by_freq or sparse gradients: "
+                "they depend on which rows others look up. Plan with this table whole."
+            )
+        ids, padding = given["input"], given.get("padding_idx")
+        with torch_private.no_overrides():
+            assert self.axis is not None
+            rows, missing = self.axis.rows(ids)
+        found = call(rows, given["weight"])
+        with torch_private.no_overrides():
+            found = found.masked_fill(missing.unsqueeze(-1), 0)
+            if padding is not None and tracked(found):  # the row that is never learned
+                at = padding % self.axis.where.size
+                found = torch.where((ids == at).unsqueeze(-1), found.detach(), found)
+            return reduce(found, self.ranks, fresh=True)
+
+    def _dropout(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Draw the mask of the whole tensor, as the model did before it was cut, and keep this rank's part of it."""
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+        if not given.get("training", given.get("train", True)):
+            return call(*args, **kwargs)
+        tensor = given["input"]
+        with torch_private.no_overrides():
+            axis = self._axis_of(tensor)
+            whole = _ones_like(tensor, self.action.dim, axis.where.size)
+        mask = call(whole, given.get("p", 0.5), True)
+        with torch_private.no_overrides():
+            mask = axis.take(mask, self.action.dim)
+            return tensor.mul_(mask) if given.get("inplace") else tensor * mask
+
+
+def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Ones in the shape of a tensor, but for one dimension, in the same order in memory: masks are drawn in it."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tensor.detach().new_ones([shape[at] for at in order]).permute([order.index(at) for at in range(len(order))])
+
+
+def add_once(total: torch.Tensor, addend: torch.Tensor, scale: float = 1) -> torch.Tensor:
+    """Add to a sum over ranks, in the sum's memory, which is new; so it has the dtype that the function gave it."""
+    return total.add_(addend, alpha=scale)
+
+
+def bias_beside(layer: nn.Module, function: str) -> torch.Tensor | None:
+    """The bias of a layer, whether or not its forward sees it, shaped so that it broadcasts against a result."""
+    return _beside(layer._parameters["bias"], layer._parameters["weight"], function)
+
+
+def _beside(bias: torch.Tensor | None, weight: Any, function: str) -> torch.Tensor | None:
+    """A convolution's bias belongs to the channels: places come behind them."""
+    if bias is not None and function.startswith("conv"):
+        return bias.view(-1, *[1] * (weight.dim() - 2))
+    return bias
