@@ -33,6 +33,7 @@ __all__ = [
     "below_autograd",
     "conj_and_neg_keys",
     "count_hooks_again",
+    "default_store",
     "drop_gradient_hooks",
     "engine_runs",
     "fake_device_read",
@@ -152,6 +153,13 @@ def count_hooks_again(module: torch.nn.Module) -> None:
         hooks = vars(module)[name]
         if type(hooks) is _UncountedHooks and not hooks:
             vars(module)[name] = OrderedDict()
+
+
+def default_store() -> Any:
+    """The key-value store with which the default process group was made, None without such a group."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def innermost_function_mode() -> Any:

@@ -5,7 +5,7 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from autoshard.errors import RankError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import stored_tensors
 from autoshard.runtime.collectives import ProcessRanks, Ranks, lost
+from autoshard.runtime.departed import Process, this_process
 from autoshard.runtime.moves import named_tensors
 from autoshard.sharding import Cut
 
@@ -24,13 +25,17 @@ _SAMPLE = 16  # values of each tensor that are compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators."""
+    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators.
+
+    `process`: which one it is; it may well differ.
+    """
 
     plan: str = ""
     model: str = ""
     weights: str = ""
     error: str = ""
     random: tuple[torch.Tensor, ...] = ()
+    process: Process | None = None
 
 
 def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> Mark:
@@ -59,11 +64,13 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
     """
     if isinstance(ranks, ProcessRanks):
         mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
+        mark = replace(mark, process=this_process())
         marks: list[Mark] = [mark] * ranks.size
         try:
             dist.all_gather_object(marks, mark, group=ranks.group)
         except RuntimeError as problem:
             raise (error or lost(ranks, problem)) from problem
+        ranks.processes[:] = [one.process for one in marks if one.process is not None]
         if error is None:
             _compare(marks)
         if error is None and marks[0].random:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError
+from autoshard.runtime.departed import Process, find_departed
 from autoshard.sharding import coordinates_of, kept, resized
 
 
@@ -85,11 +86,15 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRanks:
-    """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`."""
+    """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`.
+
+    `processes`: by rank, once they have met (`agreement.agree`).
+    """
 
     group: Any
     rank: int
     size: int
+    processes: list[Process] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: Any = None) -> "ProcessRanks":
@@ -140,9 +145,16 @@ class ProcessRanks:
 
 def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     """Describe a collective that failed: mostly because another process ended, or waits for something else."""
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+    departed = find_departed(ranks.processes, str(getattr(ranks.group, "group_name", "")))
+    if departed:
+        names, have = ", ".join(map(str, departed)), "s" if len(departed) > 1 else ""
+        return RankError(
+            f"rank {ranks.rank} lost rank{have} {names} in a collective: {'those' if have else 'that'} process"
+            f"{'es' if have else ''} ended ({reason}). Look at what it said last, then start all ranks again."
+        )
     others = [str(rank) for rank in range(ranks.size) if rank != ranks.rank]
     who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
     return RankError(
         f"rank {ranks.rank} lost {who} in a collective: that process ended, or it runs something else than this one "
         f"({reason}). Look at the first error among the ranks, then start them all again."
