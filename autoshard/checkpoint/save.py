@@ -28,6 +28,7 @@ from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_tensor
 from autoshard.runtime.devices import CPU, fresh_copy
+from autoshard.runtime.mapped import let_go, region_of
 from autoshard.runtime.moves import tied_groups
 from autoshard.sizes import format_bytes
 
@@ -214,12 +215,19 @@ def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception |
                 values.update(gathered)
             for name in one.sources:
                 if last[name] == place:
-                    values.pop(name, None)
+                    _let_go(values.pop(name, None))
     return error
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
     return value if value.device == CPU else fresh_copy(value, CPU)
+
+
+def _let_go(value: torch.Tensor | None) -> None:
+    """Do not leave the pages of parameters on disk in memory, for a model that is larger than it."""
+    region = None if value is None else region_of(value)
+    if region is not None:
+        let_go([region])
 
 
 def _made(one: Stored, values: Mapping[str, torch.Tensor]) -> torch.Tensor:

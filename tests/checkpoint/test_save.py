@@ -21,6 +21,7 @@ from tests.checkpoint.directories import assert_same, contents, tensors
 from tests.models import by_name
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES, decoder_cuts, make_decoder, uneven_shares
+from tests.runtime.test_streaming import net, on_disk, rows, streaming
 
 
 def test_files_are_those_of_the_safetensors_library(tmp_path):
@@ -129,6 +130,23 @@ def test_bytes_are_the_same_under_every_plan_of_one_process(tmp_path):
     assert len(expected) > 5
     for found in under_plans(model, save):
         assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["cpu:0 from cpu", "cpu:0 from disk", "cpu from disk"])
+def test_bytes_are_the_same_when_modules_are_streamed_and_over_the_files_that_they_come_from(kind, tmp_path):
+    device, _, place = kind.partition(" from ")
+    autoshard.save(net(), tmp_path / "none", max_shard_size="50KB")
+    expected = contents(tmp_path / "none")
+    (tmp_path / "source").mkdir()
+    with autoshard.simulate("1x16MiB"), torch.no_grad():
+        model = on_disk(net(), tmp_path / "source") if place == "disk" else net()
+        result = autoshard.apply(model, streaming(model, device, place))(rows().to(device))
+        for _ in range(2):  # the second time, from files that are gone
+            autoshard.save(model, tmp_path / "source", max_shard_size="50KB")
+            assert contents(tmp_path / "source") == expected
+            assert torch.equal(model(rows().to(device)), result)
+        autoshard.remove(model)
+        assert_same(model.state_dict(), net().state_dict())
 
 
 def cuts_of(name, degree):
