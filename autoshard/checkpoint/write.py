@@ -249,7 +249,8 @@ def _commit(folder: Path, path: Path) -> None:
         folder.rename(path)
         _sync(path.parent)
     if here is not None:
-        os.chdir(here)
+        with contextlib.suppress(OSError):  # it was inside, and is not any more
+            os.chdir(here)
 
 
 def _working_directory(path: Path) -> str | None:

@@ -55,6 +55,11 @@ def file_tensors(model: Any, state: State) -> list[Stored]:
     """The tensors that the library's `save_pretrained` would write, in its order, and what they are made of."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(
+            f"this {type(model).__name__} is quantised by Transformers or has adapters: only its own save_pretrained "
+            "knows the names in their files. Call that, after autoshard.remove(model) if a plan is applied."
+        )
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = [name for name in state.values if name not in ignored]
     tied = _loaded_by_another(model, state)

@@ -211,6 +211,14 @@ def test_processes_that_share_a_model_write_the_same_bytes_and_load_those_of_ano
     assert sorted(os.listdir(tmp_path / "two")) == sorted(os.listdir(tmp_path / "four")) == sorted(NAMES)
 
 
+def test_what_only_the_library_can_save_is_left_to_it(tmp_path):
+    model = make_decoder()
+    model.hf_quantizer = object()
+    with pytest.raises(CheckpointError, match=r"only its own save_pretrained .* autoshard.remove"):
+        autoshard.save(model, tmp_path / "out")
+    assert not os.listdir(tmp_path)
+
+
 class Extra(nn.Linear):
     def get_extra_state(self):
         return {"steps": 3}
