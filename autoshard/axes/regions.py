@@ -2,12 +2,13 @@
 
 A region is an outermost element of a repeated container (a list, sequence or dict of modules) with at least two
 matrices; all that lies outside of such elements is one more region. What one region hands to another gets fresh axes
-there, so that what blocks an axis outside does not leak in.
+there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.axes.rules import is_pointwise
 from autoshard.capture.graph import Call, ModelGraph, Op
 from autoshard.module_paths import above, is_below, parent, relative
 
@@ -39,14 +40,27 @@ def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
 
 
 def shared_tensors(graph: ModelGraph, *, by_leaf_module: bool = False) -> frozenset[int]:
-    """Values of parameters and buffers that several regions read."""
+    """Values of parameters and buffers that several regions read, otherwise than to scale them where they are."""
     owner = _owners(graph, _leaf_modules(graph) if by_leaf_module else _elements(graph))
     readers: dict[int, set[str]] = {}
+    scaled = _scaled(graph)
     tensors = {tensor.value for tensor in graph.tensors}
     for op in graph.ops:
         for value in tensors.intersection(op.inputs):
-            readers.setdefault(value, set()).add(owner[op.call])
+            if op.index not in scaled:
+                readers.setdefault(value, set()).add(owner[op.call])
     return frozenset(value for value, paths in readers.items() if len(paths) > 1)
+
+
+def _scaled(graph: ModelGraph) -> set[int]:
+    """Ops that write into one parameter or buffer, element by element: whoever has a part of it does so to the part."""
+    tensors = {tensor.value for tensor in graph.tensors}
+    return {
+        op.index
+        for op in graph.ops
+        if len(op.inputs) == 1 and op.inputs == op.mutates == op.outputs and is_pointwise(op.target)
+        and op.inputs[0] in tensors
+    }  # fmt: skip
 
 
 def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
@@ -61,8 +75,9 @@ def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
 def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
+    scaled = _scaled(graph)
     for op in graph.ops:
-        if not op.backward:
+        if not op.backward and op.index not in scaled:
             ops.setdefault(owner[op.call], []).append(op.index)
     first = _first_calls(graph)
     names: dict[int, list[str]] = {}

@@ -7,7 +7,7 @@ rule that returns None in place of all, like an op without a rule, blocks everyt
 wrong.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from autoshard.axes.axis import Axis, fresh
+from autoshard.capture.traits import traits_of
 
 aten = torch.ops.aten
 Axes = tuple[Axis, ...]
@@ -64,6 +65,19 @@ def rule(*packets: str, table: dict[Any, Rule] = RULES) -> Callable[[Rule], Rule
         return function
 
     return register
+
+
+def rule_of(target: Any, table: Mapping[Any, Rule] = RULES) -> Rule | None:
+    """The rule of an op; ops that a tag of torch says are element by element need no entry of their own."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    found = table.get(target.overloadpacket)
+    return pointwise if found is None and traits_of(target).pointwise else found
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether an op computes element by element."""
+    return rule_of(target) is pointwise
 
 
 def unknown(walk: Context, inputs: Iterable[Seen], shapes: Iterable[tuple[int, ...]]) -> list[Axes]:

@@ -10,7 +10,6 @@ from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - th
 from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.capture.traits import traits_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +72,10 @@ class Walk:
         """Apply the rule of one op."""
         self.ops.add(op.index)
         values = self.graph.values
-        packet = op.target.overloadpacket if isinstance(op.target, torch._ops.OpOverload) else None
         self.name, self.why = name_of(op), where(self.graph, op)
         self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
         seen = [Seen(value, values[value].shape, values[value].dtype, self.of(value)) for value in op.inputs]
-        rule = self.table.get(packet)
-        if rule is None and packet is not None and traits_of(op.target).pointwise:
-            rule = rules.pointwise
+        rule = rules.rule_of(op.target, self.table)
         made = self._ruled(rule, op, seen) if rule is not None and op.node is not None else None
         if made is None or not _fit(made, self.shapes):
             made = rules.unknown(self, seen, self.shapes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
@@ -14,7 +15,7 @@ from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Stack
+from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Rescaled, Stack
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -153,6 +154,17 @@ def test_a_large_block_with_a_silent_use_of_a_size_is_refused_too(monkeypatch):
     group = of_blocks(found, 48)
     outcome = prover.prove(group, (24, 24))
     assert isinstance(outcome, Refusal) and "differs" in outcome.reason
+
+
+def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():
+    expected, model = Rescaled(Grouped).eval(), Rescaled(Grouped).eval()
+    model.load_state_dict(expected.state_dict())
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
+    assert {"d.weight", "a.weight"} <= {shard.name for cut in plan.cuts for shard in cut.shards}
+    autoshard.apply(model, plan)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), expected(X))
+    assert torch.equal(autoshard.remove(model).blocks[1].d.weight, expected.blocks[1].d.weight)
 
 
 def test_the_model_is_as_it_was():
