@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Source, Target
+from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
 from autoshard.errors import ApplyError, CheckpointError
@@ -28,6 +29,7 @@ from autoshard.runtime.devices import META, resolve_device
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.runtime.resting import resting
 from autoshard.runtime.slices import Undo, replace_all, runs_of
 from autoshard.sizes import format_bytes
 
@@ -58,10 +60,11 @@ def load_applied(
     tensors = named_tensors(model)
     check_belongs(model, plan, tensors)
     check_complete(model, {name for name, tensor in tensors.items() if tensor.is_meta}, sources)
+    in_file = mapped_tensors(model, plan, checkpoint, sources)
     log: list[Undo] = []
     try:
-        _allocate_placed(model, plan, log)
-        targets = [Target(source=name, tensor=tensors[name]) for name in sources]
+        _allocate_placed(model, plan, in_file, log)
+        targets = [Target(source=name, tensor=tensors[name]) for name in sources if name not in in_file]
         report = read_into(checkpoint, sources, targets, progress=progress, threads=threads)
         apply_plan(model, plan)
     except BaseException:
@@ -95,16 +98,19 @@ def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device
         ) from error
 
 
-def _allocate_placed(model: nn.Module, plan: Plan, log: list[Undo]) -> None:
-    """Give memory to every tensor on meta, tied ones together, on the device of the first of their names."""
+def _allocate_placed(model: nn.Module, plan: Plan, in_file: Mapping[str, torch.Tensor], log: list[Undo]) -> None:
+    """Give memory to every tensor on meta, tied ones together, where the first of their names is between calls."""
     tensors = named_tensors(model)
     homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
-    devices = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
+    known = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
+    devices = resting(tensors, {name: known[device] for name, device in homes.entries.items()}, plan.streamed)
 
     def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[homes.entries[name]]))
+        if name in in_file:
+            return in_file[name]
+        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[name]))
 
     replace_all(tensors, memory, log)
 

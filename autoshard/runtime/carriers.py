@@ -123,9 +123,9 @@ def _read(homes: Homes, regions: list[Region]) -> Copies:
 
 def _computes_elsewhere(home: torch.Tensor) -> bool:
     """Whether a tensor lies in a file where computing with it would give other bits than in memory of torch's own."""
-    if region_of(home) is None or home.data_ptr() % ALIGNMENT_BYTES == 0 or not home.is_floating_point():
+    if not home.is_floating_point() or home.dim() < 2 or is_packed(home) or home.data_ptr() % ALIGNMENT_BYTES == 0:
         return False
-    return home.dim() > 1 and not computes_anywhere(home.dtype)
+    return not computes_anywhere(home.dtype) and region_of(home) is not None
 
 
 @dataclass(slots=True)

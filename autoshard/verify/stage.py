@@ -149,7 +149,11 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def devices_of(plan: Plan) -> Iterator[Stage]:
-    """Provide the devices a plan uses: those that are here, or simulated ones of the plan's sizes."""
+    """Provide the devices a plan uses: those that are here, or simulated ones of the plan's sizes.
+
+    What the plan keeps on disk is kept in CPU memory instead: copies of the model are not in a file.
+    """
+    plan = replace(plan, streamed=dict.fromkeys(plan.streamed, "cpu"))
     if runs_in_processes(plan):  # each on its own device
         yield Stage(plan=plan, simulated=None, original_names={})
         return

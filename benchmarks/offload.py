@@ -1,0 +1,244 @@
+"""What a pass costs when the layers are on disk: against everything in memory, plain reads, and Accelerate.
+
+    python benchmarks/offload.py [--rounds N] [--layers N] [--width N] [--tokens N] [--directory DIR] [--quick]
+
+A bf16 decoder (22 layers, 1.1 billion parameters) with random weights is saved once as safetensors. Then, in one
+process and alternating, passes of some tokens over
+
+    in memory        the ordinary model: what computing takes
+    read, warm/cold  the bytes of all layers, read from the file with nothing computed: what reading takes
+    autoshard        all layers on disk, embedding and head in memory; warm, and cold (the page cache is emptied first)
+    accelerate disk  load_checkpoint_and_dispatch with the layers on "disk"; warm and cold
+    accelerate cpu   the same with the layers kept in CPU memory (cpu_offload)
+
+Printed are medians with quartiles, and their ratio to max(computing, reading) of the same run: the bound. Then the peak
+of the process's resident memory above what it was without the model, against what the plan says: what stays, two
+layers, and the activations (measured on the model in memory).
+"""
+
+import argparse
+import dataclasses
+import gc
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.mapped import mapped_tensor
+from autoshard.integrations.huggingface import load_model
+from autoshard.plan import Plan
+from autoshard.runtime import apply_plan, remove
+from autoshard.runtime.mapped import let_go, region_of
+
+CHUNK_BYTES = 16 << 20
+
+
+def make_checkpoint(directory: Path, layers: int, width: int) -> None:
+    """Save a random decoder, unless it is there."""
+    if (directory / "config.json").exists():
+        return
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=max(width // 512, 1), dtype="bfloat16",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    torch.set_default_dtype(torch.float32)
+
+
+def in_memory(directory: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+
+
+def layer_paths(model: torch.nn.Module) -> list[str]:
+    return [f"model.layers.{name}" for name, _ in model.get_submodule("model.layers").named_children()]
+
+
+def placements(model: torch.nn.Module, layers: str, rest: str) -> dict[str, str]:
+    others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    return dict.fromkeys(others, rest) | dict.fromkeys(layer_paths(model), layers)
+
+
+def streamed(directory: Path) -> torch.nn.Module:
+    """All layers on disk, computing on the CPU."""
+    model = load_model(directory)
+    checkpoint = open_checkpoint(directory)
+    plan = Plan.from_device_map(placements(model, "cpu", "cpu"))
+    plan = dataclasses.replace(plan, streamed=dict.fromkeys(layer_paths(model), "disk"))
+    for name, parameter in model.named_parameters():
+        stays = not name.startswith("model.layers.")
+        tensor = mapped_tensor(checkpoint.entries[name])
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_parameter(name.rpartition(".")[2], torch.nn.Parameter(tensor.clone() if stays else tensor))
+        let_go([region for region in [region_of(tensor)] if region is not None])
+    return apply_plan(model.eval(), plan)
+
+
+def accelerated(directory: Path, scratch: str) -> torch.nn.Module:
+    import accelerate
+
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(load_config(directory), dtype=torch.bfloat16)
+    return accelerate.load_checkpoint_and_dispatch(
+        model, str(directory), device_map=placements(model, "disk", "cpu"), offload_folder=scratch,
+        dtype=torch.bfloat16,
+    ).eval()  # fmt: skip
+
+
+def accelerated_cpu(directory: Path) -> torch.nn.Module:
+    import accelerate
+
+    return accelerate.cpu_offload(in_memory(directory), execution_device=torch.device("cpu"))
+
+
+def load_config(directory: Path) -> transformers.PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(directory)
+
+
+def read_layers(directory: Path) -> Callable[[], None]:
+    """Return a function that reads the bytes of all layers, in the order of the file, into one buffer."""
+    entries = [entry for entry in open_checkpoint(directory).entries.values() if ".layers." in entry.name]
+    runs: list[list[int | Path]] = []
+    for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
+        if runs and runs[-1][0] == entry.file and runs[-1][2] == entry.offset:
+            runs[-1][2] = entry.offset + entry.nbytes
+        else:
+            runs.append([entry.file, entry.offset, entry.offset + entry.nbytes])
+    buffer = bytearray(CHUNK_BYTES)
+
+    def read() -> None:
+        for path, start, end in runs:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_SEQUENTIAL)
+            for offset in range(start, end, CHUNK_BYTES):
+                os.preadv(descriptor, [memoryview(buffer)[: min(CHUNK_BYTES, end - offset)]], offset)
+            os.close(descriptor)
+
+    return read
+
+
+def forget(*directories: Path | str) -> None:
+    """Empty the page cache of all files in directories."""
+    for directory in directories:
+        for path in Path(directory).iterdir():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most resident memory while something runs, looked at every millisecond."""
+    peak, running = resident_bytes(), True
+
+    def look() -> None:
+        nonlocal peak
+        while running:
+            peak = max(peak, resident_bytes())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        call()
+    finally:
+        running = False
+        thread.join()
+    return peak
+
+
+def memory(directory: Path, run: Callable[[torch.nn.Module], object]) -> None:
+    """Print the resident memory of streamed passes against what is planned. Best before anything else has run."""
+    tiny = run(streamed(directory))  # libraries take memory of their own in the first pass
+    del tiny
+    gc.collect()
+    start = resident_bytes()
+    model = streamed(directory)
+    stays = sum(p.nbytes for n, p in model.named_parameters() if ".layers." not in n)
+    layer = max(sum(p.nbytes for p in model.get_submodule(path).parameters()) for path in layer_paths(model))
+    peak = peak_bytes(lambda: [run(model) for _ in range(3)]) - start
+    remove(model)
+    print(
+        f"memory: peak {peak / 2**20:.0f} MiB above the process without the model; what stays {stays / 2**20:.0f} + "
+        f"two layers {2 * layer / 2**20:.0f} = {(stays + 2 * layer) / 2**20:.0f} MiB, "
+        f"{(peak - stays - 2 * layer) / 2**20:+.0f} MiB for activations and rounding; "
+        f"all parameters {sum(p.nbytes for p in model.parameters()) / 2**20:.0f} MiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "autoshard-offload")
+    parser.add_argument("--quick", action="store_true", help="without Accelerate")
+    options = parser.parse_args()
+    directory = options.directory / f"{options.layers}x{options.width}"
+    directory.mkdir(parents=True, exist_ok=True)
+    make_checkpoint(directory, options.layers, options.width)
+    ids = torch.arange(options.tokens)[None]
+
+    @torch.no_grad()
+    def run(model: torch.nn.Module) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    memory(directory, run)
+    plain, ours = in_memory(directory), streamed(directory)
+    assert torch.equal(run(plain), run(ours)), "other logits"
+    read = read_layers(directory)
+    cases: dict[str, Callable[[], object]] = {
+        "in memory": lambda: run(plain), "read, warm": read, "read, cold": read,
+        "autoshard disk, warm": lambda: run(ours), "autoshard disk, cold": lambda: run(ours),
+    }  # fmt: skip
+    scratch = tempfile.TemporaryDirectory(dir=options.directory)
+    if not options.quick:
+        theirs, kept = accelerated(directory, scratch.name), accelerated_cpu(directory)
+        assert torch.equal(run(plain), run(theirs)), "other logits"
+        cases |= {
+            "accelerate disk, warm": lambda: run(theirs),
+            "accelerate disk, cold": lambda: run(theirs),
+            "accelerate cpu": lambda: run(kept),
+        }
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(options.rounds):
+        for name, call in cases.items():
+            if name.endswith("cold"):
+                forget(directory, scratch.name)
+            elif name.endswith("warm"):
+                read()
+                call()
+            times[name].append(seconds(call))
+    report(times)
+    scratch.cleanup()
+
+
+def report(times: dict[str, list[float]]) -> None:
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    for name, found in times.items():
+        bound = max(middle["in memory"], middle["read, cold" if name.endswith("cold") else "read, warm"])
+        low, _, high = statistics.quantiles(found, n=4)
+        print(f"{name:24s} {middle[name]:7.3f} s  ({low:.3f} to {high:.3f})  {middle[name] / bound:5.2f} x bound")
+
+
+if __name__ == "__main__":
+    main()
