@@ -5,7 +5,7 @@ The rooms are imported inside the calls, so that `import autoshard` costs next t
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -196,6 +196,65 @@ def remove(model: nn.Module) -> nn.Module:
     from autoshard.runtime import remove as undo
 
     return undo(model)
+
+
+def load(
+    path: "str | os.PathLike[str]",
+    devices: Any = "auto",
+    *,
+    plan: "Plan | Mapping[str, Any] | None" = None,
+    model: "nn.Module | Callable[[], nn.Module] | None" = None,
+    inputs: Any = None,
+    strategy: str = "auto",
+    objective: str = "latency",
+    workload: Workload | None = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+    dtype: Any = "auto",
+    allow: Collection[str] = (),
+    trust_remote_code: bool = False,
+    local_files_only: bool = True,
+    progress: "Callable[[int, int], None] | bool | None" = None,
+) -> nn.Module:
+    """Read a safetensors checkpoint straight to where a plan has its tensors, apply the plan, and return the model.
+
+    `path`: a directory as Transformers writes it, or the name of one on the hub, which is downloaded only with
+    `local_files_only=False`. The plan is made before anything is read, from `devices` and the arguments that `plan()`
+    takes, unless `plan` gives a `Plan` or a `device_map`. On the CPU alone nothing is applied. `autoshard.remove`
+    brings the model to the CPU.
+
+    `model`: a module to fill, its parameters best on meta, or a function that builds it; then `path` may be any
+    safetensors files with its names. `dtype`: as in `from_pretrained`; "auto" is the checkpoint's. `allow`: any of
+    "missing", "unexpected" and "mismatched"; otherwise such tensors are errors. `progress`: called with bytes done and
+    bytes in all; by default a bar is shown on a terminal, False shows none. Code of the checkpoint runs only with
+    `trust_remote_code=True`, and no pickle is read.
+
+    Raises `CheckpointError`, `SpecError`, and what `plan()` and `apply()` raise.
+    """
+    from autoshard.integrations.loading import fill, open_weights
+
+    unfilled = open_weights(
+        path, model=model, dtype=dtype, allow=allow,
+        trust_remote_code=trust_remote_code, local_files_only=local_files_only,
+    )  # fmt: skip
+    if plan is None and not _is_cpu_alone(devices, max_memory):
+        plan = _plan(
+            unfilled.model, devices, inputs=inputs, strategy=strategy, objective=objective, workload=workload,
+            max_memory=max_memory, pins=pins,
+        )  # fmt: skip
+    if progress is None or isinstance(progress, bool):
+        from autoshard.integrations.progress import shown_progress
+
+        with shown_progress(progress) as show:
+            return fill(unfilled, plan, show)
+    return fill(unfilled, plan, progress)
+
+
+def _is_cpu_alone(devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:
+    """Whether there is nothing to plan: one device, which is where models are anyway."""
+    from autoshard.cluster.parse import parse_devices
+
+    return not max_memory and parse_devices(devices).names == ("cpu",)
 
 
 def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str" = "5GB") -> None:

@@ -23,6 +23,20 @@ def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) ->
     draws them at random where there are none. Code that comes with the model is never run. Raises `SpecError`.
     """
     file = config_file(path)
+    config = read_config(file)
+    model_class = model_class_of(config)
+    if with_weights and has_weights(file.parent):
+        return model_class.from_pretrained(str(file.parent), local_files_only=True, dtype="auto").eval()
+    try:
+        with contextlib.nullcontext() if with_weights else without_weights(), _DefaultDtype(_dtype(config)):
+            model = model_class(config)
+    except Exception as error:  # likewise
+        raise SpecError(f"{model_class.__name__} can't be built from {file}: {one_line(error)}") from error
+    return model.eval()
+
+
+def read_config(file: Path, *, trust_remote_code: bool = False) -> Any:
+    """Read a config.json as its class in transformers. Code beside it runs only if trusted. Raises `SpecError`."""
     data = _read_json(file)
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise SpecError(f"{file} is not a model's configuration: it names no model_type.")
@@ -31,19 +45,12 @@ def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) ->
         from transformers import AutoConfig
     except ImportError:
         raise SpecError("reading a Hugging Face model needs transformers. Run: pip install 'autoshard[hf]'") from None
+    # Code is found beside the directory; a file alone is read as what the library knows.
+    source = file.parent if trust_remote_code else file
     try:
-        config = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever the class of this configuration makes of wrong values
-        raise SpecError(f"transformers does not accept {file}: {_one_line(error)}") from error
-    model_class = _model_class(config)
-    if with_weights and has_weights(file.parent):
-        return model_class.from_pretrained(str(file.parent), local_files_only=True, dtype="auto").eval()
-    try:
-        with contextlib.nullcontext() if with_weights else without_weights(), _DefaultDtype(_dtype(config)):
-            model = model_class(config)
-    except Exception as error:  # likewise
-        raise SpecError(f"{model_class.__name__} can't be built from {file}: {_one_line(error)}") from error
-    return model.eval()
+        raise SpecError(f"transformers does not accept {file}: {one_line(error)}") from error
 
 
 def config_file(path: "str | os.PathLike[str]") -> Path:
@@ -68,12 +75,22 @@ def quantization_note(model: nn.Module) -> str | None:
     return "The checkpoint is quantised; the model is planned in the dtype of its configuration, which is larger."
 
 
-def _model_class(config: Any) -> Any:
-    """The class the configuration names; else the one transformers uses for this type of configuration."""
+def model_class_of(config: Any, trusted: Path | None = None) -> Any:
+    """The class the configuration names; else the one transformers uses for this type of configuration.
+
+    `trusted`: a directory whose own code may be run where its configuration says so.
+    """
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, str(name), None)
+    names = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if trusted is not None:
+        for reference in (getattr(config, "auto_map", None) or {}).values():
+            if isinstance(reference, str) and reference.rpartition(".")[2] in names:
+                from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+                return get_class_from_dynamic_module(reference, str(trusted), local_files_only=True)
+    for name in names:
+        found = getattr(transformers, name, None)
         if isinstance(found, type):
             return found
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
@@ -112,9 +129,10 @@ def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{file} can't be read as JSON: {_one_line(error)}") from None
+        raise SpecError(f"{file} can't be read as JSON: {one_line(error)}") from None
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The text of an error of others, without its line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,132 @@
+"""From a checkpoint straight to the devices of a plan: what `autoshard.load` does before and after planning."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.checkpoint.data import Checkpoint, Piece, Source
+from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.reading import Progress
+from autoshard.checkpoint.targets import load_applied
+from autoshard.errors import CheckpointError, SpecError
+from autoshard.integrations.huggingface import one_line
+from autoshard.integrations.pretrained import open_pretrained
+from autoshard.integrations.quantised import INT8, mark_quantised, quantised
+from autoshard.integrations.skeleton import without_weights
+from autoshard.integrations.strictness import Differences, check_differences, other_kinds
+from autoshard.integrations.unfilled import Unfilled
+from autoshard.plan import Plan
+from autoshard.runtime.apply import bring_back_to
+from autoshard.runtime.devices import CPU
+from autoshard.runtime.dispatch import apply_device_map, remove
+from autoshard.runtime.moves import named_tensors, tied_groups
+
+
+def open_module(
+    model: "nn.Module | Callable[[], nn.Module]", checkpoint: Checkpoint, *, allow: Collection[str] = ()
+) -> Unfilled:
+    """Say how the parameters of any module are filled from a checkpoint that has them under the same names.
+
+    `model`: parameters on meta are filled; those that are not are read over. Or a function that builds the module,
+    which is then called without giving memory to parameters. Raises `CheckpointError`.
+    """
+    if not isinstance(model, nn.Module):
+        with without_weights():
+            model = model()
+    entries, state = checkpoint.entries, model.state_dict(keep_vars=True)
+    stuck = [name for name, tensor in model.named_buffers() if tensor.is_meta and name not in entries]
+    if stuck:
+        raise CheckpointError(
+            f"{stuck[0]} is a buffer on meta, and the checkpoint has no values for it ({len(stuck)} such). Give a "
+            "function that builds the model, model=lambda: MyModel(…): it runs so that only parameters have no memory."
+        )
+    tensors = named_tensors(model)
+    wanted = [names for names in tied_groups(tensors) if any(name in state for name in names)]
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    shapes, known = {}, set[str]()
+    for names in wanted:
+        kept = [name for name in names if name in entries]
+        known.update(names)
+        if not kept:
+            missing.append(names[0])
+            continue
+        tensor, entry = tensors[names[0]], entries[kept[0]]
+        if entry.shape != tuple(tensor.shape):
+            shapes[names[0]] = (entry.shape, tuple(tensor.shape))
+        sources[names[0]] = Source(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=(Piece(entry=kept[0]),))
+    unexpected = [name for name in entries if name not in known]
+    found = Differences(missing=missing, unexpected=unexpected, shapes=shapes, dtypes=other_kinds(checkpoint, sources))
+    check_differences(checkpoint, type(model).__name__, found, allow)
+    return Unfilled(model=model, checkpoint=checkpoint, sources=sources)
+
+
+def open_weights(
+    path: "str | os.PathLike[str]",
+    *,
+    model: "nn.Module | Callable[[], nn.Module] | None" = None,
+    dtype: "torch.dtype | str" = "auto",
+    allow: Collection[str] = (),
+    trust_remote_code: bool = False,
+    local_files_only: bool = True,
+) -> Unfilled:
+    """Find out what is in a checkpoint and what of the model it fills; no parameter is read."""
+    checkpoint = open_checkpoint(local_directory(path, local_files_only=local_files_only))
+    kept = "auto" if dtype == INT8 else dtype
+    if model is None:
+        unfilled = open_pretrained(checkpoint, dtype=kept, allow=allow, trust_remote_code=trust_remote_code)
+    elif kept == "auto":
+        unfilled = open_module(model, checkpoint, allow=allow)
+    else:
+        raise SpecError("dtype is for models that load builds itself. Convert yours instead: model.to(dtype).")
+    if dtype == INT8:
+        unfilled = quantised(unfilled)
+    return unfilled
+
+
+def local_directory(path: "str | os.PathLike[str]", *, local_files_only: bool = True) -> Path:
+    """Return the path itself if it exists; a name such as "org/model" is that of a download of the Hugging Face hub.
+
+    It is downloaded only if asked. Raises `CheckpointError` if it is not here.
+    """
+    found = Path(path)
+    if found.exists() or not _is_hub_name(str(path)):
+        return found
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.safetensors", "*.json"]
+        return Path(snapshot_download(str(path), allow_patterns=patterns, local_files_only=local_files_only))
+    except Exception as error:
+        hint = "" if not local_files_only else " To download it, pass local_files_only=False."
+        raise CheckpointError(
+            f"{path} is no directory here, and no downloaded model of the hub: {one_line(error)}.{hint}"
+        ) from None
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def fill(unfilled: Unfilled, plan: "Plan | Mapping[str, Any] | None", progress: Progress | None = None) -> nn.Module:
+    """Read every parameter to the device it has in the plan, apply the plan and return the model.
+
+    `plan`: a `Plan`, a `device_map`, or None for all on the CPU with nothing applied. Raises `PlanError`, `ApplyError`
+    and `CheckpointError`; the parameters are then on meta again.
+    """
+    model = unfilled.model
+    placed = plan if isinstance(plan, Plan) else Plan.from_device_map(plan or {"": "cpu"})
+    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, progress=progress)
+    if not placed.cuts:
+        bring_back_to(model, CPU)
+    if plan is None:
+        remove(model)
+    elif not isinstance(plan, Plan):
+        apply_device_map(model, plan)  # nothing is known of the model's flow
+    if unfilled.quantised:
+        mark_quantised(model)
+    return model

@@ -1,0 +1,203 @@
+"""A checkpoint of Transformers as its own library would load it, before a tensor of it is read.
+
+    headers ──▶ traced tensors ──from_pretrained──▶ model of traced tensors ──▶ parameters on meta + how each is made
+
+The library builds the model, renames and fuses what its files hold, ties, initialises, and computes its buffers; here
+it does so on tensors without values (`traced`), so whatever it does is known and nothing is allocated.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard.checkpoint.data import Checkpoint, Source
+from autoshard.errors import CheckpointError, SpecError
+from autoshard.integrations.huggingface import config_file, model_class_of, one_line, read_config
+from autoshard.integrations.recipe import sources_of
+from autoshard.integrations.strictness import Differences, check_differences, count, first, other_kinds
+from autoshard.integrations.traced import Leaf, Traced, missing, traced
+from autoshard.integrations.unfilled import Unfilled, leave_unfilled, read_one
+from autoshard.torch_private import no_dispatch_modes
+
+
+def open_pretrained(
+    checkpoint: Checkpoint,
+    *,
+    dtype: "torch.dtype | str" = "auto",
+    allow: Collection[str] = (),
+    trust_remote_code: bool = False,
+) -> Unfilled:
+    """Build the model of a directory, with its parameters on meta, and say how each is made of the files.
+
+    `dtype`: as in `from_pretrained`. `allow`: differences between files and model that are no error. Tensors that are
+    then missing are real, as the library initialises them. Raises `SpecError` and `CheckpointError`.
+    """
+    directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = read_config(config_file(directory), trust_remote_code=trust_remote_code)
+    _check_loadable(directory)
+    model_class = model_class_of(config, directory if trust_remote_code else None)
+    wanted = _dtype_named(dtype)
+    if getattr(config, "quantization_config", None) is not None:
+        return _read_quantised(model_class, config, checkpoint, directory, wanted, allow)
+    model, differences = _trace(
+        model_class, config, checkpoint, wanted, strict=not {"missing", "mismatched"} & {*allow}
+    )
+    check_differences(checkpoint, type(model).__name__, differences, allow)
+    if any(_stands_for_nothing(one) for one in (*model.parameters(), *model.buffers())):
+        # What the library says need not be there; it initialises it, so let it.
+        model, _ = _trace(model_class, config, checkpoint, wanted, strict=False)
+    unfilled = leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
+    kinds = other_kinds(checkpoint, unfilled.sources)
+    check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
+    model.config.name_or_path = model.name_or_path = str(directory)
+    _add_generation_config(model, directory, trust_remote_code)
+    return unfilled
+
+
+def _trace(
+    model_class: Any, config: Any, checkpoint: Checkpoint, dtype: Any, *, strict: bool
+) -> tuple[Any, Differences]:
+    """Let the library load traced tensors. `strict`: what is missing gets no memory."""
+    state = {
+        name: traced(name, entry.shape, entry.dtype, functools.partial(read_one, checkpoint, name))
+        for name, entry in checkpoint.entries.items()
+    }
+    report: list[str] = []
+    unallocated = _NoMemoryForMissing() if strict else contextlib.nullcontext()
+    try:
+        with quiet(), _reported(report), no_dispatch_modes(), unallocated:
+            model, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # they are listed, and refused here
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever the class of this model makes of its configuration
+        unmade = re.findall(r"^(\S+) +\| CONVERSION", "\n".join(report), re.MULTILINE)
+        if unmade:
+            raise CheckpointError(
+                f"transformers can't make {count(unmade, 'tensor')} of the model from {checkpoint.path}: "
+                f"{first(unmade)}. Parts may be missing or of another shape. Check that the files are whole."
+            ) from error
+        raise CheckpointError(
+            f"transformers can't load {model_class.__name__} from {checkpoint.path}: {one_line(error)}. If "
+            f"{model_class.__name__}.from_pretrained can, please report this."
+        ) from error
+    shapes = {name: (tuple(there), tuple(needed)) for name, there, needed in info["mismatched_keys"]}
+    return model, Differences(missing=info["missing_keys"], unexpected=info["unexpected_keys"], shapes=shapes)
+
+
+class _NoMemoryForMissing(TorchFunctionMode):
+    """A parameter that the checkpoint does not have stays without values, so that all can be listed at no cost."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None
+    ) -> Any:
+        if func is torch.empty_like and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            return missing("", args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _stands_for_nothing(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, Traced) and isinstance(tensor.expression, Leaf) and tensor.expression.missing
+
+
+def _sources(checkpoint: Checkpoint, tensors: dict[str, Traced]) -> dict[str, Source]:
+    entries = checkpoint.entries
+    return sources_of(tensors, {name: (entry.shape, entry.dtype) for name, entry in entries.items()})
+
+
+def _read_quantised(
+    model_class: Any, config: Any, checkpoint: Checkpoint, directory: Path, dtype: Any, allow: Collection[str]
+) -> Unfilled:
+    """Let the library read a checkpoint that is quantised: only it knows how. The packed model is on the CPU then."""
+    try:
+        with quiet(), no_dispatch_modes():
+            model, info = model_class.from_pretrained(
+                str(directory), config=config, dtype=dtype, use_safetensors=True, local_files_only=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # whatever the library of this method needs and does not find
+        method = config.quantization_config
+        name = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+        raise CheckpointError(
+            f"the weights of {directory} are quantised ({name or 'see its quantization_config'}), and transformers "
+            f"can't load them here: {one_line(error)}. Load them where it can, or take one that is not quantised."
+        ) from error
+    found = Differences(missing=info["missing_keys"], unexpected=info["unexpected_keys"])
+    check_differences(checkpoint, type(model).__name__, found, allow)
+    return Unfilled(model=model.eval(), checkpoint=checkpoint, sources={})
+
+
+def _check_loadable(directory: Path) -> None:
+    if (directory / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{directory} holds an adapter (adapter_config.json). Load the model it was made for with autoshard.load, "
+            "then add it with model.load_adapter(…)."
+        )
+
+
+def _dtype_named(dtype: "torch.dtype | str") -> "torch.dtype | str":
+    if isinstance(dtype, str) and dtype == "auto":
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
+        raise SpecError(f'dtype is {dtype!r}; write "auto", "int8", "bfloat16", "float16", "float32" or a torch.dtype.')
+    return found
+
+
+def _add_generation_config(model: Any, directory: Path, trust_remote_code: bool) -> None:
+    """Give the model the generation settings of its directory, as `from_pretrained` does."""
+    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+        return
+    with quiet():
+        model.adjust_generation_fn(
+            None, False, None, str(directory), cache_dir=None, force_download=False, proxies=None, token=None,
+            local_files_only=True, revision=None, subfolder="", trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _reported(report: list[str]) -> Iterator[None]:
+    """Within it, what the library says of its loading goes to `report`."""
+    log = logging.getLogger("transformers.modeling_utils")
+    handler = logging.Handler()
+    handler.emit = lambda record: report.append(record.getMessage())  # type: ignore[method-assign]
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, the library shows no bars and reports only errors."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging as library
+
+    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bar()

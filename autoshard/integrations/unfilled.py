@@ -1,0 +1,67 @@
+"""A model whose parameters have no values yet, and where those come from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
+from autoshard.checkpoint.memory import allocate
+from autoshard.checkpoint.reading import read_into
+from autoshard.errors import CheckpointError
+from autoshard.integrations.traced import META, Traced
+from autoshard.runtime.moves import named_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfilled:
+    """A model with parameters on meta and real buffers; `sources`: one of each parameter's names -> how it is made.
+
+    What the checkpoint does not have was initialised and is real. `quantised`: some are packed as they are read.
+    """
+
+    model: nn.Module
+    checkpoint: Checkpoint
+    sources: Mapping[str, Source]
+    quantised: bool = False
+
+
+def leave_unfilled(
+    model: nn.Module, checkpoint: Checkpoint, sources_of: Callable[[dict[str, Traced]], dict[str, Source]]
+) -> Unfilled:
+    """Put parameters on meta in the place of traced ones; traced buffers are read: they decide what is run."""
+    names: dict[int, str] = {}
+    found: dict[str, Traced] = {}
+    for name, tensor in named_tensors(model).items():
+        if isinstance(tensor, Traced) and names.setdefault(id(tensor), name) == name:
+            if tensor.shape != tensor.plain.shape or tensor.dtype != tensor.plain.dtype:
+                raise CheckpointError(
+                    f"{type(model).__name__} changes {name} after loading it, in a way not known here."
+                )
+            found[name] = tensor
+    sources = sources_of(found)
+    buffers = {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
+    values = {name: allocate(tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
+    read_into(checkpoint, sources, [Target(source=name, tensor=value) for name, value in values.items()])
+    made: dict[int, torch.Tensor] = {id(buffers[name]): value for name, value in values.items()}
+    for tensor in found.values():
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor.plain, memory_format=torch.contiguous_format, device=META)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            for name, value in registered.items():
+                if id(value) in made:
+                    registered[name] = made[id(value)]  # type: ignore[assignment]
+    rest = {name: source for name, source in sources.items() if name not in buffers}
+    return Unfilled(model=model, checkpoint=checkpoint, sources=rest)
+
+
+def read_one(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Read one tensor of the files."""
+    entry = checkpoint.entries[name]
+    source = Source(shape=entry.shape, dtype=entry.dtype, pieces=(Piece(entry=name),))
+    value = allocate(entry.shape, entry.dtype)
+    read_into(checkpoint, {name: source}, [Target(source=name, tensor=value)])
+    return value
