@@ -132,7 +132,8 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if isinstance(data, torch.Tensor):
             return make(data, *args, device=device, **kwargs)
         data = _with_ordinary_items(data)
-        target = torch.get_default_device() if device is None else torch.device(device)
+        # Not torch.get_default_device(), which calls torch.tensor where the default has no index.
+        target = torch.empty(0).device if device is None else torch.device(device)
         if target.type != "cpu" or target.index is None:
             return make(data, *args, device=device, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)

@@ -248,3 +248,9 @@ def test_nothing_of_torch_stays_replaced():
     assert (torch.tensor, torch.as_tensor, torch.asarray, nn.Module._apply) == before
     assert "data" not in vars(torch.Tensor)
     assert torch.zeros(1, device="cpu:0").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu", "cpu:1"])
+def test_tensors_are_made_on_the_default_device(default):
+    with simulate("2x1MiB"), torch.device(default):
+        assert torch.tensor([1.0]).device == torch.empty(1).device == torch.device(default)
