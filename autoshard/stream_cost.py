@@ -1,7 +1,6 @@
 """What a plan costs that keeps some modules away from their device between calls: what is brought, when, and where.
 
-* Bytes of a device: the flow's buffers without the parameters of streamed modules, and the two largest of those
-  modules, which are the most that its two slots can hold at a time.
+* Bytes of a device: the flow's buffers, the parameters of streamed modules only while they are in one of two slots.
 * Bytes of "cpu" and "disk": the parameters kept there, beside what computes there. What an accelerator reads from the
   disk goes through `STAGING_BYTES` of "cpu".
 * Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call.
@@ -19,7 +18,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
-from autoshard.flow import HOST_NAME, Flow, flow
+from autoshard.flow import HOST_NAME, Buffers, Flow, flow
 from autoshard.module_paths import above
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
@@ -65,17 +64,15 @@ def estimate_streamed(
     graph = profile.graph
     modules = _streamed(plan, graph)
     moves = flow_of_plan or flow(graph, plan.placements)
-    bare = estimate(
-        plan, profile, cluster, flow_of_plan=without_storages(moves, (s for m in modules for s in m.storages)),
-        lower_bound_seconds=0.0,
-    )  # fmt: skip
+    moved = with_slots(moves, modules, graph)
+    bare = estimate(plan, profile, cluster, flow_of_plan=moved, lower_bound_seconds=0.0)
     timed = [module for module in modules if module.store != module.device]
     fetch = [_fetch_seconds(module, graph, cluster) for module in timed]
     on_disk = [module.store == "disk" for module in timed]
     calls, after = pass_calls(profile, cluster, moves, timed)
     least = least_seconds(calls, after, fetch, on_disk)
     latency = max(least, steady_seconds(calls, after, fetch, on_disk))  # but for rounding never less
-    devices = tuple(_with_streamed(device, modules, graph, cluster) for device in bare.devices)
+    devices = tuple(_with_streamed(device, modules, graph, cluster, moved) for device in bare.devices)
     bottleneck = _bottleneck(profile, cluster, moves, timed, fetch, bare)
     value = bottleneck if plan.objective == "throughput" else latency
     bound = lower_bound_seconds
@@ -200,23 +197,79 @@ def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> 
     return sum(-(-graph.storages[storage].nbytes // block_bytes) * block_bytes for storage in storages)
 
 
+def with_slots(moves: Flow, modules: Sequence[Streamed], graph: ModelGraph) -> Flow:
+    """Return the same flow in which parameters of streamed modules take memory only while they are in a slot.
+
+    In the long run, that is from the end of the call before the last one on the device to the end of their own call:
+
+        calls       | a | b | c | a | b | c |
+        in slots    a,b | b,c | c,a | a,b | …        each line is the end of a call
+
+    When one goes and a larger one comes, what the call was given is still there: so much more counts for its last op.
+    """
+    spans: dict[int, list[tuple[int, int]]] = {}
+    rows: list[tuple[int, int, int, int, int]] = []
+    for device in dict.fromkeys(module.device for module in modules):
+        calls = sorted((call, i) for i, m in enumerate(modules) if m.device == device for call in m.calls)
+        ends = [end for (_, end), _ in calls]
+        for place, (_, index) in enumerate(calls):
+            free = ends[place - SLOTS] if len(calls) > SLOTS else 0
+            if place < SLOTS and len(calls) > SLOTS:  # brought at the end of the pass before
+                spans.setdefault(index, []).extend([(0, ends[place]), (free, moves.steps + 1)])
+            else:
+                spans.setdefault(index, []).append((free, ends[place] if free else moves.steps + 1))
+            after = modules[calls[(place + SLOTS) % len(calls)][1]]
+            more = held_bytes(after.storages, graph, 1) - held_bytes(modules[index].storages, graph, 1)
+            if more > 0 and len(calls) > SLOTS:
+                rows.append((after.storages[0], moves.devices.index(device), more, ends[place] - 1, ends[place]))
+    rows += [
+        (storage, moves.devices.index(modules[index].device), graph.storages[storage].nbytes, begin, end)
+        for index, times in spans.items()
+        for begin, end in _joined(times)
+        for storage in modules[index].storages
+    ]
+    bare = without_storages(moves, (storage for module in modules for storage in module.storages))
+    new = np.array(rows, np.int64).reshape(-1, 5).T
+    old = bare.buffers
+    columns = {
+        name: np.concatenate([getattr(old, name), column.astype(getattr(old, name).dtype)])
+        for name, column in zip(("storage", "device", "nbytes", "born", "died"), new, strict=True)
+    }
+    copied = np.concatenate([old.copied, np.zeros(len(rows), bool)])
+    return replace(bare, buffers=Buffers(**columns, copied=copied))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans that touch: a module that is called again while it is there is there once."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 def _with_streamed(
-    device: DeviceEstimate, modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster
+    device: DeviceEstimate, modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster, moves: Flow
 ) -> DeviceEstimate:
-    """Add what the slots of a device hold, or what is kept on it."""
-    block = cluster.device(device.name).block_bytes
-    here = [held_bytes(module.storages, graph, block) for module in modules if module.device == device.name]
-    slots = sum(sorted(here, reverse=True)[:SLOTS])
+    """Tell what the slots hold at the peak from what stays, and add what is kept on the device."""
+    slots = 0
+    if device.name in moves.devices:
+        block, rows = cluster.device(device.name).block_bytes, moves.buffers
+        time = moves.peak(device.name, block)[1]
+        live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
+        streamed = np.isin(rows.storage, [storage for module in modules for storage in module.storages])
+        slots = int((-(-rows.nbytes[live & streamed & ~rows.copied] // block) * block).sum())
     stored = sum(held_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
     if device.name == "cpu":
         stored += staging_bytes({module.device for module in modules if module.store == "disk"})
-    overhead = 0 if device.peak_bytes or not slots else cluster.device(device.name).overhead_bytes
     return replace(
         device,
+        parameter_bytes=device.parameter_bytes - slots,
         slot_bytes=slots,
         stored_bytes=stored,
-        overhead_bytes=device.overhead_bytes + overhead,
-        peak_bytes=device.peak_bytes + slots + stored + overhead,
+        peak_bytes=device.peak_bytes + stored,
     )
 
 

@@ -55,7 +55,7 @@ def explain_offload(
     if len([link for link in streaming.links if link.source == "disk"]) > 1:
         reasons.append("all devices share the disk, which serves them in the order in which they ask")
     slots = [(d.name, d.slot_bytes) for d in figures.devices if d.slot_bytes]
-    reasons += [f"{name} keeps {format_bytes(nbytes)} free for two of them at a time" for name, nbytes in slots]
+    reasons += [f"two of them at a time take {format_bytes(nbytes)} of {name}" for name, nbytes in slots]
     stalled = streaming.stall_seconds / figures.latency_seconds if figures.latency_seconds else 0.0
     if stalled > 5e-3:
         reasons.append(

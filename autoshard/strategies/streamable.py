@@ -16,7 +16,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.module_paths import above, is_below, parent
 
 _MOST_MODULES = 2_000
-_MOST_DIVISIONS = 8
+_MOST_DIVISIONS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
