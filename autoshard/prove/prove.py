@@ -20,6 +20,7 @@ from torch import nn
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import differentiable
+from autoshard.axes.regions import OUTSIDE
 from autoshard.capture.capture import observe_calls
 from autoshard.capture.fake import silenced
 from autoshard.capture.graph import Call, ModelGraph
@@ -40,6 +41,7 @@ from autoshard.prove.shrink import (
     smaller_block,
     smaller_cut,
 )  # fmt: skip
+from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, Scale
@@ -60,6 +62,8 @@ class Prover:
     ) -> None:
         self._model, self._graph, self._calls = model, graph, calls
         self._groups = found.groups
+        self._elements = [path for region in found.regions if region.path != OUTSIDE for path in region.paths]
+        self._blocks: dict[str, nn.Module] = {}
         self._differentiable = differentiable(graph)
         self._samples: dict[str, Sample] = {}
         self._scales: dict[tuple[int, tuple[int, ...]], Scales | NotFound] = {}
@@ -109,8 +113,17 @@ class Prover:
         training = all(part.training for part in self._model.get_submodule(path).modules())
         return [replace(cut, training=training, proof=proof) for cut in cuts]
 
+    def _block(self, path: str) -> nn.Module:
+        """The module at a path; of a large model, where all of it is asked for, without its repeated elements."""
+        if path not in self._blocks:
+            block = self._model.get_submodule(path)
+            if path == OUTSIDE and self._elements and elements_of(block) > RUN_ELEMENTS:
+                block = outside_of(block, self._graph, self._elements)
+            self._blocks[path] = block
+        return self._blocks[path]
+
     def _is_large(self, path: str) -> bool:
-        return elements_of(self._model.get_submodule(path)) > RUN_ELEMENTS
+        return elements_of(self._block(path)) > RUN_ELEMENTS
 
     def _given(self, path: str) -> Sequence[Arguments]:
         if not self._calls.get(path):
@@ -119,8 +132,7 @@ class Prover:
 
     def _sample(self, path: str) -> Sample:
         if path not in self._samples:
-            module = self._model.get_submodule(path)
-            self._samples[path] = sample_block(module, self._given(path), self._tracked(path))
+            self._samples[path] = sample_block(self._block(path), self._given(path), self._tracked(path))
         return self._samples[path]
 
     def _tracked(self, path: str) -> list[set[str]]:
@@ -140,7 +152,7 @@ class Prover:
             closed = not any(action.kind in ("lookup", "gather", "slice") for action in other.actions)
             if other.blocks[0] == path and apart and other.size > SLICES and closed:
                 chosen.append(other)
-        block = self._model.get_submodule(path)
+        block = self._block(path)
         nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in block.parameters()}.values())
         left = nbytes - sum(group.nbytes * (1 - SLICES / group.size) for group in chosen)
         if left * elements_of(block) > SMALLER_ELEMENTS * nbytes:
@@ -161,7 +173,7 @@ class Prover:
                 kept.remove(group)
                 continue
             whole.append(replace(_cut(group, (SLICES, group.size - SLICES), scales[-1]), blocks=("",)))
-        block = smaller_block(self._model.get_submodule(path), whole)
+        block = smaller_block(self._block(path), whole)
         if elements_of(block) > SMALLER_ELEMENTS:
             raise NotFound("too large to be proved, with all left out that can be")
         calls = zip(self._calls_of(path), self._given(path), strict=False)
@@ -190,7 +202,7 @@ class Prover:
     def _searched(self, group: AxisGroup, shares: tuple[int, ...]) -> Scales:
         path = group.blocks[0]
         large = self._is_large(path)
-        block = on_meta(self._model.get_submodule(path)) if large else self._sample(path).block
+        block = on_meta(self._block(path)) if large else self._sample(path).block
         given = self._given(path) if large else self._sample(path).calls
         cut = replace(_cut(group, shares, {}), blocks=("",))
         scales: Scales = {}

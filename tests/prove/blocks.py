@@ -118,3 +118,15 @@ class Rescaled(Stack):
                     block.d.weight.div_(2**depth)
             self.ready = True
         return super().forward(x)
+
+
+class Tied(Stack):
+    """Words in and words out by one table."""
+
+    def __init__(self, kind: type[nn.Module], count: int = 2, words: int = 60) -> None:
+        super().__init__(kind, count)
+        self.embed, self.head = nn.Embedding(words, 24), nn.Linear(24, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(self.embed(ids)))

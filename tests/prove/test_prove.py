@@ -15,7 +15,7 @@ from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Rescaled, Stack
+from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Rescaled, Stack, Tied
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -146,6 +146,17 @@ def test_a_large_block_is_proved_on_a_smaller_one(kind, monkeypatch):
     assert isinstance(small, Cut) and isinstance(whole, Cut), (small, whole)
     assert small.scales == whole.scales
     assert "smaller block" in small.proof and "smaller block" not in whole.proof
+
+
+def test_the_outside_of_a_large_model_is_proved_without_its_elements(monkeypatch):
+    """A tied table is cut by no module alone, and the model around it is too large even with 2 slices of each axis."""
+    model, ids = Tied(Grouped, count=6), torch.arange(10).reshape(2, 5)
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
+    monkeypatch.setattr(proving, "SMALLER_ELEMENTS", 4000)
+    made = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=ids, strategy="column-parallel", objective="memory")
+    assert {"embed.weight", "head.weight"} in [{shard.name for shard in cut.shards} for cut in made.cuts]
+    expected = model(ids)
+    torch.testing.assert_close(autoshard.apply(model, made)(ids), expected)
 
 
 def test_a_large_block_with_a_silent_use_of_a_size_is_refused_too(monkeypatch):
