@@ -102,8 +102,8 @@ def state_of(model: nn.Module) -> State:
             raise CheckpointError(f"{name} has no data: it is on the meta device. Load the weights first.")
         if is_packed(value):
             raise CheckpointError(
-                f"{name} is a packed {type(value).__name__}, and safetensors files hold ordinary tensors. Save the "
-                "model before it is quantised."
+                f"{name} is a {type(value).__name__}, and safetensors files hold ordinary tensors. Save the model "
+                "before it is quantised, or divided by other means than autoshard."
             )
         if value.layout is not torch.strided or value.is_nested:
             raise CheckpointError(f"{name} is no dense tensor ({value.layout}). Make it dense before saving.")
@@ -213,6 +213,7 @@ def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception |
                     error = found
             else:
                 values.update(gathered)
+            del gathered
             for name in one.sources:
                 if last[name] == place:
                     _let_go(values.pop(name, None))

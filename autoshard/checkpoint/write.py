@@ -136,10 +136,11 @@ def replacing(path: Path, replaced: Callable[[str], bool] = lambda name: False) 
         if inside:
             _move_into(folder, path)
         else:
-            if path.is_dir():
-                _carry_over(path, folder, replaced)
-            _sync(folder)
-            _commit(folder, path)
+            with _locked(path.parent):  # others may save to the same place
+                if path.is_dir():
+                    _carry_over(path, folder, replaced)
+                _sync(folder)
+                _commit(folder, path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -198,7 +199,7 @@ def _clear(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Hold the lock of a directory while it is looked through; whether this file system has locks."""
+    """Hold the lock of a directory while names in it change; whether this file system has locks."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, wait=True)
@@ -241,13 +242,14 @@ def _link(source: str, target: str, follow_symlinks: bool = True) -> str:
 
 def _commit(folder: Path, path: Path) -> None:
     here = _working_directory(path)
-    if path.is_dir() and os.listdir(path):
-        _swap(folder, path)
-        _sync(path.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # now the old one; the next save would remove what is left
-    else:
+    try:
         folder.rename(path)
-        _sync(path.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _swap(folder, path)
+    _sync(path.parent)
+    shutil.rmtree(folder, ignore_errors=True)  # now the old one, if any; the next save would remove what is left
     if here is not None:
         with contextlib.suppress(OSError):  # it was inside, and is not any more
             os.chdir(here)
@@ -272,14 +274,13 @@ def _swap(one: Path, other: Path) -> None:
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):
             raise OSError(code, os.strerror(code), str(other))
     aside = one.with_name(one.name.replace(".saving-", ".replaced-"))
-    with _locked(other.parent):
-        other.rename(aside)
-        try:
-            one.rename(other)
-        except BaseException:
-            aside.rename(other)
-            raise
-        aside.rename(one)
+    other.rename(aside)
+    try:
+        one.rename(other)
+    except BaseException:
+        aside.rename(other)
+        raise
+    aside.rename(one)
 
 
 def _sync(directory: Path) -> None:

@@ -140,6 +140,27 @@ def test_killed_at_20_random_moments(tmp_path):
     kill_at_random(tmp_path, 20)
 
 
+def save_often(path, value, times):
+    for _ in range(times):
+        save(make(value), path)
+
+
+def test_several_processes_save_to_one_place(tmp_path):
+    """As where every rank saves a model of its own: one of them is there at the end, whole."""
+    expected = []
+    for value in (1.0, 2.0, 3.0):
+        save(make(value), tmp_path / "expected")
+        expected.append(contents(tmp_path / "expected"))
+    processes = [_context.Process(target=save_often, args=(tmp_path / "out", value, 8)) for value in (1.0, 2.0, 3.0)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert contents(tmp_path / "out") in expected
+    assert sorted(os.listdir(tmp_path)) == ["expected", "out"]
+
+
 def save_on_a_full_disk(path):
     """Files may not grow beyond 6,000 bytes, as if the disk were full then."""
     model = make(2.0)
