@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard.errors import SpecError
 from autoshard.integrations.skeleton import without_weights
+from autoshard.packed import is_packed
 
 
 def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) -> nn.Module:
@@ -32,6 +33,10 @@ def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) ->
             model = model_class(config)
     except Exception as error:  # likewise
         raise SpecError(f"{model_class.__name__} can't be built from {file}: {one_line(error)}") from error
+    if getattr(config, "quantization_config", None) is not None and not with_weights:
+        from autoshard.integrations.quantised import quantised_as_stored
+
+        quantised_as_stored(model)
     return model.eval()
 
 
@@ -69,8 +74,10 @@ def has_weights(directory: Path) -> bool:
 
 
 def quantization_note(model: nn.Module) -> str | None:
-    """Say so if the checkpoint is quantised, for the plan is then made for the sizes before quantisation."""
+    """Say so if the checkpoint is quantised and the model is not, for the plan is then made for larger sizes."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is None:
+        return None
+    if any(map(is_packed, model.parameters())):
         return None
     return "The checkpoint is quantised; the model is planned in the dtype of its configuration, which is larger."
 

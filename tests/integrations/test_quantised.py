@@ -7,6 +7,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CheckpointError, SpecError
+from autoshard.integrations.huggingface import load_model, quantization_note
 from autoshard.packed import is_packed, named_stored, stored_bytes
 from autoshard.runtime.moves import named_tensors, tied_groups
 from tests.models import by_name
@@ -111,6 +112,9 @@ def test_checkpoints_that_are_quantised(kind, tmp_path):
     model_class, ids = _saved("llama", tmp_path / "whole"), by_name("llama").example()["input_ids"]
     _from_pretrained(model_class, tmp_path / "whole", config).save_pretrained(tmp_path / "packed")
     expected = model_class.from_pretrained(tmp_path / "packed")
+    empty = load_model(tmp_path / "packed")
+    assert quantization_note(empty) is None and all(parameter.is_meta for parameter in empty.parameters())
+    assert autoshard.profile(empty, ids).modules == autoshard.profile(expected, ids).modules
     with autoshard.simulate("2x1MiB") as devices:
         pins = {"model.layers.2": "cpu:1"}
         found = autoshard.load(tmp_path / "packed", devices.cluster, strategy="balanced", pins=pins)
@@ -131,5 +135,6 @@ def test_a_method_that_is_not_here(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "larger" in quantization_note(load_model(tmp_path))
     with pytest.raises(CheckpointError, match=r"are quantised \(gptq\), and transformers can't load them here"):
         autoshard.load(tmp_path, "cpu")
