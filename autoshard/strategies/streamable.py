@@ -9,6 +9,7 @@ A module may be streamed if all that ever reads its parameters runs inside its o
 A division starts at repeated blocks, the outermost elements of lists; each further one splits its largest modules.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,14 +117,13 @@ def _readers(graph: ModelGraph) -> tuple[dict[int, frozenset[str]], set[int]]:
 
 
 def _chosen_by_data(graph: ModelGraph, called: set[str]) -> set[str]:
-    """Elements of lists of which this run called some and not others: another run may call others."""
-    lists = {module.path for module in graph.modules if not module.callable}
-    elements: dict[str, list[str]] = {}
+    """Modules that differ in a number of their name, of which this run called some: another run may call others."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for module in graph.modules:
-        if module.path and parent(module.path) in lists and module.callable:
-            elements.setdefault(parent(module.path), []).append(module.path)
-    some = [paths for paths in elements.values() if 0 < len(called.intersection(paths)) < len(paths)]
-    outer = {path for paths in some for path in paths}
+        if module.path and module.callable:
+            name = re.sub("[0-9]+", "0", module.path.rpartition(".")[2])
+            alike.setdefault((parent(module.path), name), []).append(module.path)
+    outer = {path for paths in alike.values() if 0 < len(called.intersection(paths)) < len(paths) for path in paths}
     return {
         module.path for module in graph.modules if any(path in outer for path in (module.path, *above(module.path)))
     }
