@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.errors import SpecError
+from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.workload import Workload
@@ -19,6 +19,7 @@ from autoshard.workload import Workload
 if TYPE_CHECKING:
     from autoshard.capture.graph import ModelGraph
     from autoshard.profile.profile import Profile
+    from autoshard.strategies.column_parallel import Prove
     from autoshard.verify import Verification
 
 
@@ -81,20 +82,61 @@ def plan_measured(
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a model whose profile is known, with any strategy."""
+    """Plan a model whose profile is known, with any strategy.
+
+    "auto" cuts parameters only where there is one process per device: one process is slower at that than predicted.
+    """
+    if strategy == "auto" and not pins and _processes() == len(cluster.devices) > 1:
+        return _placed_or_cut(model, inputs, profile, cluster, objective, max_memory)
     if strategy != "column-parallel":
         return plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=max_memory, pins=pins)
-    limits, _ = _limits_and_pins(cluster, max_memory, None)
     if pins:
         raise SpecError('modules can\'t be pinned with strategy="column-parallel": every device has a part of each.')
-    limited = cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
-    return _plan_cuts(model, inputs, profile, limited, objective)
+    return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective)
 
 
-def _plan_cuts(model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str) -> Plan:
-    """Find what can be cut, prove it, and choose."""
+def _placed_or_cut(
+    model: nn.Module,
+    inputs: Any,
+    profile: "Profile",
+    cluster: Cluster,
+    objective: str,
+    max_memory: Mapping[Any, Any] | None,
+) -> Plan:
+    """Place whole modules or cut parameters, whichever is predicted better; what loses is not proved."""
+    from autoshard.prove.prove import unproved
+    from autoshard.strategies.compare import better, compared
+
+    limited = _limited(cluster, max_memory)
+    placed: Plan | None = None
+    try:
+        placed = plan_profile(profile, cluster, objective=objective, max_memory=max_memory)
+        cut = _plan_cuts(model, inputs, profile, limited, objective, prove=unproved)
+        if better(cut, placed, profile, limited):
+            cut = _plan_cuts(model, inputs, profile, limited, objective)
+    except PlanError:
+        if placed is None:  # too large for whole modules
+            return _plan_cuts(model, inputs, profile, limited, objective)
+        return placed
+    return compared(cut, placed, profile, limited)
+
+
+def _limited(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
+    limits, _ = _limits_and_pins(cluster, max_memory, None)
+    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
+
+
+def _processes() -> int:
+    """How many processes of torch.distributed run, 0 if it is not in use."""
     import torch.distributed as dist
 
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _plan_cuts(
+    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str, prove: "Prove | None" = None
+) -> Plan:
+    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block."""
     from autoshard.axes.groups import find_groups
     from autoshard.capture.capture import capture as record
     from autoshard.prove.prove import make_prover
@@ -103,13 +145,12 @@ def _plan_cuts(model: nn.Module, inputs: Any, profile: "Profile", cluster: Clust
     forward = dataclasses.replace(profile.workload, mode="inference", new_tokens=0)
     graph = record(model, inputs, workload=forward, composite=True)
     found = find_groups(graph)
-    prove = make_prover(model, inputs, forward, graph, found)
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    processes = _processes()
     return column_parallel(
         profile,
         cluster,
         found,
-        prove,
+        prove or make_prover(model, inputs, forward, graph, found),
         objective=objective,
         degree=processes if processes > 1 and processes == len(cluster.devices) else None,  # all of them run
         even=not processes,  # one process runs all ranks on the same local shapes

@@ -283,3 +283,8 @@ def make_prover(
     """Observe how the blocks of a model are called, and return what proves their groups."""
     paths = dict.fromkeys(group.blocks[0] for group in found.groups)
     return Prover(model, graph, found, observe_calls(model, inputs, workload, paths))
+
+
+def unproved(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+    """Take all cuts for proved: to see whether it would pay to prove them. Their plan must not be applied."""
+    return [_cut(group, share, {}) for group, share in zip(groups, shares, strict=True)]

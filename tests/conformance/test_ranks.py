@@ -13,6 +13,7 @@ import torch.distributed as dist
 import autoshard
 from autoshard.errors import ApplyError, PlanError, RankError
 from tests.conformance.rank_checks import CACHES, RELATIVE, assert_close, check_models, own_plan, shared_plan
+from tests.conformance.tp_plans import slow_devices
 from tests.models import HF_CASES, by_name
 from tests.ranks import run_ranks
 
@@ -43,6 +44,7 @@ def plans_by_themselves():
     model = case.model()
     plan = own_plan(model, case.example(), objective="latency")
     nothing_allows_it()
+    auto_cuts_where_that_pays(case)
     too_many_for_the_plan(case)
     shared_with_others(case, plan)
     caches_of_others(case, plan)
@@ -53,6 +55,14 @@ def plans_by_themselves():
 def nothing_allows_it():
     with pytest.raises(PlanError, match="nothing in this model can be cut over 2 devices"):
         own_plan(torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.ones(1, 1))
+
+
+def auto_cuts_where_that_pays(case):
+    plan = autoshard.plan(case.model(), slow_devices(2), inputs=case.example())
+    assert plan.cuts and all(cut.proof for cut in plan.cuts)
+    assert plan.reasons[-1].startswith("placing whole modules would take")
+    plan = autoshard.plan(case.model(), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, inputs=case.example())
+    assert not plan.cuts and plan.reasons[-1].startswith("cutting parameters over all devices would take")
 
 
 def too_many_for_the_plan(case):
