@@ -30,14 +30,12 @@ from pathlib import Path
 import torch
 import transformers
 
+import autoshard
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.mapped import mapped_tensor
-from autoshard.integrations.huggingface import load_model
 from autoshard.plan import Plan
-from autoshard.runtime import apply_plan, remove
-from autoshard.runtime.mapped import let_go, region_of
 
 CHUNK_BYTES = 16 << 20
+OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
 def make_checkpoint(directory: Path, layers: int, width: int) -> None:
@@ -62,23 +60,16 @@ def layer_paths(model: torch.nn.Module) -> list[str]:
 
 
 def placements(model: torch.nn.Module, layers: str, rest: str) -> dict[str, str]:
-    others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    return dict.fromkeys(others, rest) | dict.fromkeys(layer_paths(model), layers)
+    return dict.fromkeys(OTHERS, rest) | dict.fromkeys(layer_paths(model), layers)
 
 
 def streamed(directory: Path) -> torch.nn.Module:
     """All layers on disk, computing on the CPU."""
-    model = load_model(directory)
-    checkpoint = open_checkpoint(directory)
-    plan = Plan.from_device_map(placements(model, "cpu", "cpu"))
-    plan = dataclasses.replace(plan, streamed=dict.fromkeys(layer_paths(model), "disk"))
-    for name, parameter in model.named_parameters():
-        stays = not name.startswith("model.layers.")
-        tensor = mapped_tensor(checkpoint.entries[name])
-        owner = model.get_submodule(name.rpartition(".")[0])
-        owner.register_parameter(name.rpartition(".")[2], torch.nn.Parameter(tensor.clone() if stays else tensor))
-        let_go([region for region in [region_of(tensor)] if region is not None])
-    return apply_plan(model.eval(), plan)
+    config = load_config(directory)
+    layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+    plan = Plan.from_device_map(dict.fromkeys(OTHERS, "cpu") | dict.fromkeys(layers, "cpu"))
+    plan = dataclasses.replace(plan, streamed=dict.fromkeys(layers, "disk"))
+    return autoshard.load(directory, plan=plan, progress=False)
 
 
 def accelerated(directory: Path, scratch: str) -> torch.nn.Module:
@@ -175,7 +166,7 @@ def memory(directory: Path, run: Callable[[torch.nn.Module], object]) -> None:
     stays = sum(p.nbytes for n, p in model.named_parameters() if ".layers." not in n)
     layer = max(sum(p.nbytes for p in model.get_submodule(path).parameters()) for path in layer_paths(model))
     peak = peak_bytes(lambda: [run(model) for _ in range(3)]) - start
-    remove(model)
+    autoshard.remove(model)
     print(
         f"memory: peak {peak / 2**20:.0f} MiB above the process without the model; what stays {stays / 2**20:.0f} + "
         f"two layers {2 * layer / 2**20:.0f} = {(stays + 2 * layer) / 2**20:.0f} MiB, "

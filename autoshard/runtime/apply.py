@@ -138,6 +138,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     runtime = Runtime(record, Tree(model.modules()), streams)
     boundaries = find_boundaries(model, record)
     move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
+    streams.pin()
     if before is not None:
         unhook(model, before)
     hook_boundaries(model, runtime, boundaries)

@@ -16,7 +16,7 @@ import torch
 
 from autoshard import torch_private
 from autoshard.packed import is_packed, repacked, stored_tensors
-from autoshard.runtime.devices import CPU, copy_strides, copy_tensor, is_accelerator
+from autoshard.runtime.devices import CPU, copy_strides, copy_tensor, is_accelerator, set_current
 from autoshard.runtime.mapped import (
     ALIGNMENT_BYTES,
     Region,
@@ -147,9 +147,15 @@ class CopyAhead:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module = torch.get_device_module(device.type)
-        self.stream = self.module.Stream(device=device)
-        self.thread = ThreadPoolExecutor(1, "autoshard-copy")
+        self.stream: Any = None
+        self.thread = ThreadPoolExecutor(1, "autoshard-copy", initializer=self._start)
         self.staging: list[tuple[torch.Tensor, Any]] = []
+
+    def _start(self) -> None:
+        """Begin the thread: its device is the current one in it."""
+        if self.device.index is not None:
+            set_current(self.device, self.device.index)
+        self.stream = self.module.Stream()
 
     def begin(self, homes: Homes) -> "Future[_Load]":
         regions = _regions(homes)
@@ -179,7 +185,7 @@ class CopyAhead:
 
     def _load(self, homes: Homes, regions: list[Region]) -> _Load:
         want(regions)
-        with self.module.device(self.device), self.module.stream(self.stream), torch.no_grad():
+        with self.module.stream(self.stream), torch.no_grad():
             copies = [self._copy(home) for home in homes]
             ready = self.module.Event()
             ready.record(self.stream)
@@ -192,13 +198,13 @@ class CopyAhead:
         if is_packed(home):
             return repacked(home, self._copy)
         if home.layout is not torch.strided:
-            return home.to(self.device)
+            return home.to(self.device, copy=True)
         if home.is_pinned():
-            return home.to(self.device, non_blocking=True)
+            return home.to(self.device, non_blocking=True, copy=True)
         if not home.is_contiguous() or home.numel() == 0:
             strides = copy_strides(home)
             if strides is None:
-                return home.to(self.device)
+                return home.to(self.device, copy=True)
             return torch.empty_strided(home.shape, strides, dtype=home.dtype, device=self.device).copy_(home)
         copy = torch.empty_like(home, device=self.device)
         source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
@@ -213,7 +219,8 @@ class CopyAhead:
     def _next_staging(self) -> tuple[torch.Tensor, Any]:
         """Two buffers in turn: one is filled while the other is on its way."""
         if len(self.staging) < 2:
-            self.staging.append((torch.empty(STAGING_BYTES, dtype=torch.uint8).pin_memory(), self.module.Event()))
+            buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=is_accelerator(self.device))
+            self.staging.append((buffer, self.module.Event()))
         else:
             self.staging.append(self.staging.pop(0))
         self.staging[-1][1].synchronize()

@@ -30,6 +30,7 @@ from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.freshness import same_sample, sample, versions
 from autoshard.runtime.moves import set_data
+from autoshard.runtime.pinned import lock_for, pin
 
 SLOTS = 2
 """Modules whose copies are on a device at a time, as planned."""
@@ -218,6 +219,13 @@ class Streams:
             units.setdefault(device, {})[path] = list(model.get_submodule(path).parameters())
         streams.streamers = {device: Streamer(device, found) for device, found in units.items()}
         return streams
+
+    def pin(self) -> None:
+        """Lock the memory that is copied to GPUs, where there are any."""
+        for device, streamer in self.streamers.items():
+            lock = lock_for(device)
+            if lock is not None:
+                pin([parameter for found in streamer.units.values() for parameter in found], lock)
 
     def streamer_of(self, path: str, module: nn.Module) -> Streamer:
         """Return who brings a module; in a copy of a model it is met here for the first time."""

@@ -17,7 +17,10 @@ from autoshard.checkpoint.mapped import mapped_tensor
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
+from autoshard.runtime.carriers import CopyAhead
 from autoshard.runtime.mapped import region_of
+from autoshard.runtime.pinned import pin
+from autoshard.runtime.streaming import Streams, hook_streams
 from tests.models.hf import DECODERS
 
 WIDTH = 64
@@ -392,6 +395,67 @@ def test_a_file_that_changes_under_a_model_is_noticed(tmp_path):
             file.write(b"\0\0\0\0")
         with pytest.raises(ApplyError, match=r"model\.safetensors was changed"):
             model(rows())
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
+    """What copies for GPUs, on torch's stand-ins for streams and events: chunks, threads and order, not overlap."""
+    model = on_disk(net(), tmp_path) if place == "disk" else net()
+    for block in model.blocks:
+        block.up.weight.data = block.up.weight.data.t().contiguous().t()  # not row by row
+    original = copy.deepcopy(model)
+    streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
+    carrier = CopyAhead(torch.device("cpu"))
+    streams.streamers[torch.device("cpu")].carrier = carrier
+    handles = hook_streams(dict(model.named_modules()), streams, ())
+    seen = set()
+    model.blocks[1].up.register_forward_pre_hook(lambda module, args: seen.add(module.weight.data_ptr()))
+    home = model.blocks[1].up.weight.data_ptr()
+    with torch.no_grad():
+        for seed in range(3):
+            assert torch.equal(model(rows(seed)), original(rows(seed)))
+            model.blocks[0].up.weight.mul_(1.5)
+            original.blocks[0].up.weight.mul_(1.5)
+    assert home not in seen and model.blocks[1].up.weight.data_ptr() == home
+    streams.close()
+    for handle in handles:
+        handle.remove()
+
+
+def test_copies_larger_than_the_staging_buffers(monkeypatch):
+    monkeypatch.setattr("autoshard.runtime.carriers.STAGING_BYTES", 1000)
+    carrier = CopyAhead(torch.device("cpu"))
+    homes = [
+        torch.randn(50, 33),
+        torch.randn(3).bfloat16(),
+        torch.tensor(2.0),
+        torch.empty(0, 4),
+        torch.randn(700).half(),
+    ]
+    copies = carrier.take(carrier.begin(homes))
+    assert all((torch.equal(copy, home) and copy.data_ptr() != home.data_ptr()) or not home.numel()
+               for copy, home in zip(copies, homes, strict=True))  # fmt: skip
+
+
+def test_locked_slabs_hold_the_same_values_and_are_unlocked_with_the_last_of_them(monkeypatch):
+    monkeypatch.setattr("autoshard.runtime.pinned.SLAB_BYTES", 40_000)
+    model, original = net(), net()
+    locked = {}
+
+    def lock(address, nbytes):
+        locked[address] = nbytes
+        return lambda: locked.pop(address)
+
+    model.blocks[3].up.weight = model.blocks[2].up.weight  # tied: stays where it is
+    original.blocks[3].up.weight = original.blocks[2].up.weight
+    pin(list(model.parameters()), lock)
+    assert len(locked) > 3 and sum(locked.values()) <= parameter_bytes(original) + 64 * 24
+    assert torch.equal(model(rows()), original(rows()))
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 23
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
+    del model
+    gc.collect()
+    assert not locked
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
