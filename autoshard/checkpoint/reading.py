@@ -173,6 +173,7 @@ class _Load:
         with files.use(read.file) as opened:
             if read.kind == "direct":
                 memory = read.copies[0].into.reshape(-1).view(torch.uint8)
+                self.copier.pages.make(memory)
                 read_fully(opened, read.begin, memory)
                 return
             slot.wait()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.checkpoint.memory import Pages
 from autoshard.checkpoint.read_list import Copy
 
 CPU_BUFFER_BYTES = 4 << 20
@@ -64,6 +65,7 @@ class Copier:
     def __init__(self, devices: Iterable[torch.device], limit: int) -> None:
         self.limit = limit
         self.lock = threading.Lock()
+        self.pages = Pages()
         self.streams: dict[torch.device, Any] = {}
         for device in dict.fromkeys(devices):
             if is_streamed(device):
@@ -92,6 +94,7 @@ class Copier:
                 self._send(copy.into, value, slot)
                 streamed.add(device)
             elif type(copy.into) in (torch.Tensor, nn.Parameter):
+                self.pages.make(copy.into)
                 copy.into.copy_(value)
             else:  # tensors of other types may keep counters in Python
                 with self.lock:

@@ -15,6 +15,7 @@ from autoshard import simulate
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
 from autoshard.checkpoint.files import OpenFiles, read_fully
 from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.memory import Pages
 from autoshard.checkpoint.reading import read_into
 from autoshard.errors import CheckpointError
 from autoshard.sharding import even_shares, kept
@@ -143,6 +144,19 @@ def test_large_tensors_go_through_small_buffers(tmp_path):
     got = torch.empty(1024, 3000)
     assert read_into(checkpoint, turned, [Target(source="w", tensor=got)]).bytes_read == value.nbytes
     assert torch.equal(got, value.T)
+
+
+def test_pages_are_made_for_memory_that_is_filled():
+    """Whatever their size, and also in the middle of a tensor: what is beside it stays as it was."""
+    pages, memory = Pages(), torch.full((40 << 20,), 7, dtype=torch.uint8)
+    for begin, end in ((0, 40 << 20), (5, 9 << 20), (3 << 20, 3 << 20), (1, 100)):
+        pages.make(memory[begin:end])
+    assert bool((memory == 7).all())
+    fresh = torch.empty(40 << 20, dtype=torch.uint8)
+    pages.make(fresh.view(4, -1)[:, :100])
+    pages.make(fresh)
+    fresh.fill_(3)
+    assert int(fresh.sum(dtype=torch.int64)) == 3 * (40 << 20)
 
 
 def test_pieces_fill_one_tensor_from_many(tmp_path):

@@ -1,0 +1,313 @@
+"""Loading a decoder of random bf16 weights to CPU memory, against other tools and against the machine itself.
+
+    python benchmarks/loading.py                      2 GB and 6 GB, warm and cold, 5 rounds
+    python benchmarks/loading.py --gigabytes 2 --rounds 3 --only raw,autoshard
+
+Every run is a process of its own, so that memory is fresh; the ways take turns. "warm": the files are in the page cache
+before; "cold": they are dropped from it (and what the disk read is shown). Rates are medians, their spread in brackets.
+"+ look": seconds until every weight was looked at once, as libraries that map the files have read nothing before. Bytes
+are those of /proc/self/io; "beyond" is the peak of memory beyond the model's own. Files go to --folder.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "dtype": "bfloat16",
+    "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def sized(gigabytes: float) -> dict:
+    """Return the configuration of a decoder of about this size."""
+    return CONFIG | {"num_hidden_layers": max(1, round((gigabytes * 1e9 / 2 - 2 * 32000 * 2048) / 44_044_288))}
+
+
+def make_checkpoint(folder: Path, config: dict) -> None:
+    """Write a decoder with random weights, a file per gigabyte, without ever holding more than one of them."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    state, files, size = model.state_dict(), [{}], 0
+    for name, tensor in state.items():
+        if size > 1e9:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.numel() * 2
+    index = {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file({n: torch.randn(t.shape).mul_(0.02).bfloat16() for n, t in names.items()}, folder / file)
+        index |= dict.fromkeys(names, file)
+    total = sum(tensor.numel() * 2 for tensor in state.values())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
+
+
+def raw_memcpy(folder: Path) -> object:
+    """Copy warm memory into fresh memory: what filling a model costs at least, in ordinary pages."""
+    source = torch.zeros(64 << 20, dtype=torch.uint8)
+    sizes = [64 << 20] * (sum(file.stat().st_size for file in folder.glob("*.safetensors")) >> 26)
+    return timed(lambda: [torch.empty(size, dtype=torch.uint8).copy_(source) for size in sizes])
+
+
+def raw_read(folder: Path) -> object:
+    """Read the files from begin to end into one buffer."""
+    buffer = memoryview(bytearray(16 << 20))
+
+    def read() -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            with open(file, "rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+    return timed(read)
+
+
+def autoshard_load(folder: Path) -> object:
+    import autoshard
+
+    warm_up()
+    return timed(lambda: autoshard.load(folder, "cpu", progress=lambda done, total: None))
+
+
+def autoshard_read(folder: Path) -> object:
+    """Only the reading: every tensor of the files into memory of its own."""
+    from autoshard.checkpoint.data import Target
+    from autoshard.checkpoint.memory import allocate
+
+    def read() -> object:
+        checkpoint, sources = described(folder)
+        tensors = {name: allocate(source.shape, source.dtype) for name, source in sources.items()}
+        read_into(checkpoint, sources, [Target(source=name, tensor=tensor) for name, tensor in tensors.items()])
+        return tensors
+
+    from autoshard.checkpoint.reading import read_into
+
+    return timed(read)
+
+
+def autoshard_cut(folder: Path, dim: int, ranks: int) -> object:
+    """Only the reading: one rank's equal part of every matrix, rows (dim 0) or columns (dim 1)."""
+    from autoshard.checkpoint.data import Target
+    from autoshard.checkpoint.memory import allocate
+    from autoshard.checkpoint.reading import read_into
+
+    def read() -> object:
+        checkpoint, sources = described(folder)
+        targets = []
+        for name, source in sources.items():
+            if len(source.shape) == 2:
+                shape = list(source.shape)
+                shape[dim] //= ranks
+                runs = ((shape[dim], 2 * shape[dim]),)
+                tensor = allocate(tuple(shape), source.dtype)
+                targets.append(Target(source=name, tensor=tensor, dim=dim, runs=runs))
+        read_into(checkpoint, sources, targets)
+        return targets
+
+    return timed(read)
+
+
+def described(folder: Path) -> tuple:
+    from autoshard.checkpoint.data import Piece, Source
+    from autoshard.checkpoint.header import open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    return checkpoint, {
+        name: Source(shape=entry.shape, dtype=entry.dtype, pieces=(Piece(entry=name),))
+        for name, entry in checkpoint.entries.items()
+    }
+
+
+def warm_up() -> None:
+    """Import what either library imports only at the first load: load a model of a few KB with both."""
+    import autoshard
+
+    with tempfile.TemporaryDirectory() as name:
+        small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+        make_checkpoint(Path(name) / "x", CONFIG | small | {"num_attention_heads": 1, "num_key_value_heads": 1})
+        autoshard.load(Path(name) / "x", "cpu", progress=lambda done, total: None)
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(Path(name) / "x", dtype="auto")
+
+
+def from_pretrained(folder: Path) -> object:
+    from transformers import AutoModelForCausalLM
+
+    warm_up()
+    return timed(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+
+
+def accelerate_load(folder: Path) -> object:
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    warm_up()
+    return timed(lambda: load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=torch.bfloat16))
+
+
+def load_file(folder: Path) -> object:
+    """The safetensors library, in memory of its own: as it is, it only maps the file, and nothing is read."""
+    from safetensors.torch import load_file as load
+
+    def read() -> object:
+        return [{n: t.clone() for n, t in load(file).items()} for file in sorted(folder.glob("*.safetensors"))]
+
+    return timed(read)
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "raw memcpy into fresh memory": raw_memcpy,
+    "raw sequential read": raw_read,
+    "autoshard.load": autoshard_load,
+    "autoshard, reading only": autoshard_read,
+    "from_pretrained": from_pretrained,
+    "load_checkpoint_and_dispatch": accelerate_load,
+    "safetensors.load_file and clone": load_file,
+    "autoshard, rows of 1 of 2 ranks": lambda folder: autoshard_cut(folder, 0, 2),
+    "autoshard, columns of 1 of 2 ranks": lambda folder: autoshard_cut(folder, 1, 2),
+    "autoshard, rows of 1 of 8 ranks": lambda folder: autoshard_cut(folder, 0, 8),
+    "autoshard, columns of 1 of 8 ranks": lambda folder: autoshard_cut(folder, 1, 8),
+}
+
+
+def timed(work: Callable[[], object]) -> dict:
+    """Run once; return seconds, bytes and memory, and the seconds that a first look at every weight then takes.
+
+    Libraries that only map the files have read nothing yet when they say that they are done.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    before, resident = counters(), memory("VmRSS")
+    begin = time.perf_counter()
+    result = work()
+    loaded = time.perf_counter()
+    after, peak = counters(), memory("VmHWM")
+    for tensor in tensors_of(result):
+        tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
+    touched = time.perf_counter()
+    kept = memory("RssAnon")
+    del result
+    return {
+        "seconds": loaded - begin, "touched": touched - begin, "asked": after["rchar"] - before["rchar"],
+        "disk": after["read_bytes"] - before["read_bytes"], "peak": peak - resident, "kept": kept - memory("RssAnon"),
+    }  # fmt: skip
+
+
+def tensors_of(result: object) -> list[torch.Tensor]:
+    if isinstance(result, torch.nn.Module):
+        return [*result.parameters()]
+    if isinstance(result, dict):
+        return [value for value in result.values() if isinstance(value, torch.Tensor)]
+    if isinstance(result, list):
+        return [tensor for part in result for tensor in tensors_of(part)]
+    return [result] if isinstance(result, torch.Tensor) else []
+
+
+def counters() -> dict[str, int]:
+    return {
+        key: int(value) for key, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    }
+
+
+def memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def set_cache(folder: Path, cold: bool) -> None:
+    buffer = memoryview(bytearray(16 << 20))
+    for file in folder.glob("*.safetensors"):
+        with open(file, "rb", buffering=0) as opened:
+            if cold:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while opened.readinto(buffer):
+                    pass
+
+
+def run_one(way: str, folder: Path) -> dict:
+    command = [sys.executable, __file__, "--one", way, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(folder: Path, rounds: int, ways: list[str]) -> None:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    for cold in (False, True):
+        found: dict[str, list[dict]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way in ways:
+                set_cache(folder, cold)
+                found[way].append(run_one(way, folder))
+        print(f"\n{size / 1e9:.2f} GB, {'cold' if cold else 'warm'}, {rounds} rounds")
+        print(
+            f"{'':35} {'seconds':>22} {'GB/s':>6} {'+ look':>8} {'asked/size':>10} {'disk/size':>9} {'beyond MiB':>10}"
+        )
+        for way, runs in found.items():
+            failed = [run["failed"] for run in runs if "failed" in run]
+            if failed:
+                print(f"{way:35} failed: {failed[0]}")
+                continue
+            times, last = sorted(run["seconds"] for run in runs), runs[-1]
+            middle, looked = statistics.median(times), statistics.median(run["touched"] for run in runs)
+            share = 1 / int(way.split()[-2]) if way.endswith("ranks") else 1.0
+            bytes_ = f"{last['asked'] / size:10.3f} {last['disk'] / size:9.3f}"
+            print(
+                f"{way:35} {middle:8.2f} [{times[0]:.2f} to {times[-1]:.2f}] {size * share / middle / 1e9:6.2f} "
+                f"{looked:8.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0, 6.0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="parts of the names of ways, with commas")
+    parser.add_argument("--folder", type=Path, help="where the files go (kept if given), or are")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(WAYS[options.one](options.folder)))
+        return
+    ways = [way for way in WAYS if any(part in way for part in options.only.split(","))]
+    place = options.folder or Path(tempfile.mkdtemp(prefix="autoshard-loading-"))
+    try:
+        for gigabytes in options.gigabytes:
+            folder = place / f"{gigabytes:g}"
+            if not folder.exists():
+                make_checkpoint(folder, sized(gigabytes))
+            compare(folder, options.rounds, ways)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main()
