@@ -141,11 +141,10 @@ class AnyOrder:
                 if other == kind and len(devices) == 1:
                     continue
                 more, per_byte = excess(problem, self.tables, of[0], device)
-                if not problem.pinned[device]:
-                    for length, (count, moved) in enumerate(near_by):
-                        near[(other * self.lengths + length) * kinds + kind] += more * count + per_byte * moved
-                    for length, (count, moved) in enumerate(far_by):
-                        far[(other * self.lengths + length) * kinds + kind] += more * count + per_byte * moved
+                if not problem.pinned[device] and (more or per_byte):
+                    for table, copies in ((near, near_by), (far, far_by)):
+                        for length, (count, moved) in enumerate(copies):
+                            table[(other * self.lengths + length) * kinds + kind] += more * count + per_byte * moved
                 if not problem.pinned[of[0]]:
                     more, per_byte = excess(problem, self.tables, device, of[0])
                     homeward[kind, other] = more * returned[0] + per_byte * returned[1]

@@ -130,6 +130,10 @@ def search_windows(grid: Grid, costs: Costs, reach: Array, limits: Limits, *, wo
         source = grid.source[edges] - here.start
         begin = np.maximum(need[grid.target[edges]], low[source] + 1)
         end = reach[grid.kind[edges], high[source]]
+        if grid.lengths == 2:  # a short stage ends soon after its start, another one not before
+            short = grid.is_short[grid.target[edges]] == 1
+            begin = np.maximum(begin, low[source] + np.where(short, 1, costs.short))
+            end = np.minimum(end, high[source] + np.where(short, costs.short - 1, costs.size))
         keep = some[source] & (begin <= end)
         edges, source, begin, end = edges[keep], source[keep], begin[keep], end[keep]
         rows, columns = high[source] - low[source] + 1, end - begin + 1
