@@ -1,7 +1,8 @@
 """Planning Llama-3.1-405B from its configuration alone: no weights, no GPU, a few seconds.
 
 Sixteen H100-80GB hold it, with room for a prompt of 2048 tokens; so do eight H200 (141 GB each), with less room; eight
-H100-80GB do not, and the error says by how much.
+H100-80GB do not, and the error says by how much. One of them with 200 GB of host memory and a disk runs it too, slowly:
+the layers are brought to it one after the other.
 
     pip install -e ".[hf]"
     python examples/plan_llama_405b.py
@@ -29,10 +30,12 @@ def main() -> None:
     profile = autoshard.profile(model, workload=workload)
     print(f"{format_bytes(profile.parameter_bytes)} of parameters, profiled in {time.perf_counter() - started:.1f} s")
 
-    for devices in ("16xH100-80GB", "8xH200", "8xH100-80GB"):
+    one = {"cuda:0": "80GB", "cpu": "200GB", "disk": "2TB"}
+    for devices in ("16xH100-80GB", "8xH200", "8xH100-80GB", one):
         print(f"\n{devices}")
+        objective = "latency" if devices is one else "throughput"
         try:
-            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced", objective="throughput")
+            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced", objective=objective)
         except autoshard.PlanError as error:
             print(f"  {error}")
             continue
@@ -41,6 +44,9 @@ def main() -> None:
             peak, memory = format_bytes(device.peak_bytes), format_bytes(device.memory_bytes)
             print(f"  {device.name:8} {peak:>9} of {memory:>9}, {format_bytes(device.free_bytes):>9} free")
         print(f"  one forward: {format_seconds(estimate.latency_seconds)}, {len(estimate.transfers)} transfers")
+        for link in estimate.streaming.links if estimate.streaming else ():
+            brought = f"{format_bytes(link.nbytes)} in {format_seconds(link.seconds)}"
+            print(f"  {link.modules} modules from {link.source} to {link.destination}: {brought} per forward")
 
 
 if __name__ == "__main__":
