@@ -53,7 +53,7 @@ def write_configuration(model: Any, folder: Path) -> None:
 
 def file_tensors(model: Any, state: State) -> list[Stored]:
     """The tensors that the library's `save_pretrained` would write, in its order, and what they are made of."""
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
@@ -61,7 +61,8 @@ def file_tensors(model: Any, state: State) -> list[Stored]:
             "knows the names in their files. Call that, after autoshard.remove(model) if a plan is applied."
         )
     ignored = set(model._keys_to_ignore_on_save or ())
-    kept = [name for name in state.values if name not in ignored]
+    # In the order of the library for models that were loaded; one that was not must not be divided otherwise.
+    kept = sorted((name for name in state.values if name not in ignored), key=dot_natural_key)
     tied = _loaded_by_another(model, state)
     given = {name: state.described(name) for name in kept if name not in tied}
     try:

@@ -46,10 +46,14 @@ def test_files_are_those_of_the_safetensors_library(tmp_path):
 def test_directories_are_those_of_save_pretrained(name, shards, tmp_path):
     model = by_name(name).model()
     size = sum(tensor.nbytes for tensor in model.state_dict().values()) // shards + 4096
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     autoshard.save(model, tmp_path / "ours", max_shard_size=size)
+    loaded = type(model).from_pretrained(tmp_path / "ours")
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) >= shards
+    for again in (loaded, autoshard.load(tmp_path / "ours", "cpu")):
+        autoshard.save(again, tmp_path / "again", max_shard_size=size)
+        assert contents(tmp_path / "again") == contents(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "jamba"])
