@@ -235,12 +235,30 @@ def _picked(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> Axes | No
     tensors = [index for index in indices if index is not None]
     if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
         return None
+    if len(given) == 1 and tensors[0].numbers:
+        return tuple(_listed(walk, x, d, tensors[0].numbers) if d in given else axis for d, axis in enumerate(x.axes))
     walk.block([x.axes[d] for d in given], "picked by index")
     picked = broadcast(walk, [seen.axes for seen in tensors], [seen.shape for seen in tensors])
     rest = [axis for d, axis in enumerate(x.axes) if d not in given]
     together = given == list(range(given[0], given[-1] + 1))
     place = given[0] if together else 0
     return (*rest[:place], *picked, *rest[place:])
+
+
+def _listed(walk: Context, x: Seen, dim: int, numbers: Sequence[int]) -> Axis:
+    """x[:, [2, -1], :]: one index after the other. What a number counts over, from its end, is as long on every rank.
+
+    heads | k | v   picked by [-2]: v and k are whole, heads can be cut
+    """
+    size = x.shape[dim]
+    parts = []
+    for number in numbers:
+        at = number % size
+        part = _sliced(walk, x, dim, at, at + 1)[dim]
+        counted = _sliced(walk, x, dim, 0, at) if number >= 0 else _sliced(walk, x, dim, at + 1, size)
+        walk.block([part, counted[dim]], "counted by an index")
+        parts.append(part)
+    return concatenate(parts)
 
 
 @rule("index_select")

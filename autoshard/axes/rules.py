@@ -23,12 +23,16 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor argument: which value it is, its shape and what its dimensions are made of."""
+    """A tensor argument: which value it is, its shape and what its dimensions are made of.
+
+    `numbers`: its elements, of a short list of integers that the model's code writes down; else None.
+    """
 
     value: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: Axes
+    numbers: tuple[int, ...] | None = None
 
 
 class Context(Protocol):

@@ -1,7 +1,7 @@
 """The walk over the ops of one region: every tensor gets axes, and what is summed over or looked up is noted."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - th
 from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op
+
+MOST_NUMBERS = 16
+"""Longer lists of integers are not taken apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,14 @@ def _fit(made: Sequence[Sequence[Axis | None]], shapes: Sequence[tuple[int, ...]
 def _replaced(item: Any, seen: Iterator[Seen]) -> Any:
     """An argument of an FX node with the tensors as the walk sees them."""
     if isinstance(item, torch.fx.Node):
-        return next(seen)
+        return _with_numbers(next(seen), item)
     if isinstance(item, (list, tuple)):
-        return [next(seen) if isinstance(part, torch.fx.Node) else part for part in item]
+        return [_with_numbers(next(seen), part) if isinstance(part, torch.fx.Node) else part for part in item]
     return item
+
+
+def _with_numbers(seen: Seen, node: torch.fx.Node) -> Seen:
+    content = node.meta.get("content") if node.op == "placeholder" and node.meta.get("kind") == "constant" else None
+    if content is None or content.dim() != 1 or content.dtype != torch.int64 or len(content) > MOST_NUMBERS:
+        return seen
+    return replace(seen, numbers=tuple(content.tolist()))

@@ -25,6 +25,7 @@ class _Recorder(TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.tensors: list[torch.Tensor] = []
         self.ops: list[Op] = []
+        self.constants: set[int] = set()
 
     def index(self, tensor: torch.Tensor) -> int:
         """The value that a tensor is; all are kept, so that none is mistaken for another."""
@@ -35,7 +36,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        known = len(self.tensors)
         inputs = tuple(map(self.index, tensors_of(args, kwargs)))
+        self.constants.update(range(known, len(self.tensors)))
         result = func(*args, **kwargs)
         outputs = tuple(map(self.index, tensors_of((result,), {})))
         node = self.graph.call_function(func, self._nodes(args), {k: self._nodes([v])[0] for k, v in kwargs.items()})
@@ -46,11 +49,17 @@ class _Recorder(TorchDispatchMode):
 
     def _nodes(self, args: Any) -> tuple:
         return tuple(
-            self.graph.placeholder("tensor") if isinstance(item, torch.Tensor)
+            self._node(item) if isinstance(item, torch.Tensor)
             else list(self._nodes(item)) if isinstance(item, (list, tuple))
             else item
             for item in args
         )  # fmt: skip
+
+    def _node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        node = self.graph.placeholder("tensor")
+        if self.index(tensor) in self.constants:
+            node.meta.update(kind="constant", content=tensor)
+        return node
 
 
 class Trial:

@@ -100,6 +100,7 @@ def test_all_degrees(heads, groups):
     check_degrees(grouped(heads, groups), range(2, 9))
 
 
-@pytest.mark.slow
-def test_one_key_and_value_head_for_all():
-    check_degrees(fused(71), range(2, 9))
+@pytest.mark.parametrize("heads, degrees", [(7, (2, 3)), pytest.param(71, range(2, 9), marks=pytest.mark.slow)])
+def test_one_key_and_value_head_for_all(heads, degrees):
+    said = check_degrees(fused(heads), degrees)
+    assert all(attention for attention, _ in said.values()), said
