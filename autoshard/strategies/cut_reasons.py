@@ -12,6 +12,7 @@ from autoshard.strategies.cut_task import Choice, Task, allows, full_names
 from autoshard.strategies.refusal import round_up, with_copies
 
 _MOST_MORE_DEVICES = 16
+_NOT_FOLLOWED = {True: "no dimension of it can be followed", False: "nothing in the recorded run uses it"}
 
 
 def explain_cuts(
@@ -166,6 +167,7 @@ def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, .
     for group in task.groups:
         for name in full_names(group):
             offers.setdefault(name, []).append(group)
+    read = {value for op in task.profile.graph.ops for value in op.inputs}
     rows: dict[tuple[tuple[str, ...], str], dict[str, None]] = {}
     for tensor in task.profile.graph.tensors:
         if tensor.kind != "parameter" or len(tensor.shape) < 2 or tensor.storage in storages:
@@ -175,7 +177,7 @@ def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, .
         inside = relative(tensor.name, path)
         first = join(blocks[0], inside)
         reason = _why_whole(task, offers.get(tensor.name, []), against, degree)
-        reason = reason or blocked.get(first) or blocked.get(tensor.name) or "no dimension of it can be followed"
+        reason = reason or blocked.get(first) or blocked.get(tensor.name) or _NOT_FOLLOWED[tensor.value in read]
         rows.setdefault((blocks, reason), {})[inside] = None
     return tuple(Whole(blocks=blocks, names=tuple(names), reason=reason) for (blocks, reason), names in rows.items())
 

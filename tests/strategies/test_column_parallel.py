@@ -412,6 +412,14 @@ def test_what_enters_a_block_is_gathered_before_the_modules_in_it_are_cut():
     assert tables and inside and all(tables.isdisjoint(group.conflicts) for group in inside)
 
 
+def test_what_no_run_uses_stays_whole_and_the_plan_says_so():
+    model = Net(depth=2)
+    model.spare = nn.Linear(WIDTH, WIDTH)
+    measured = autoshard.profile(model, torch.arange(64).reshape(1, 64), workload=Workload())
+    plan = column_parallel(measured, alike(2), net_groups(depth=2), prove, objective="memory")
+    assert ("spare.weight",) in [row.names for row in plan.whole if row.reason == "nothing in the recorded run uses it"]
+
+
 def test_too_little_memory(profile):
     need = profile.peak_bytes
     cut = 4 * net_groups().groups[0].nbytes + net_groups().groups[1].nbytes
