@@ -50,13 +50,18 @@ def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
 
 
 def resolve_homes(
-    placements: Mapping[str, str], modules: Iterable[str], tensors: Iterable[str], uncallable: Iterable[str] = ()
+    placements: Mapping[str, str],
+    modules: Iterable[str],
+    tensors: Iterable[str],
+    uncallable: Iterable[str] = (),
+    opened: Iterable[str] = (),
 ) -> Homes:
     """Find the home of every module; `modules` and `tensors` are dotted names in registration order.
 
     `tensors` holds every name of every parameter and buffer, tied ones under each name. A name's device is that of its
     own entry, also where a tie makes the tensor live elsewhere. `uncallable`: lists and dicts of modules, which have no
-    forward to hook; their elements are hooked instead. Raises `PlanError` if a tensor has no entry.
+    forward to hook; their elements are hooked instead. `opened`: modules whose children are hooked as if they were
+    mixed. Raises `PlanError` if a tensor has no entry.
     """
     entries = {}
     for name in tensors:
@@ -101,7 +106,7 @@ def resolve_homes(
     if "" not in homes:  # a model without tensors still runs somewhere
         homes[""] = placements.get("") or next(iter(placements.values()), "cpu")
 
-    hooked = _hooked([path for path in listed if path in homes], mixed, frozenset(uncallable))
+    hooked = _hooked([path for path in listed if path in homes], mixed.union(opened), frozenset(uncallable))
     return Homes(entries=entries, homes=homes, mixed=mixed, hooked=hooked)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.module_paths import is_below, parent
+from autoshard.module_paths import above, is_below, parent
 from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
@@ -70,7 +70,10 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     modules = dict(model.named_modules())
     shy = [path for path, module in modules.items() if looks_for_overrides(module)]
     uncallable = [path for path, module in modules.items() if type(module).forward is nn.Module.forward]
-    homes = resolve_homes(record.placements, modules, record.placements, uncallable)
+    # With streamed modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
+    away = set(record.placed) != {CPU}
+    opened = {outer for path in record.streamed for outer in above(path)} if away else set()
+    homes = resolve_homes(record.placements, modules, record.placements, uncallable, opened)
     resolved = {name: resolve_device(name) for name in dict.fromkeys([*homes.homes.values(), record.homes[""]])}
     device = {path: resolved[name] for path, name in {**homes.homes, "": record.homes[""]}.items()}
     first_path = {id(module): path for path, module in modules.items()}
@@ -89,7 +92,7 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
         aligned |= moving
     unfolded = {names.get(path, path) for path in record.unfolded} & set(modules)
     # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
-    if "" in homes.mixed:
+    if "" in homes.mixed or opened:
         moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
     whole, split = _fused(modules, record, shy, aligned)
     moving |= whole | split
