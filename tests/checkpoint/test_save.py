@@ -19,6 +19,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.sharding import even_shares
 from tests.checkpoint.directories import assert_same, contents, tensors
 from tests.models import by_name
+from tests.packed_models import pack_linears
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES, decoder_cuts, make_decoder, uneven_shares
 from tests.runtime.test_streaming import net, on_disk, rows, streaming
@@ -230,6 +231,7 @@ class Extra(nn.Linear):
         (nn.Sequential(Extra(2, 2)), "0._extra_state .* is a dict"),
         (nn.Linear(2, 2, dtype=torch.complex128), "weight is of torch.complex128"),
         (nn.ReLU(), "nothing to save"),
+        (pack_linears(nn.Sequential(nn.Linear(4, 4))), "0.weight is a Scaled, .* before it is quantised"),
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused(model, message, tmp_path):
