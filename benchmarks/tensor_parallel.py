@@ -2,6 +2,7 @@
 
     python benchmarks/tensor_parallel.py [rounds] [hidden_size] [layers]
     python benchmarks/tensor_parallel.py one-process
+    python benchmarks/tensor_parallel.py summed
 
 Two gloo ranks of one thread each, on this machine's CPU. Each rank holds the same random Llama three times: cut by
 autoshard's plan, cut by `from_pretrained(tp_plan="auto")`, and whole. They take turns:
@@ -14,6 +15,8 @@ of ideal halves. Prints medians with quartiles over rounds, and the medians of t
 the least times, which a busy machine disturbs least; and the processor time of rank 0, which it hardly does.
 
 "one-process" cuts a decoder of 8 small layers over two devices of this process, and says what an op costs more.
+"summed" runs one layer whose inputs are cut, alone and on one gloo rank, with a bias and without: what a call costs
+more is the hook, the all-reduce of a rank with itself, and the addition of the bias.
 """
 
 import copy
@@ -34,6 +37,9 @@ import torch.multiprocessing
 import transformers
 
 import autoshard
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cuts import apply_cuts
+from autoshard.sharding import Action, Cut, Shard
 
 PROMPT, CACHED, STEPS = 128, 64, 16
 Times = dict[str, list[tuple[float, float]]]
@@ -158,6 +164,29 @@ def one_process(rounds: int = 40) -> None:
     )
 
 
+def summed(rounds: int = 60, calls: int = 300) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for bias in (False, True):
+        action = Action(kind="reduce", module="", function="linear", occurrence=0, addend="0.2" if bias else "")
+        shards = (Shard(name="weight", dim=1, axis="*64"),)
+        cut, whole = torch.nn.Linear(64, 64, bias), torch.nn.Linear(64, 64, bias)
+        apply_cuts(cut, [Cut(blocks=("",), size=64, shares=(64,), shards=shards, actions=(action,))], ProcessRanks.of())
+        x = torch.ones(1, 64)
+        least = {"whole": float("inf"), "cut": float("inf")}
+        with torch.no_grad():
+            for _ in range(rounds):
+                for name, layer in (("whole", whole), ("cut", cut)):
+                    start = time.perf_counter()
+                    for _ in range(calls):
+                        layer(x)
+                    least[name] = min(least[name], (time.perf_counter() - start) / calls)
+        print(
+            f"{'with' if bias else 'without'} bias: whole {least['whole'] * 1e6:.1f} us, "
+            f"cut {least['cut'] * 1e6:.1f} us (least of {rounds})"
+        )
+    dist.destroy_process_group()
+
+
 def main(rounds: int = 20, hidden_size: int = 1024, layers: int = 4) -> None:
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=hidden_size, intermediate_size=hidden_size * 11 // 4, num_hidden_layers=layers,
@@ -173,5 +202,7 @@ def main(rounds: int = 20, hidden_size: int = 1024, layers: int = 4) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["one-process"]:
         one_process()
+    elif sys.argv[1:] == ["summed"]:
+        summed()
     else:
         main(*map(int, sys.argv[1:]))
