@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from autoshard.errors import SpecError
+from autoshard.integrations.rehearsal import rehearse
 from autoshard.integrations.skeleton import without_weights
+from autoshard.integrations.traced import traced
+from autoshard.integrations.words import one_line
 from autoshard.packed import is_packed
 
 
@@ -33,10 +36,14 @@ def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) ->
             model = model_class(config)
     except Exception as error:  # likewise
         raise SpecError(f"{model_class.__name__} can't be built from {file}: {one_line(error)}") from error
-    if getattr(config, "quantization_config", None) is not None and not with_weights:
+    if with_weights:
+        return model.eval()
+    if getattr(config, "quantization_config", None) is not None:
         from autoshard.integrations.quantised import quantised_as_stored
 
         quantised_as_stored(model)
+    else:
+        _use_dtypes_of_loading(model, model_class, config, file)
     return model.eval()
 
 
@@ -56,6 +63,18 @@ def read_config(file: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever the class of this configuration makes of wrong values
         raise SpecError(f"transformers does not accept {file}: {one_line(error)}") from error
+
+
+def _use_dtypes_of_loading(model: Any, model_class: Any, config: Any, file: Path) -> None:
+    """Give tensors the dtypes that the library gives them when it loads: a few classes keep some in float32."""
+    if hasattr(model, "_get_dtype_plan") and not model._get_dtype_plan(_dtype(config)):
+        return  # nothing is kept; asking is faster than the rehearsal
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {name: traced(name, tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
+    rehearsed, _ = rehearse(model_class, config, state, _dtype(config), where=file, strict=True)
+    for name, other in (*rehearsed.named_parameters(), *rehearsed.named_buffers()):
+        if name in tensors and tensors[name].dtype != other.dtype:
+            tensors[name].data = tensors[name].data.to(other.dtype)
 
 
 def config_file(path: "str | os.PathLike[str]") -> Path:
@@ -137,9 +156,3 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{file} can't be read as JSON: {one_line(error)}") from None
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error of others, without its line breaks."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

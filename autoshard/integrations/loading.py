@@ -13,12 +13,12 @@ from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.reading import Progress
 from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import CheckpointError, SpecError
-from autoshard.integrations.huggingface import one_line
 from autoshard.integrations.pretrained import open_pretrained
 from autoshard.integrations.quantised import INT8, mark_quantised, quantised
 from autoshard.integrations.skeleton import without_weights
 from autoshard.integrations.strictness import Differences, check_differences, other_kinds
 from autoshard.integrations.unfilled import Unfilled
+from autoshard.integrations.words import one_line
 from autoshard.plan import Plan
 from autoshard.runtime.apply import bring_back_to
 from autoshard.runtime.devices import CPU
@@ -58,6 +58,7 @@ def open_module(
         tensor, entry = tensors[names[0]], entries[kept[0]]
         if entry.shape != tuple(tensor.shape):
             shapes[names[0]] = (entry.shape, tuple(tensor.shape))
+            continue
         sources[names[0]] = Source(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=(Piece(entry=kept[0]),))
     unexpected = [name for name in entries if name not in known]
     found = Differences(missing=missing, unexpected=unexpected, shapes=shapes, dtypes=other_kinds(checkpoint, sources))

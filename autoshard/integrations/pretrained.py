@@ -1,31 +1,24 @@
 """A checkpoint of Transformers as its own library would load it, before a tensor of it is read.
 
-    headers ──▶ traced tensors ──from_pretrained──▶ model of traced tensors ──▶ parameters on meta + how each is made
-
-The library builds the model, renames and fuses what its files hold, ties, initialises, and computes its buffers; here
-it does so on tensors without values (`traced`), so whatever it does is known and nothing is allocated.
+headers ──▶ rehearsal of the loading ──▶ parameters on meta, buffers that are real, how each tensor is made
 """
 
-import contextlib
 import functools
-import logging
-import os
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.errors import CheckpointError, SpecError
-from autoshard.integrations.huggingface import config_file, model_class_of, one_line, read_config
+from autoshard.integrations.huggingface import config_file, model_class_of, read_config
 from autoshard.integrations.recipe import sources_of
-from autoshard.integrations.strictness import Differences, check_differences, count, first, other_kinds
-from autoshard.integrations.traced import Leaf, Traced, missing, traced
+from autoshard.integrations.rehearsal import quiet, rehearse
+from autoshard.integrations.strictness import Differences, check_differences, other_kinds
+from autoshard.integrations.traced import Leaf, Traced, traced
 from autoshard.integrations.unfilled import Unfilled, leave_unfilled, read_one
+from autoshard.integrations.words import one_line
 from autoshard.torch_private import no_dispatch_modes
 
 
@@ -48,13 +41,12 @@ def open_pretrained(
     wanted = _dtype_named(dtype)
     if getattr(config, "quantization_config", None) is not None:
         return _read_quantised(model_class, config, checkpoint, directory, wanted, allow)
-    model, differences = _trace(
-        model_class, config, checkpoint, wanted, strict=not {"missing", "mismatched"} & {*allow}
-    )
+    rehearsed = functools.partial(rehearse, model_class, config, _state(checkpoint), wanted, where=checkpoint.path)
+    model, differences = rehearsed(strict=not {"missing", "mismatched"} & {*allow})
     check_differences(checkpoint, type(model).__name__, differences, allow)
     if any(_stands_for_nothing(one) for one in (*model.parameters(), *model.buffers())):
         # What the library says need not be there; it initialises it, so let it.
-        model, _ = _trace(model_class, config, checkpoint, wanted, strict=False)
+        model, _ = rehearsed(strict=False)
     unfilled = leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
     kinds = other_kinds(checkpoint, unfilled.sources)
     check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
@@ -63,50 +55,11 @@ def open_pretrained(
     return unfilled
 
 
-def _trace(
-    model_class: Any, config: Any, checkpoint: Checkpoint, dtype: Any, *, strict: bool
-) -> tuple[Any, Differences]:
-    """Let the library load traced tensors. `strict`: what is missing gets no memory."""
-    state = {
+def _state(checkpoint: Checkpoint) -> dict[str, Traced]:
+    return {
         name: traced(name, entry.shape, entry.dtype, functools.partial(read_one, checkpoint, name))
         for name, entry in checkpoint.entries.items()
     }
-    report: list[str] = []
-    unallocated = _NoMemoryForMissing() if strict else contextlib.nullcontext()
-    try:
-        with quiet(), _reported(report), no_dispatch_modes(), unallocated:
-            model, info = model_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,  # they are listed, and refused here
-                output_loading_info=True,
-            )
-    except Exception as error:  # whatever the class of this model makes of its configuration
-        unmade = re.findall(r"^(\S+) +\| CONVERSION", "\n".join(report), re.MULTILINE)
-        if unmade:
-            raise CheckpointError(
-                f"transformers can't make {count(unmade, 'tensor')} of the model from {checkpoint.path}: "
-                f"{first(unmade)}. Parts may be missing or of another shape. Check that the files are whole."
-            ) from error
-        raise CheckpointError(
-            f"transformers can't load {model_class.__name__} from {checkpoint.path}: {one_line(error)}. If "
-            f"{model_class.__name__}.from_pretrained can, please report this."
-        ) from error
-    shapes = {name: (tuple(there), tuple(needed)) for name, there, needed in info["mismatched_keys"]}
-    return model, Differences(missing=info["missing_keys"], unexpected=info["unexpected_keys"], shapes=shapes)
-
-
-class _NoMemoryForMissing(TorchFunctionMode):
-    """A parameter that the checkpoint does not have stays without values, so that all can be listed at no cost."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None
-    ) -> Any:
-        if func is torch.empty_like and isinstance(args[0], nn.Parameter) and args[0].is_meta:
-            return missing("", args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def _stands_for_nothing(tensor: torch.Tensor) -> bool:
@@ -166,38 +119,3 @@ def _add_generation_config(model: Any, directory: Path, trust_remote_code: bool)
             None, False, None, str(directory), cache_dir=None, force_download=False, proxies=None, token=None,
             local_files_only=True, revision=None, subfolder="", trust_remote_code=trust_remote_code,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _reported(report: list[str]) -> Iterator[None]:
-    """Within it, what the library says of its loading goes to `report`."""
-    log = logging.getLogger("transformers.modeling_utils")
-    handler = logging.Handler()
-    handler.emit = lambda record: report.append(record.getMessage())  # type: ignore[method-assign]
-    level, propagate = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.WARNING)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagate
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within it, the library shows no bars and reports only errors."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers.utils import logging as library
-
-    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
-    library.set_verbosity_error()
-    library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library.set_verbosity(verbosity)
-        if bars:
-            library.enable_progress_bar()

@@ -7,9 +7,9 @@ import torch
 
 from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.errors import CheckpointError, SpecError
+from autoshard.integrations.words import count, first
 
 ALLOWED = ("missing", "unexpected", "mismatched")
-SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +72,6 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "float" if dtype.itemsize > 1 else str(dtype)
     return "bool" if dtype == torch.bool else "integer"
-
-
-def count(names: Collection[str], what: str) -> str:
-    """How many there are, in words."""
-    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
-
-
-def first(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _said(value: "Iterable[int] | torch.dtype") -> str:
