@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -118,12 +118,14 @@ class Writer:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, replaced: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Give a new directory that takes the place of `path` when the block ends, and vanishes if it raises.
 
-    Until then, and if this process is killed, `path` is as it was. Files of the old directory that are no weights, that
-    the block did not write and that are not `replaced` (told by name) are kept. `path` must be a directory, or not
-    exist.
+    Until then, and if this process is killed, `path` is as it was. Files of the old directory that are no weights and
+    that the block did not write are kept. `path` must be a directory, or not exist.
+
+    Two directories are exchanged, and not their files one by one, for then a kill in between would leave the weights of
+    one model with the configuration of another, or files of both under names that only the index tells apart.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ def replacing(path: Path, replaced: Callable[[str], bool] = lambda name: False) 
         else:
             with _locked(path.parent):  # others may save to the same place
                 if path.is_dir():
-                    _carry_over(path, folder, replaced)
+                    _carry_over(path, folder)
                 _sync(folder)
                 _commit(folder, path)
     except BaseException:
@@ -215,11 +217,11 @@ def _lock(descriptor: int, wait: bool = False) -> bool:
     return True
 
 
-def _carry_over(old: Path, new: Path, replaced: Callable[[str], bool]) -> None:
+def _carry_over(old: Path, new: Path) -> None:
     """Give the new directory what else is in the old one: a tokenizer, notes. Links, which cost no space."""
     for item in os.scandir(old):
         target = new / item.name
-        if _is_weights(item.name) or replaced(item.name) or target.exists():
+        if _is_weights(item.name) or target.exists():
             continue
         if item.is_dir(follow_symlinks=False):
             shutil.copytree(item.path, target, symlinks=True, copy_function=_link)

@@ -139,7 +139,7 @@ class RankTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ApplyError("a model that is cut over devices can't be saved as it is. Save autoshard's whole state dict.")
+        raise ApplyError("a model that is cut over devices can't be pickled. Call autoshard.save(model, directory).")
 
     @property
     def data(self) -> torch.Tensor:
