@@ -60,15 +60,24 @@ def plan(
     or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
     {module path: device}. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
     """
+    return _planned(
+        model, devices, inputs, workload,
+        strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
+    )  # fmt: skip
+
+
+def _planned(
+    model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, *,
+    max_memory: Mapping[Any, Any] | None, **settings: Any,
+) -> Plan:  # fmt: skip
+    """Find the devices, profile the model on nothing, and plan; `settings` are those of `plan_measured`."""
     from autoshard.cluster.parse import parse_devices
 
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
     cluster = parse_devices(devices)
     measured = profile(model, inputs, workload=workload)
-    return plan_measured(
-        model, inputs, measured, cluster, strategy=strategy, objective=objective, max_memory=max_memory, pins=pins
-    )
+    return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
 
 
 def plan_measured(
@@ -81,17 +90,22 @@ def plan_measured(
     objective: str = "latency",
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
+    in_memory: Collection[str] = (),
 ) -> Plan:
     """Plan a model whose profile is known, with any strategy.
 
     "auto" cuts parameters only where there is one process per device: one process is slower at that than predicted.
+    `in_memory`: names of parameters that can't be kept on disk.
     """
     if strategy == "auto" and not pins and _processes() == len(cluster.devices) > 1:
         return _placed_or_cut(model, inputs, profile, cluster, objective, max_memory)
     if strategy != "column-parallel":
-        return plan_profile(profile, cluster, strategy=strategy, objective=objective, max_memory=max_memory, pins=pins)
+        settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "in_memory": in_memory}
+        return plan_profile(profile, cluster, max_memory=max_memory, pins=pins, **settings)
     if pins:
         raise SpecError('modules can\'t be pinned with strategy="column-parallel": every device has a part of each.')
+    if "disk" in cluster.names:
+        raise SpecError('"disk" computes nothing: leave it out with strategy="column-parallel", or use "balanced".')
     return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective)
 
 
@@ -165,14 +179,16 @@ def plan_profile(
     objective: str = "latency",
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
+    in_memory: Collection[str] = (),
 ) -> Plan:
     """Plan from a profile that exists already, with limits and pins in the forms people write."""
     from autoshard.strategies import make_plan
 
     limits, fixed = _limits_and_pins(cluster, max_memory, pins)
     return make_plan(
-        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None
-    )
+        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
+        in_memory=in_memory,
+    )  # fmt: skip
 
 
 def _limits_and_pins(
@@ -272,16 +288,18 @@ def load(
 
     Raises `CheckpointError`, `SpecError`, and what `plan()` and `apply()` raise.
     """
+    from autoshard.checkpoint.mapped import not_in_files
     from autoshard.integrations.loading import fill, open_weights
 
     unfilled = open_weights(
         path, model=model, dtype=dtype, allow=allow,
         trust_remote_code=trust_remote_code, local_files_only=local_files_only,
     )  # fmt: skip
-    if plan is None and not _is_cpu_alone(devices, max_memory):
-        plan = _plan(
-            unfilled.model, devices, inputs=inputs, strategy=strategy, objective=objective, workload=workload,
-            max_memory=max_memory, pins=pins,
+    if plan is None and not _is_for_cpu_alone(unfilled.model, devices, max_memory):
+        in_memory = not_in_files(unfilled.model, unfilled.checkpoint, unfilled.sources)
+        plan = _planned(
+            unfilled.model, devices, inputs, workload,
+            strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
         )  # fmt: skip
     if progress is None or isinstance(progress, bool):
         from autoshard.integrations.progress import shown_progress
@@ -291,11 +309,13 @@ def load(
     return fill(unfilled, plan, progress)
 
 
-def _is_cpu_alone(devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:
-    """Whether there is nothing to plan: one device, which is where models are anyway."""
+def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:
+    """Whether there is nothing to plan: one device, which is where models are anyway, with room for this one."""
     from autoshard.cluster.parse import parse_devices
+    from autoshard.integrations.skeleton import parameter_bytes
 
-    return not max_memory and parse_devices(devices).names == ("cpu",)
+    cluster = parse_devices(devices)
+    return not max_memory and cluster.names == ("cpu",) and parameter_bytes(model) <= cluster.device("cpu").memory_bytes
 
 
 def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str" = "5GB") -> None:

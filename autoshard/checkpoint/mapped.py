@@ -39,20 +39,37 @@ def mapped_tensors(
     return found
 
 
+def not_in_files(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, Source]) -> list[str]:
+    """Return the names of the parameters that no file has as the model does: a plan can't keep them on disk."""
+    tensors = named_tensors(model)
+    found: list[str] = []
+    for names in tied_groups(tensors):
+        source = next((name for name in names if name in sources), None)
+        if source is None or _why_not(tensors[source], checkpoint, sources[source])[0] is None:
+            found += names
+    return found
+
+
 def _entry(name: str, tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> Entry:
     """Return the entry of the checkpoint that is a parameter, byte for byte."""
-    whole = source.pieces[0] if len(source.pieces) == 1 and not source.pieces[0].views else None
-    entry = checkpoint.entries[whole.entry] if whole is not None else None
-    same = entry is not None and (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype)
-    if entry is not None and same and not is_packed(tensor):
+    entry, reason = _why_not(tensor, checkpoint, source)
+    if entry is not None:
         return entry
-    if entry is None:
-        reason = "the model makes it of several tensors of the checkpoint, or of parts of one"
-    elif is_packed(tensor):
-        reason = "the model packs it"
-    else:
-        reason = f"there it is {entry.dtype} {list(entry.shape)}, in the model {tensor.dtype} {list(tensor.shape)}"
     raise CheckpointError(
         f"the plan keeps {name} on disk, but {checkpoint.path} does not have it as the model does ({reason}), and "
         "nothing else is written. Give the cpu enough memory to keep it, or load with the dtype of the checkpoint."
     )
+
+
+def _why_not(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> tuple[Entry | None, str]:
+    """Return the entry that is a parameter, byte for byte, or None and why there is none."""
+    whole = source.pieces[0] if len(source.pieces) == 1 and not source.pieces[0].views else None
+    if whole is None:
+        return None, "the model makes it of several tensors of the checkpoint, or of parts of one"
+    if is_packed(tensor):
+        return None, "the model packs it"
+    entry = checkpoint.entries[whole.entry]
+    if (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype):
+        return entry, ""
+    reason = f"there it is {entry.dtype} {list(entry.shape)}, in the model {tensor.dtype} {list(tensor.shape)}"
+    return None, reason

@@ -8,6 +8,7 @@ from autoshard.cut_cost import estimate_cuts
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes, format_seconds
+from autoshard.stream_cost import estimate_streamed
 
 
 def better(one: Plan, other: Plan, profile: Profile, cluster: Cluster) -> bool:
@@ -28,7 +29,8 @@ def compared(cut: Plan, placed: Plan, profile: Profile, cluster: Cluster) -> Pla
 
 
 def _value(plan: Plan, profile: Profile, cluster: Cluster) -> float:
-    figures = (estimate_cuts if plan.cuts else estimate)(plan, profile, cluster)
+    price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
+    figures = price(plan, profile, cluster)
     if plan.objective == "memory":
         return max(device.peak_bytes for device in figures.devices)
     return figures.latency_seconds if plan.objective == "latency" else figures.bottleneck_seconds

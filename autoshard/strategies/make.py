@@ -1,6 +1,6 @@
 """make_plan: pose the problem, let a strategy solve it, check the answer exactly, and say why."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -74,10 +74,12 @@ def make_plan(
     objective: str = "latency",
     max_memory: Mapping[str, int] | None = None,
     pins: Mapping[str, str] | None = None,
+    in_memory: Collection[str] = (),
 ) -> Plan:
     """Plan the placement of a profiled model on a cluster.
 
-    `max_memory`: device -> most bytes to use. `pins`: module or tensor path -> device. The plan fits by the exact
+    `max_memory`: device -> most bytes to use. `pins`: module or tensor path -> device. `in_memory`: names of parameters
+    that can't be kept on disk, since no file has them as they are. The plan fits by the exact
     estimate. Raises `SpecError` for an unknown strategy, objective, device or path, `PlanError` if nothing fits.
     """
     _check_names(strategy, objective, cluster)
@@ -94,7 +96,10 @@ def make_plan(
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found = place(profile, limited, units, chain, strategy, goal)
     if may_stream(profile, every) and (found is None or _leaves_accelerators(found, objective)):
-        streamed = offload(profile, every, units, fixed, computing=computing, strategy=strategy, objective=goal)
+        streamed = offload(
+            profile, every, units, fixed,
+            computing=computing, strategy=strategy, objective=goal, in_memory=in_memory,
+        )  # fmt: skip
         if found is None and not isinstance(streamed, Offloaded):
             raise PlanError(offload_refusal(streamed, every, computing))
         if isinstance(streamed, Offloaded) and (found is None or streamed.value < _value(found, goal)):

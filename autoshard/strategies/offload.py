@@ -8,7 +8,7 @@
 4. Check memory and seconds with the exact estimate. The best division wins, among equals the coarsest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,7 @@ from autoshard.stream_cost import (
 )
 from autoshard.stream_schedule import SLOTS
 
+INF = float("inf")
 _CLOSE = 0.02
 """A finer division must make the pass faster by more than this part of it: plans are shorter with whole blocks."""
 _PATIENCE = 2
@@ -75,10 +76,14 @@ class Lack:
 
 def offload(
     profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], *,
-    computing: Sequence[str], strategy: str, objective: Objective,
+    computing: Sequence[str], strategy: str, objective: Objective, in_memory: Collection[str] = (),
 ) -> "Offloaded | Lack":  # fmt: skip
-    """Find the best plan with streamed modules, or say what lacks least. `computing`: names of devices that compute."""
+    """Find the best plan with streamed modules, or say what lacks least.
+
+    `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
+    """
     task = _Task(profile, cluster, units, pins, computing, strategy, objective)
+    task.not_on_disk = {tensor.storage for tensor in profile.graph.tensors if tensor.name in set(in_memory)}
     bound = streaming_bound(profile, cluster, objective, computing)
     best: Offloaded | None = None
     lack: Lack | None = None
@@ -118,6 +123,7 @@ class _Task:
             for name in ("cpu", "disk")
             if name in cluster.names and self.computing != (name,)
         }
+        self.not_on_disk: set[int] = set()
         self.assignments: tuple[tuple[int, ...], ...] = ()
         self._flows: dict[tuple[int, ...], Flow] = {}
 
@@ -166,7 +172,7 @@ class _Task:
         device_of: dict[str, int] = {}
         for top in dict.fromkeys(owner):
             if top:
-                after = [(given[d] + nbytes[top]) / rate if rate else float("inf") for d, rate in enumerate(rates)]
+                after = [(given[d] + nbytes[top]) / rate if rate else INF for d, rate in enumerate(rates)]
                 device_of[top] = after.index(min(after))
                 given[device_of[top]] += nbytes[top]
         device = rates.index(max(rates))
@@ -238,6 +244,8 @@ class _Task:
             under.setdefault(_top_of(name, tops), set()).add(device)
         homes = {path: next(iter(devices)) for path, devices in under.items() if len(devices) == 1}
         whole = [m for m in division if m.path in homes and self._rate(homes[m.path]) > 0]
+        if "cpu" not in self.stores:
+            whole = [m for m in whole if not self.not_on_disk.intersection(m.storages)]
         moves = self._flows.get(assignment)
         if moves is None:
             moves = self._flows[assignment] = flow(graph, placed(device_of, set(), graph))
@@ -271,8 +279,12 @@ class _Task:
 
         def seconds(store: str) -> tuple[float, ...]:
             if store not in self.stores:
-                return (float("inf"),) * len(streamed)
-            return tuple(fetch_seconds(m.storages, graph, cluster, store, m.device) for m in streamed)
+                return (INF,) * len(streamed)
+            barred = self.not_on_disk if store == "disk" else set[int]()
+            return tuple(
+                INF if barred.intersection(m.storages) else fetch_seconds(m.storages, graph, cluster, store, m.device)
+                for m in streamed
+            )
 
         cpu = room.get("cpu", self.stores.get("cpu", 0)) if "cpu" in self.stores else 0
         if "disk" in self.stores:
@@ -313,13 +325,20 @@ class _Task:
 
 def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) -> Lack:
     """Which room is too small: that of two slots on a device, or that of the stores."""
+    beside = 0  # what can stay beside the slots
     for number, room in enumerate(task.room_bytes):
         slots = sorted(_on(task, number), key=lambda module: -task.nbytes[module])[:SLOTS]
         need = sum(task.nbytes[module] for module in slots)
         if need > room:
             names = " and ".join(whole[module].path for module in slots)
             return Lack(where=devices[number], need_bytes=need, has_bytes=room, largest=names)
-    return Lack(where="", need_bytes=least_stored_bytes(task) or 0, has_bytes=task.cpu_bytes + task.disk_bytes)
+        beside += room - need
+    stored, has = least_stored_bytes(task) or 0, task.cpu_bytes + task.disk_bytes
+    if stored > has:
+        return Lack(where="", need_bytes=stored, has_bytes=has)
+    in_memory = sum(n for n, s in zip(task.stored_bytes, task.disk_seconds, strict=True) if s == INF)
+    least = in_memory - beside if in_memory - beside > task.cpu_bytes else in_memory
+    return Lack(where="cpu", need_bytes=least, has_bytes=task.cpu_bytes)
 
 
 def _on(task: Offload, device: int) -> list[int]:

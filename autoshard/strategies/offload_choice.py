@@ -42,7 +42,7 @@ class Offload:
         calls, after_seconds: one pass (see `stream_schedule`); a module without calls costs room only.
         device: [m] the device each computes on.
         nbytes: [m] on that device. stored_bytes: [m] on the CPU or on disk.
-        cpu_seconds, disk_seconds: [m] of bringing it once from there; inf if there is no such place.
+        cpu_seconds, disk_seconds: [m] of bringing it once from there; inf if it can't be kept there.
         room_bytes: [D] for residents and the two largest streamed modules of the device.
         cpu_bytes, disk_bytes: room for streamed modules.
     """
@@ -113,6 +113,8 @@ def has_room(task: Offload, places: Sequence[int]) -> bool:
     stored = np.array(task.stored_bytes, np.int64)
     if stored[at == CPU].sum() > task.cpu_bytes or stored[at == DISK].sum() > task.disk_bytes:
         return False
+    if not np.isfinite(np.array(task.disk_seconds)[at == DISK]).all():
+        return False
     return all(held_bytes(task, places, device) <= room for device, room in enumerate(task.room_bytes))
 
 
@@ -162,6 +164,7 @@ def _best_of_all(task: Offload, found: Choice | None) -> Choice | None:
 def _have_room(task: Offload, places: np.ndarray) -> np.ndarray:
     stored, sizes, device = np.array(task.stored_bytes), np.array(task.nbytes), np.array(task.device)
     fine = ((places == CPU) @ stored <= task.cpu_bytes) & ((places == DISK) @ stored <= task.disk_bytes)
+    fine &= ~(places == DISK)[:, ~np.isfinite(np.array(task.disk_seconds))].any(axis=1)
     for number, room in enumerate(task.room_bytes):
         mine = places[:, device == number]
         if mine.shape[1]:
@@ -196,15 +199,17 @@ def _spread(task: Offload, kept: Sequence[_Kept]) -> tuple[int, ...] | None:
         for kind, count in zip(_kinds_on(task, device), stay.counts, strict=True):
             for module in _evenly(kind, len(kind) - count):
                 places[module] = CPU
-    streamed = [module for module in range(task.size) if places[module] != RESIDENT]
-    kinds = _kinds(task, streamed)
+    away = [module for module in range(task.size) if places[module] != RESIDENT]
+    only_cpu = [module for module in away if task.disk_bytes > 0 and not np.isfinite(task.disk_seconds[module])]
+    room = task.cpu_bytes - sum(task.stored_bytes[module] for module in only_cpu)
+    kinds = _kinds(task, [module for module in away if module not in set(only_cpu)])
     sizes = [task.stored_bytes[kind[0]] for kind in kinds]
     saving = [float(size) for size in sizes]
     if task.disk_bytes > 0:
         slower, faster = task.disk_seconds, task.cpu_seconds
         saving = [_fetching(task, kind[0], slower) - _fetching(task, kind[0], faster) for kind in kinds]
         saving = [_worth(value, size) for value, size in zip(saving, sizes, strict=True)]
-    on_cpu, _ = _knapsack(sizes, saving, [len(kind) for kind in kinds], task.cpu_bytes)
+    on_cpu, _ = _knapsack(sizes, saving, [len(kind) for kind in kinds], max(room, 0))
     for kind, count in zip(kinds, on_cpu, strict=True):
         for module in _evenly(kind, len(kind) - count):
             places[module] = DISK
@@ -221,7 +226,9 @@ def _kinds(task: Offload, modules: Sequence[int]) -> list[list[int]]:
     first = {call.module: -order for order, call in enumerate(reversed(task.calls))}
     kinds: dict[tuple, list[int]] = {}
     for module in sorted(modules, key=lambda module: first.get(module, 1)):
-        kinds.setdefault((task.nbytes[module], task.stored_bytes[module], count[module]), []).append(module)
+        on_disk = bool(np.isfinite(task.disk_seconds[module]))
+        key = task.nbytes[module], task.stored_bytes[module], count[module], on_disk
+        kinds.setdefault(key, []).append(module)
     return [kinds[key] for key in sorted(kinds, reverse=True)]
 
 
