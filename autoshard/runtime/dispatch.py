@@ -82,6 +82,12 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
     if record is not None and record.fingerprint == plan.fingerprint:
         plan = replace(plan, fingerprint="")  # the shapes that the model has now are those of its parts
     placing.check_belongs(model, plan, named_tensors(model))
+    if plan.streamed:
+        raise PlanError(
+            f"this plan cuts parameters over {len(plan.devices)} devices and keeps those of {len(plan.streamed)} "
+            "modules off them between calls, which can't be done at once. Plan for more devices, or with "
+            'strategy="balanced".'
+        )
 
 
 def _check_not_cut(model: nn.Module) -> None:

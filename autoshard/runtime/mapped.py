@@ -29,7 +29,7 @@ from autoshard.errors import ApplyError
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64  # what torch gives the tensors that it allocates itself
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: a file larger than the memory may be mapped
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_POPULATE_READ, _HUGE_PAGES = 22, 14  # MADV_POPULATE_READ (Linux 5.14), MADV_HUGEPAGE
 _IS_FILE_PAGE = numpy.uint64(61)  # bit of /proc/self/pagemap: not anonymous, so never written to in a private mapping
 _IS_PRESENT, _IS_SWAPPED = numpy.uint64(63), numpy.uint64(62)
 
@@ -89,6 +89,7 @@ def _map_file(path: Path) -> _Map:
             found = _Map(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             found.path, found.stamp = Path(path), _stamp(status)
             found.address = torch.frombuffer(found, dtype=torch.uint8).data_ptr()
+            _advise(Region(found, 0, len(found)), _HUGE_PAGES)  # fewer, larger pages to come and go
             _maps[key] = found
             _sort_maps()
         return found
@@ -220,7 +221,7 @@ def _written_pages(region: Region) -> numpy.ndarray | None:
 def _advise(region: Region, advice: int) -> int:
     """Call madvise on the pages of a region, without the interpreter's lock; returns errno, 0 if all is well."""
     call = _madvise()
-    if call is None:
+    if call is None or (sys.platform != "linux" and advice in (_POPULATE_READ, _HUGE_PAGES)):
         return 0
     first = region.start // PAGE_BYTES * PAGE_BYTES
     length = min(region.start + region.nbytes, len(region.map)) - first

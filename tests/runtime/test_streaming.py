@@ -21,7 +21,9 @@ from autoshard.runtime.carriers import CopyAhead
 from autoshard.runtime.mapped import region_of
 from autoshard.runtime.pinned import pin
 from autoshard.runtime.streaming import Streams, hook_streams
+from autoshard.sharding import Cut
 from autoshard.strategies.streamable import divisions
+from autoshard.torch_private import is_storage_shared
 from tests.models.hf import HF_CASES
 
 WIDTH = 64
@@ -386,6 +388,13 @@ def test_refusals(tmp_path):
     assert not is_applied(model) and not any(m._forward_pre_hooks for m in model.modules())
 
 
+def test_cuts_and_streams_in_one_plan_are_refused():
+    plan = streaming(net(), "cpu:0", "cpu")
+    cut = Cut(blocks=("blocks.0",), size=128, shares=(64, 64), shards=())
+    with autoshard.simulate("2x1MiB"), pytest.raises(PlanError, match="can't be done at once"):
+        autoshard.apply(net(), dataclasses.replace(plan, cuts=(cut,)))
+
+
 def test_a_file_that_changes_under_a_model_is_noticed(tmp_path):
     model = on_disk(net(), tmp_path)
     apply_plan(model, streaming(model, "cpu", "disk"))
@@ -421,6 +430,15 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
     streams.close()
     for handle in handles:
         handle.remove()
+
+
+def test_the_private_count_of_who_holds_a_storage():
+    tensor = torch.zeros(4)
+    assert not is_storage_shared(tensor)
+    view = tensor[1:]
+    assert is_storage_shared(tensor) and is_storage_shared(view)
+    del view
+    assert not is_storage_shared(tensor)
 
 
 def test_copies_larger_than_the_staging_buffers(monkeypatch):
