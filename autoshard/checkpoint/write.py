@@ -228,6 +228,7 @@ def _carry_over(old: Path, new: Path) -> None:
         else:
             _link(item.path, str(target))
     shutil.copystat(old, new)
+    os.utime(new)
 
 
 def _is_weights(name: str) -> bool:

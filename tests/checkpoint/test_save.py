@@ -211,6 +211,23 @@ def test_processes_that_share_a_model_write_the_same_bytes_and_load_those_of_ano
             assert contents(path / name) == contents(tmp_path / "none" / name)
 
 
+def load_and_save(path, degree):
+    """On each rank: read straight into a cut model, and save that."""
+    devices = [f"cpu:{rank}" for rank in range(degree)]
+    model = autoshard.load(path / "none", devices, strategy="column-parallel")
+    assert len(cut_record(model).tensors) > 10
+    autoshard.save(model, path / str(degree), max_shard_size="30KB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+def test_what_is_loaded_into_parts_is_saved_whole(name, tmp_path):
+    autoshard.save(by_name(name).model(), tmp_path / "none", max_shard_size="30KB")
+    for degree in (2, 4):
+        run_ranks(load_and_save, degree, tmp_path, degree)
+        assert contents(tmp_path / str(degree)) == contents(tmp_path / "none")
+
+
 def test_what_only_the_library_can_save_is_left_to_it(tmp_path):
     model = make_decoder()
     model.hf_quantizer = object()
