@@ -5,7 +5,8 @@
 
 Every run is a process of its own, so that memory is fresh; the ways take turns. "warm": the files are in the page cache
 before; "cold": they are dropped from it (and what the disk read is shown). Rates are medians, their spread in brackets.
-"+ look": seconds until every weight was looked at once, as libraries that map the files have read nothing before. Bytes
+On the CPU the libraries only map files where no dtype changes; with float32 all of them really read and convert.
+"processor": seconds of all cores, which say more on a busy machine. "+ look": seconds until every weight was looked at once, as libraries that map the files have read nothing before. Bytes
 are those of /proc/self/io; "beyond" is the peak of memory beyond the model's own. Files go to --folder.
 """
 
@@ -82,11 +83,11 @@ def raw_read(folder: Path) -> object:
     return timed(read)
 
 
-def autoshard_load(folder: Path) -> object:
+def autoshard_load(folder: Path, dtype: object = "auto") -> object:
     import autoshard
 
     warm_up()
-    return timed(lambda: autoshard.load(folder, "cpu", progress=lambda done, total: None))
+    return timed(lambda: autoshard.load(folder, "cpu", dtype=dtype, progress=lambda done, total: None))
 
 
 def autoshard_read(folder: Path) -> object:
@@ -151,21 +152,21 @@ def warm_up() -> None:
         AutoModelForCausalLM.from_pretrained(Path(name) / "x", dtype="auto")
 
 
-def from_pretrained(folder: Path) -> object:
+def from_pretrained(folder: Path, dtype: object = "auto") -> object:
     from transformers import AutoModelForCausalLM
 
     warm_up()
-    return timed(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    return timed(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
 
 
-def accelerate_load(folder: Path) -> object:
+def accelerate_load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> object:
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     warm_up()
-    return timed(lambda: load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=torch.bfloat16))
+    return timed(lambda: load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=dtype))
 
 
 def load_file(folder: Path) -> object:
@@ -186,6 +187,9 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "from_pretrained": from_pretrained,
     "load_checkpoint_and_dispatch": accelerate_load,
     "safetensors.load_file and clone": load_file,
+    "autoshard.load, float32": lambda folder: autoshard_load(folder, torch.float32),
+    "from_pretrained, float32": lambda folder: from_pretrained(folder, torch.float32),
+    "load_…_dispatch, float32": lambda folder: accelerate_load(folder, torch.float32),
     "autoshard, rows of 1 of 2 ranks": lambda folder: autoshard_cut(folder, 0, 2),
     "autoshard, columns of 1 of 2 ranks": lambda folder: autoshard_cut(folder, 1, 2),
     "autoshard, rows of 1 of 8 ranks": lambda folder: autoshard_cut(folder, 0, 8),
@@ -200,9 +204,9 @@ def timed(work: Callable[[], object]) -> dict:
     """
     Path("/proc/self/clear_refs").write_text("5")
     before, resident = counters(), memory("VmRSS")
-    begin = time.perf_counter()
+    begin, begin_processor = time.perf_counter(), time.process_time()
     result = work()
-    loaded = time.perf_counter()
+    loaded, processor = time.perf_counter(), time.process_time() - begin_processor
     after, peak = counters(), memory("VmHWM")
     for tensor in tensors_of(result):
         tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
@@ -210,7 +214,7 @@ def timed(work: Callable[[], object]) -> dict:
     kept = memory("RssAnon")
     del result
     return {
-        "seconds": loaded - begin, "touched": touched - begin, "asked": after["rchar"] - before["rchar"],
+        "seconds": loaded - begin, "touched": touched - begin, "processor": processor, "asked": after["rchar"] - before["rchar"],
         "disk": after["read_bytes"] - before["read_bytes"], "peak": peak - resident, "kept": kept - memory("RssAnon"),
     }  # fmt: skip
 
@@ -267,7 +271,7 @@ def compare(folder: Path, rounds: int, ways: list[str]) -> None:
                 found[way].append(run_one(way, folder))
         print(f"\n{size / 1e9:.2f} GB, {'cold' if cold else 'warm'}, {rounds} rounds")
         print(
-            f"{'':35} {'seconds':>22} {'GB/s':>6} {'+ look':>8} {'asked/size':>10} {'disk/size':>9} {'beyond MiB':>10}"
+            f"{'':35} {'seconds':>22} {'GB/s':>6} {'+ look':>8} {'processor':>9} {'asked/size':>10} {'disk/size':>9} {'beyond MiB':>10}"
         )
         for way, runs in found.items():
             failed = [run["failed"] for run in runs if "failed" in run]
@@ -280,7 +284,7 @@ def compare(folder: Path, rounds: int, ways: list[str]) -> None:
             bytes_ = f"{last['asked'] / size:10.3f} {last['disk'] / size:9.3f}"
             print(
                 f"{way:35} {middle:8.2f} [{times[0]:.2f} to {times[-1]:.2f}] {size * share / middle / 1e9:6.2f} "
-                f"{looked:8.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
+                f"{looked:8.2f} {statistics.median(run['processor'] for run in runs):9.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
                 flush=True,
             )
 
