@@ -18,7 +18,7 @@ from autoshard.integrations.quantised import INT8, mark_quantised, quantised
 from autoshard.integrations.skeleton import without_weights
 from autoshard.integrations.strictness import Differences, check_differences, other_kinds
 from autoshard.integrations.unfilled import Unfilled
-from autoshard.integrations.words import one_line
+from autoshard.integrations.words import first, one_line
 from autoshard.plan import Plan
 from autoshard.runtime.apply import bring_back_to
 from autoshard.runtime.devices import CPU
@@ -63,6 +63,12 @@ def open_module(
     unexpected = [name for name in entries if name not in known]
     found = Differences(missing=missing, unexpected=unexpected, shapes=shapes, dtypes=other_kinds(checkpoint, sources))
     check_differences(checkpoint, type(model).__name__, found, allow)
+    empty = [name for name in (*missing, *shapes) if tensors[name].is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{first(empty)}: not in {checkpoint.path} as this {type(model).__name__} has it, and without values of "
+            "its own. Only what has values may be left out: give these memory and initialise them before loading."
+        )
     return Unfilled(model=model, checkpoint=checkpoint, sources=sources)
 
 
@@ -76,10 +82,12 @@ def open_weights(
     local_files_only: bool = True,
 ) -> Unfilled:
     """Find out what is in a checkpoint and what of the model it fills; no parameter is read."""
-    checkpoint = open_checkpoint(local_directory(path, local_files_only=local_files_only))
+    directory = local_directory(path, local_files_only=local_files_only, with_code=trust_remote_code)
+    checkpoint = open_checkpoint(directory)
     kept = "auto" if dtype == INT8 else dtype
     if model is None:
-        unfilled = open_pretrained(checkpoint, dtype=kept, allow=allow, trust_remote_code=trust_remote_code)
+        settings: dict[str, Any] = {"dtype": kept, "allow": allow, "trust_remote_code": trust_remote_code}
+        unfilled = open_pretrained(checkpoint, name=None if directory.is_file() else str(path), **settings)
     elif kept == "auto":
         unfilled = open_module(model, checkpoint, allow=allow)
     else:
@@ -89,7 +97,7 @@ def open_weights(
     return unfilled
 
 
-def local_directory(path: "str | os.PathLike[str]", *, local_files_only: bool = True) -> Path:
+def local_directory(path: "str | os.PathLike[str]", *, local_files_only: bool = True, with_code: bool = False) -> Path:
     """Return the path itself if it exists; a name such as "org/model" is that of a download of the Hugging Face hub.
 
     It is downloaded only if asked. Raises `CheckpointError` if it is not here.
@@ -100,7 +108,7 @@ def local_directory(path: "str | os.PathLike[str]", *, local_files_only: bool = 
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.safetensors", "*.json"]
+        patterns = ["*.safetensors", "*.json", *(["*.py"] if with_code else [])]
         return Path(snapshot_download(str(path), allow_patterns=patterns, local_files_only=local_files_only))
     except Exception as error:
         hint = "" if not local_files_only else " To download it, pass local_files_only=False."

@@ -25,14 +25,16 @@ from autoshard.torch_private import no_dispatch_modes
 def open_pretrained(
     checkpoint: Checkpoint,
     *,
+    name: str | None = None,
     dtype: "torch.dtype | str" = "auto",
     allow: Collection[str] = (),
     trust_remote_code: bool = False,
 ) -> Unfilled:
     """Build the model of a directory, with its parameters on meta, and say how each is made of the files.
 
-    `dtype`: as in `from_pretrained`. `allow`: differences between files and model that are no error. Tensors that are
-    then missing are real, as the library initialises them. Raises `SpecError` and `CheckpointError`.
+    `name`: what the user called the directory. `dtype`: as in `from_pretrained`. `allow`: differences between files
+    and model that are no error. Tensors that are then missing are real, as the library initialises them. Raises
+    `SpecError` and `CheckpointError`.
     """
     directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = read_config(config_file(directory), trust_remote_code=trust_remote_code)
@@ -50,7 +52,7 @@ def open_pretrained(
     unfilled = leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
     kinds = other_kinds(checkpoint, unfilled.sources)
     check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
-    model.config.name_or_path = model.name_or_path = str(directory)
+    model.config.name_or_path = model.name_or_path = name or str(directory)
     _add_generation_config(model, directory, trust_remote_code)
     return unfilled
 

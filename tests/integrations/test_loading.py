@@ -222,6 +222,8 @@ def test_what_is_refused_before_anything_is_read(tmp_path):
             autoshard.load(tmp_path, "cpu", **arguments)
     with autoshard.simulate("2x10KiB"), pytest.raises(PlanError):
         autoshard.load(tmp_path)
+    with pytest.raises(PlanError):
+        autoshard.load(tmp_path, {"cpu": "10KiB"})
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(CheckpointError, match="adapter"):
         autoshard.load(tmp_path, "cpu")
@@ -256,6 +258,24 @@ def test_paths_that_hold_no_model(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickle"):
         autoshard.load(tmp_path)
+
+
+def test_a_download_of_the_hub_is_found_by_its_name(tmp_path, monkeypatch):
+    """Its files are links to blobs beside the snapshots."""
+    import huggingface_hub.constants
+
+    expected = saved("llama", tmp_path / "blobs")
+    folder = tmp_path / "models--some--model"
+    snapshot = folder / "snapshots" / "a1b2c3"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").rename(folder / "blobs")
+    for file in (folder / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a1b2c3")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = autoshard.load("some/model", "cpu")
+    assert_equal(model, type(expected).from_pretrained("some/model"))
 
 
 class Plain(nn.Module):
@@ -310,6 +330,11 @@ def test_a_module_that_does_not_fit_its_files(tmp_path):
         autoshard.load(tmp_path, "cpu", model=empty)
     with pytest.raises(SpecError, match="dtype is for models"):
         autoshard.load(tmp_path, "cpu", model=Plain, dtype="float16")
+    with pytest.raises(CheckpointError, match=r"third.bias: not in .* without values of its own"):
+        autoshard.load(tmp_path, "cpu", model=Larger, allow=("missing",))
+    larger = Larger()
+    third = larger.third.weight.clone()
+    assert torch.equal(autoshard.load(tmp_path, "cpu", model=larger, allow=("missing",)).third.weight, third)
 
 
 def test_progress_is_told(tmp_path):
