@@ -14,7 +14,7 @@ from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.memory import allocate
 from autoshard.packed import stored_tensors
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 """Read at once; two batches are in memory."""
 PACKED_ELEMENTS = 1 << 19
 """Packed at once: what that makes on the way stays in the processor's caches (measured: 5 times as fast as 2**24)."""
