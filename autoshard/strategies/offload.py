@@ -159,28 +159,23 @@ class _Task:
         yield from dict.fromkeys([*unit_level, *self._dealt(division)])
 
     def _dealt(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
-        """Modules dealt to the devices that stream, by the rates of their links: all links then bring at a time.
+        """Modules dealt to the devices in turns, without and with the CPU as one of them: all links work at a time.
 
-        In contiguous parts the links of all devices but the one that computes wait with their two slots full.
+        In contiguous parts the links of all devices but the one that computes wait with their two slots full. In T
+        seconds a device reads its memory + T * rate, the CPU what it computes; T is what the whole model takes.
         """
-        rates = [self._rate(name) for name in self.computing]
-        if self.chain.pins or sum(rate > 0 for rate in rates) < 2:
+        rates = np.array([self._rate(name) for name in self.computing])
+        if self.chain.pins or not rates.any():
             return
-        owner = self._owners(division)
-        nbytes = {module.path: module.nbytes for module in division}
-        given = [0.0] * len(rates)
-        device_of: dict[str, int] = {}
-        for top in dict.fromkeys(owner):
-            if top:
-                after = [(given[d] + nbytes[top]) / rate if rate else INF for d, rate in enumerate(rates)]
-                device_of[top] = after.index(min(after))
-                given[device_of[top]] += nbytes[top]
-        device = rates.index(max(rates))
-        assignment = []
-        for top in owner:
-            device = device_of.get(top, device)
-            assignment.append(device)
-        yield tuple(assignment)
+        owner, nbytes = self._owners(division), {module.path: module.nbytes for module in division}
+        total = float(self.chain.resident_bytes.sum())
+        room = np.where(rates > 0, np.maximum(self.chain.capacity_bytes, 0), 0)
+        on_cpu = np.array([name == "cpu" and not rate for name, rate in zip(self.computing, rates, strict=True)])
+        computed = total / np.maximum(self.chain.seconds.sum(axis=1), 1e-30)
+        for rate in (rates, rates + on_cpu * computed):
+            share = room + max(total - room.sum(), 0.0) / rate.sum() * rate
+            if (share > 0).sum() > 1:
+                yield _in_turns(owner, nbytes, share)
 
     def _owners(self, division: Sequence[Streamable]) -> list[str]:
         """Per unit the module of the division that it is part of, or ""."""
@@ -343,6 +338,22 @@ def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) ->
 
 def _on(task: Offload, device: int) -> list[int]:
     return [module for module in range(task.size) if task.device[module] == device]
+
+
+def _in_turns(owner: Sequence[str], nbytes: Mapping[str, int], share: np.ndarray) -> tuple[int, ...]:
+    """Device per unit: each module goes where, with it, the least part of a device's share has been given."""
+    given = np.zeros(len(share))
+    device_of: dict[str, int] = {}
+    for top in dict.fromkeys(owner):
+        if top:
+            after = np.where(share > 0, (given + nbytes[top]) / np.maximum(share, 1e-30), np.inf)
+            device_of[top] = int(after.argmin())
+            given[device_of[top]] += nbytes[top]
+    device, assignment = int(share.argmax()), []
+    for top in owner:
+        device = device_of.get(top, device)
+        assignment.append(device)
+    return tuple(assignment)
 
 
 def placed(device_of: Mapping[str, str], streamed: set[str], graph: ModelGraph) -> dict[str, str]:

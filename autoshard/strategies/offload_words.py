@@ -52,6 +52,11 @@ def explain_offload(
             f"{link.modules} modules come from {link.source} to {link.destination}: {format_bytes(link.nbytes)} and "
             f"{format_seconds(link.seconds)} per pass"
         )
+    own = next(
+        (d.parameter_bytes for d in figures.devices if d.name == "cpu" and d.parameter_bytes and len(using) > 1), 0
+    )
+    if own:
+        reasons.append(f"cpu computes with {format_bytes(own)} itself: for these that is faster than to bring them")
     if len([link for link in streaming.links if link.source == "disk"]) > 1:
         reasons.append("all devices share the disk, which serves them in the order in which they ask")
     slots = [(d.name, d.slot_bytes) for d in figures.devices if d.slot_bytes]

@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, SpecError
 from autoshard.module_paths import is_below
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
@@ -292,3 +292,10 @@ def test_what_generates_is_brought_for_the_prompt_and_for_each_token() -> None:
     assert plan.streamed and all(path.startswith("model.layers.") for path in plan.streamed)
     assert estimate.streaming is not None
     assert estimate.streaming.links[0].fetches == 2 * len(plan.streamed)
+
+
+def test_parameters_can_be_cut_over_devices_that_compute_only() -> None:
+    with pytest.raises(SpecError, match="computes nothing"):
+        autoshard.plan(
+            Repeats(), {"cpu:0": "1MiB", "disk": "1GiB"}, inputs=torch.zeros(4, WIDTH), strategy="column-parallel"
+        )
