@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autoshard.capture.replay import replay
 from autoshard.errors import PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
+from autoshard.plan import Plan
 from autoshard.runtime.moves import move_tensors, named_tensors
 from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
 
@@ -164,4 +166,24 @@ def test_packed_tensors_stay_whole_where_others_are_cut():
         torch.testing.assert_close(model(TOKENS).cpu(), expected, rtol=1e-5, atol=1e-5)
         autoshard.remove(model)
         assert all(type(block[3].weight) is type(model.blocks[0][3].weight) for block in model.blocks)
+    assert model(TOKENS).equal(expected)
+
+
+@torch.no_grad()
+def test_packed_tensors_are_streamed(model):
+    expected, objects = model(TOKENS), dict(model.named_parameters())
+    blocks = [f"blocks.{index}" for index in range(3)]
+    plan = Plan.from_device_map({"embed": "cpu:0", "norm": "cpu:0", **dict.fromkeys(blocks, "cpu:0")})
+    with autoshard.simulate("1x1MiB") as devices:
+        autoshard.apply(model, replace(plan, streamed=dict.fromkeys(blocks, "cpu")))
+        largest = sum(map(stored_bytes, model.blocks[0].parameters()))
+        resident = sum(stored_bytes(p) for module in (model.embed, model.norm) for p in module.parameters())
+        assert devices.memory("cpu:0")[0] <= resident + 2 * largest < _bytes(model)
+        for _ in range(2):
+            assert model(TOKENS).cpu().equal(expected)
+        assert all(part.device.index is None for p in model.blocks.parameters() for part in stored_tensors(p))
+        autoshard.remove(model)
+        gc.collect()
+        assert devices.memory("cpu:0")[0] == 0
+    assert all(parameter is objects[name] for name, parameter in model.named_parameters())
     assert model(TOKENS).equal(expected)
