@@ -6,11 +6,13 @@
 Every run is a process of its own, so that memory is fresh; the ways take turns. "warm": the files are in the page cache
 before; "cold": they are dropped from it (and what the disk read is shown). Rates are medians, their spread in brackets.
 On the CPU the libraries only map files where no dtype changes; with float32 all of them really read and convert.
-"processor": seconds of all cores, which say more on a busy machine. "+ look": seconds until every weight was looked at once, as libraries that map the files have read nothing before. Bytes
-are those of /proc/self/io; "beyond" is the peak of memory beyond the model's own. Files go to --folder.
+"processor": seconds of all cores, which say more on a busy machine. "+ look": seconds until every weight was looked at
+once, as libraries that map the files have read nothing before. Bytes are those of /proc/self/io; "beyond" is the peak
+of memory beyond the model's own. Files go to --folder.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -66,8 +68,9 @@ def make_checkpoint(folder: Path, config: dict) -> None:
 def raw_memcpy(folder: Path) -> object:
     """Copy warm memory into fresh memory: what filling a model costs at least, in ordinary pages."""
     source = torch.zeros(64 << 20, dtype=torch.uint8)
-    sizes = [64 << 20] * (sum(file.stat().st_size for file in folder.glob("*.safetensors")) >> 26)
-    return timed(lambda: [torch.empty(size, dtype=torch.uint8).copy_(source) for size in sizes])
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    sizes = [len(source)] * (size // len(source)) + [size % len(source)]
+    return timed(lambda: [torch.empty(size, dtype=torch.uint8).copy_(source[:size]) for size in sizes])
 
 
 def raw_read(folder: Path) -> object:
@@ -210,11 +213,14 @@ def timed(work: Callable[[], object]) -> dict:
     after, peak = counters(), memory("VmHWM")
     for tensor in tensors_of(result):
         tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
+        del tensor
     touched = time.perf_counter()
     kept = memory("RssAnon")
     del result
+    gc.collect()
     return {
-        "seconds": loaded - begin, "touched": touched - begin, "processor": processor, "asked": after["rchar"] - before["rchar"],
+        "seconds": loaded - begin, "touched": touched - begin, "processor": processor,
+        "asked": after["rchar"] - before["rchar"],
         "disk": after["read_bytes"] - before["read_bytes"], "peak": peak - resident, "kept": kept - memory("RssAnon"),
     }  # fmt: skip
 
@@ -270,9 +276,7 @@ def compare(folder: Path, rounds: int, ways: list[str]) -> None:
                 set_cache(folder, cold)
                 found[way].append(run_one(way, folder))
         print(f"\n{size / 1e9:.2f} GB, {'cold' if cold else 'warm'}, {rounds} rounds")
-        print(
-            f"{'':35} {'seconds':>22} {'GB/s':>6} {'+ look':>8} {'processor':>9} {'asked/size':>10} {'disk/size':>9} {'beyond MiB':>10}"
-        )
+        print(" " * 35 + "                 seconds   GB/s   + look processor asked/size disk/size   beyond")
         for way, runs in found.items():
             failed = [run["failed"] for run in runs if "failed" in run]
             if failed:
@@ -281,10 +285,11 @@ def compare(folder: Path, rounds: int, ways: list[str]) -> None:
             times, last = sorted(run["seconds"] for run in runs), runs[-1]
             middle, looked = statistics.median(times), statistics.median(run["touched"] for run in runs)
             share = 1 / int(way.split()[-2]) if way.endswith("ranks") else 1.0
+            processor = statistics.median(run["processor"] for run in runs)
             bytes_ = f"{last['asked'] / size:10.3f} {last['disk'] / size:9.3f}"
             print(
                 f"{way:35} {middle:8.2f} [{times[0]:.2f} to {times[-1]:.2f}] {size * share / middle / 1e9:6.2f} "
-                f"{looked:8.2f} {statistics.median(run['processor'] for run in runs):9.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
+                f"{looked:8.2f} {processor:9.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
                 flush=True,
             )
 
