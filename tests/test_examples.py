@@ -13,6 +13,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name
 SAYS = {
     "column_parallel.py": "24 tokens of 2 sequences equal: True",
     "generate.py": "24 tokens of 2 sequences equal: True",
+    "load.py": "24 tokens of 2 sequences equal: True",
     "plan_llama_405b.py": "one forward:",
     "resnet_two_devices.py": "equal to the unsplit network, bit for bit: True",
     "toy_two_layers.py": "by autoshard:  equal to one device: True",
