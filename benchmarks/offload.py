@@ -6,7 +6,7 @@ A bf16 decoder (22 layers, 1.1 billion parameters) with random weights is saved 
 process and alternating, passes of some tokens over
 
     in memory        the ordinary model: what computing takes
-    read, warm/cold  the bytes of all layers, read from the file with nothing computed: what reading takes
+    read, warm/cold  the bytes of all layers, brought from the file with nothing computed: what reading takes
     autoshard        all layers on disk, embedding and head in memory; warm, and cold (the page cache is emptied first)
     accelerate disk  load_checkpoint_and_dispatch with the layers on "disk"; warm and cold
     accelerate cpu   the same with the layers kept in CPU memory (cpu_offload)
@@ -33,9 +33,11 @@ import transformers
 
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.mapped import mapped_tensor
 from autoshard.plan import Plan
+from autoshard.runtime.mapped import Region, bring, let_go, merged, region_of, want
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 64 << 20
 OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -53,7 +55,8 @@ def make_checkpoint(directory: Path, layers: int, width: int) -> None:
 
 
 def in_memory(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    """In memory of its own: a file that is mapped anywhere stays in the page cache."""
+    return autoshard.load(directory, "cpu", progress=False)
 
 
 def layer_paths(model: torch.nn.Module) -> list[str]:
@@ -98,21 +101,25 @@ def load_config(directory: Path) -> transformers.PretrainedConfig:
 
 
 def read_layers(directory: Path) -> Callable[[], None]:
-    """Return a function that reads the bytes of all layers, in the order of the file, with four threads."""
-    entries = [entry for entry in open_checkpoint(directory).entries.values() if ".layers." in entry.name]
-    chunks = [
-        (entry.file, offset, min(CHUNK_BYTES, entry.offset + entry.nbytes - offset))
-        for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset))
-        for offset in range(entry.offset, entry.offset + entry.nbytes, CHUNK_BYTES)
-    ]
-    descriptors = {path: os.open(path, os.O_RDONLY) for path, _, _ in chunks}
-    local = threading.local()
+    """Return a function that has the bytes of all layers in memory, by the fastest way there was: mapped, four threads.
 
-    def read_chunk(chunk: tuple[Path, int, int]) -> None:
-        if not hasattr(local, "buffer"):
-            local.buffer = memoryview(bytearray(CHUNK_BYTES))
-        path, offset, nbytes = chunk
-        os.preadv(descriptors[path], [local.buffer[:nbytes]], offset)
+    Plain reads took longer here, and such out of order leave a page cache of small pages, which everything that maps
+    the file later pays for.
+    """
+    entries = [entry for entry in open_checkpoint(directory).entries.values() if ".layers." in entry.name]
+    tensors = [mapped_tensor(entry) for entry in entries]
+    regions = merged(region for region in map(region_of, tensors) if region is not None)
+    chunks = [
+        [Region(region.map, start, min(CHUNK_BYTES, region.start + region.nbytes - start))]
+        for region in regions
+        for start in range(region.start, region.start + region.nbytes, CHUNK_BYTES)
+    ]
+
+    def read_chunk(chunk: list[Region]) -> None:
+        assert tensors  # they keep the file mapped
+        want(chunk)
+        bring(chunk)
+        let_go(chunk)
 
     threads = ThreadPoolExecutor(4)
     return lambda: list(threads.map(read_chunk, chunks)) and None
