@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.links import make_links
 from autoshard.cost import estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
@@ -106,6 +107,13 @@ def compute_devices(cluster: Cluster) -> tuple[str, ...]:
     if "cpu" in cluster.names and not simulated:
         return tuple(name for name in cluster.names if name != "disk")
     return tuple(others)
+
+
+def with_stores(cluster: Cluster, stores: Iterable[str]) -> Cluster:
+    """Return the cluster with the stores it lacks, of any size: for what a plan takes on its other devices."""
+    lacking = [name for name in dict.fromkeys(stores) if name not in cluster.names]
+    devices = (*cluster.devices, *(Device(name=name, kind=name, memory_bytes=2**62) for name in lacking))
+    return replace(cluster, devices=devices, links=make_links(devices)) if lacking else cluster
 
 
 def fetch_seconds(storages: Sequence[int], graph: ModelGraph, cluster: Cluster, store: str, device: str) -> float:

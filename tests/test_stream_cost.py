@@ -102,3 +102,11 @@ def test_a_plan_for_other_devices_or_another_model_is_refused() -> None:
         autoshard.estimate(hand_made({"ups.0": "disk"}), profile, {"cuda:0": "1GiB", "cpu": "1GiB"})
     with pytest.raises(PlanError, match=r"no such module"):
         autoshard.estimate(hand_made({"elsewhere": "cpu"}), profile, {"cuda:0": "1GiB", "cpu": "1GiB"})
+
+
+def test_verify_holds_the_peak_against_the_prediction() -> None:
+    model, plan, x, _ = made(110)
+    report = autoshard.verify(model, plan, inputs=x)
+    assert report.ok, report.first_difference
+    (peak,) = report.peaks
+    assert peak.measured_bytes == peak.predicted_bytes

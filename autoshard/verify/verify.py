@@ -26,6 +26,7 @@ from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.cuts import cut_record
+from autoshard.stream_cost import estimate_streamed, with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
 from autoshard.verify.locate import locate
@@ -284,8 +285,11 @@ def _predicted(model: nn.Module, workload: Workload, stage: Stage, work: Work, n
     """Return the estimated peak per device, by its name here."""
     try:
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
-        price = estimate_cuts if stage.plan.cuts else estimate
-        devices = price(stage.plan, profile, cluster_here(stage)).devices
+        plan, cluster = stage.plan, cluster_here(stage)
+        price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
+        devices = price(
+            plan, profile, with_stores(cluster, plan.streamed.values()) if plan.streamed else cluster
+        ).devices
     except AutoshardError as error:
         notes.append(f"no prediction to hold the measured peaks against: {error}")
         return {}
