@@ -183,12 +183,10 @@ class Rectangles:
 
     def table(self, weight: Array, size: int) -> Array:
         """Sum the weights of the rectangles at every (i, j), both in 0..size."""
-        plane = np.zeros((size + 2, size + 2))
-        w = weight[self.x]
-        np.add.at(plane, (self.i_low, self.j_low), w)
-        np.add.at(plane, (self.i_high + 1, self.j_low), -w)
-        np.add.at(plane, (self.i_low, self.j_high + 1), -w)
-        np.add.at(plane, (self.i_high + 1, self.j_high + 1), w)
+        low, high, w = self.i_low * (size + 2), (self.i_high + 1) * (size + 2), weight[self.x]
+        left, right = self.j_low, self.j_high + 1
+        corners = np.concatenate([low + left, high + left, low + right, high + right])
+        plane = np.bincount(corners, np.concatenate([w, -w, -w, w]), (size + 2) ** 2).reshape(size + 2, size + 2)
         return plane.cumsum(0).cumsum(1)[: size + 1, : size + 1]
 
 
