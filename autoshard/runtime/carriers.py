@@ -95,6 +95,7 @@ class ReadAhead:
     def begin(self, homes: Homes) -> "tuple[list[Region], Future[Copies]]":
         regions = _regions(homes)
         check_unchanged(regions)
+        want(regions)  # here, not in the thread: the disk goes on while that waits for what comes before
         return regions, self.thread.submit(_read, list(homes), regions)
 
     def take(self, ticket: "tuple[list[Region], Future[Copies]]") -> Copies:
@@ -108,7 +109,6 @@ class ReadAhead:
 
 
 def _read(homes: Homes, regions: list[Region]) -> Copies:
-    want(regions)
     bring(regions)
     copies: Copies = []
     for home in homes:
@@ -160,6 +160,7 @@ class CopyAhead:
     def begin(self, homes: Homes) -> "Future[_Load]":
         regions = _regions(homes)
         check_unchanged(regions)
+        want(regions)
         return self.thread.submit(self._load, list(homes), regions)
 
     def take(self, ticket: "Future[_Load]") -> Copies:
@@ -184,7 +185,6 @@ class CopyAhead:
         self.thread.submit(_free, ticket, event)
 
     def _load(self, homes: Homes, regions: list[Region]) -> _Load:
-        want(regions)
         with self.module.stream(self.stream), torch.no_grad():
             copies = [self._copy(home) for home in homes]
             ready = self.module.Event()
