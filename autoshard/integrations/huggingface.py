@@ -119,6 +119,12 @@ def model_class_of(config: Any, trusted: Path | None = None) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type):
             return found
+    if names:  # another class of the same configuration would have other layers, or leave some out
+        raise SpecError(
+            f"the configuration names the architecture {names[0]}, which transformers {transformers.__version__} does "
+            'not have. Correct "architectures" in config.json, or give code that comes with the model '
+            "trust_remote_code=True."
+        )
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]

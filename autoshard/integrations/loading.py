@@ -26,6 +26,18 @@ from autoshard.runtime.dispatch import apply_device_map, remove
 from autoshard.runtime.moves import named_tensors, tied_groups
 
 
+def _build(function: Callable[[], nn.Module]) -> nn.Module:
+    """Run a function that builds a module, without giving memory to parameters."""
+    try:
+        with without_weights():
+            return function()
+    except Exception as error:  # whatever the user's code makes of parameters without values
+        raise SpecError(
+            f"the function given as model= stopped where parameters have no memory: {one_line(error)} "
+            "Give the module itself, built beforehand."
+        ) from error
+
+
 def open_module(
     model: "nn.Module | Callable[[], nn.Module]", checkpoint: Checkpoint, *, allow: Collection[str] = ()
 ) -> Unfilled:
@@ -35,8 +47,7 @@ def open_module(
     which is then called without giving memory to parameters. Raises `CheckpointError`.
     """
     if not isinstance(model, nn.Module):
-        with without_weights():
-            model = model()
+        model = _build(model)
     entries, state = checkpoint.entries, model.state_dict(keep_vars=True)
     stuck = [name for name, tensor in model.named_buffers() if tensor.is_meta and name not in entries]
     if stuck:

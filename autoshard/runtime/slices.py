@@ -18,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.module_paths import join
 from autoshard.packed import is_packed, repacked
 from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors, swap, tied_groups
 from autoshard.runtime.rank_tensor import RankTensor
@@ -115,7 +116,7 @@ def merge_tensors(
     tensors = named_tensors(model)
 
     def whole(name: str, part: torch.Tensor) -> torch.Tensor:
-        merged = merge(part, cuts.get(name), ranks)
+        merged = merge(part, cuts.get(name), ranks, devices.get(name))
         return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 
     replace_all(tensors, whole, log)
@@ -221,13 +222,20 @@ def slice_of(whole: torch.Tensor, cut: CutTensor, rank: int) -> torch.Tensor:
     return whole.index_select(cut.dim, torch.from_numpy(index.copy()).to(whole.device))
 
 
-def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks) -> torch.Tensor:
-    """The whole of a tensor of which this is this rank's part, as an ordinary tensor."""
+def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None = None) -> torch.Tensor:
+    """The whole of a tensor of which this is this rank's part, as an ordinary tensor.
+
+    One process that has all parts puts them together on `device`, if it is given: theirs may be full.
+    """
     part = part.detach()
     if is_packed(part):
-        return repacked(part, lambda stored: merge(stored, None, ranks))
-    if cut is not None:
-        where = layout(cut.axis, cut.shares)
+        return repacked(part, lambda stored: merge(stored, None, ranks, device))
+    if cut is None:
+        return part.parts[0] if isinstance(part, RankTensor) else part
+    where = layout(cut.axis, cut.shares)
+    if not isinstance(part, RankTensor):
         order = torch.from_numpy(where.order).to(part.device)
-        part = ranks.gather(part, cut.dim, where, order).contiguous()
-    return part.parts[0] if isinstance(part, RankTensor) else part
+        return ranks.gather(part, cut.dim, where, order).contiguous()
+    target = device or part.parts[0].device
+    whole = torch.cat([one if one.device == target else fresh_copy(one, target) for one in part.parts], cut.dim)
+    return whole if where.in_order else whole.index_select(cut.dim, torch.from_numpy(where.order).to(target))

@@ -260,6 +260,27 @@ def test_paths_that_hold_no_model(tmp_path):
         autoshard.load(tmp_path)
 
 
+def test_an_architecture_that_does_not_exist_is_no_other_one(tmp_path):
+    saved("t5", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].replace("Conditional", "Conditionnal")]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match="Conditionnal"):
+        autoshard.load(tmp_path, "cpu")
+
+
+def test_a_function_that_reads_parameters_while_it_builds(tmp_path):
+    def build():
+        model = nn.Linear(4, 4)
+        assert model.weight.sum().item() < 1e9
+        return model
+
+    autoshard.save(build(), tmp_path)
+    with pytest.raises(SpecError, match="Give the module itself"):
+        autoshard.load(tmp_path, "cpu", model=build, inputs=torch.randn(1, 4))
+    assert isinstance(autoshard.load(tmp_path, "cpu", model=build(), inputs=torch.randn(1, 4)), nn.Linear)
+
+
 def test_a_download_of_the_hub_is_found_by_its_name(tmp_path, monkeypatch):
     """Its files are links to blobs beside the snapshots."""
     import huggingface_hub.constants
