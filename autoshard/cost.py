@@ -24,6 +24,16 @@ from autoshard.profile.units import Units, find_units
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 
+def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:
+    """Raise `PlanError` for devices that a plan needs and the cluster lacks; `use` says what for."""
+    lacking = sorted(set(needed) - set(cluster.names))
+    if lacking:
+        raise PlanError(
+            f"the plan {use} {', '.join(lacking)}, but the devices are {', '.join(cluster.names)}. "
+            "Give these devices, or plan again for the ones there are."
+        )
+
+
 def estimate(
     plan: Plan,
     profile: Profile,
@@ -38,12 +48,7 @@ def estimate(
     tighter one that a solver has proved. Raises `PlanError` if the plan names a device that the cluster lacks or leaves
     a tensor without one.
     """
-    unknown = sorted(set(plan.placements.values()) - set(cluster.names))
-    if unknown:
-        raise PlanError(
-            f"the plan places modules on {', '.join(unknown)}, but the devices are {', '.join(cluster.names)}. "
-            "Give these devices, or plan again for the ones there are."
-        )
+    check_devices(plan.placements.values(), cluster, "places modules on")
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     compute = _compute_seconds(profile, cluster, moves)
     counted = [copy for copy in moves.copies if not copy.kept and moves.counts(copy)]

@@ -17,7 +17,7 @@ from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
-from autoshard.cost import estimate
+from autoshard.cost import check_devices, estimate
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.module_paths import above, join
@@ -51,12 +51,7 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     Raises `PlanError` if the plan names a device that the cluster lacks, or cuts what the model does not have.
     """
     names = [device.name for device in plan.devices]
-    unknown = sorted(set(names) - set(cluster.names))
-    if unknown:
-        raise PlanError(
-            f"the plan cuts the model over {', '.join(names)}, but the devices are {', '.join(cluster.names)}. "
-            "Give these devices, or plan again for the ones there are."
-        )
+    check_devices(names, cluster, "cuts the model over")
     traced = trace_cuts(profile.graph, plan.cuts)
     passes = 2 if profile.workload.training else 1  # backward sums where forward lets in, and the other way round
     seconds = passes * (

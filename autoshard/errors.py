@@ -31,3 +31,9 @@ class RankError(AutoshardError):
 
 class CheckpointError(AutoshardError):
     """A checkpoint is damaged, incomplete or not the model's, or could not be written; what was there is as it was."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or what kind of error it is: torch's own go on for many lines."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

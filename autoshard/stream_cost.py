@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
-from autoshard.cost import estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
+from autoshard.cost import check_devices, estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
 from autoshard.flow import HOST_NAME, Buffers, Flow, flow
@@ -56,12 +56,7 @@ def estimate_streamed(
 
     Raises `PlanError` if the plan names a device or a module that is not there.
     """
-    lacking = sorted({*plan.placements.values(), *plan.streamed.values()} - set(cluster.names))
-    if lacking:
-        raise PlanError(
-            f"the plan needs {', '.join(lacking)}, but the devices are {', '.join(cluster.names)}. "
-            "Give these devices, or plan again for the ones there are."
-        )
+    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
     graph = profile.graph
     modules = _streamed(plan, graph)
     moves = flow_of_plan or flow(graph, plan.placements)

@@ -18,7 +18,7 @@ from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
-from autoshard.errors import ApplyError, CheckpointError
+from autoshard.errors import ApplyError, CheckpointError, first_line
 from autoshard.packed import repacked, stored_bytes, stored_tensors
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
@@ -91,7 +91,7 @@ def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device
         return allocate(shape, dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         nbytes = dtype.itemsize * torch.Size(shape).numel()
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        reason = first_line(error).rstrip(".")
         raise ApplyError(
             f"no room for {name} ({format_bytes(nbytes)}) on {device}: {reason}. Place less on {device}, or free "
             "memory there."

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from autoshard.errors import ApplyError
+from autoshard.errors import ApplyError, first_line
 from autoshard.layout import gapped_strides
 from autoshard.packed import is_packed, repacked
 
@@ -24,7 +24,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # torch raises all, by backend
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        reason = first_line(error).rstrip(".")
         raise ApplyError(
             f"the plan puts modules on {name!r}, which can't be used here ({reason}). "
             f"Make a plan for devices that are here: {', '.join(_present())}; or run inside `autoshard.simulate`."

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.errors import ApplyError
+from autoshard.errors import ApplyError, first_line
 from autoshard.packed import is_packed, own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor
 
@@ -63,7 +63,7 @@ def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torc
             undo()
             if not isinstance(error, Exception):
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             raise ApplyError(
                 f"could not move {names[0]} to {target}: {reason} Nothing was moved. "
                 f"Place less on {target}, or free memory there."

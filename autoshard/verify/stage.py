@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
+from autoshard.errors import first_line
 from autoshard.packed import stored_bytes
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, remove
@@ -71,7 +72,7 @@ def fresh_models(model: nn.Module, notes: list[str], training: bool) -> Iterator
         try:
             copy.deepcopy(model)
         except Exception as error:  # whatever the model's attributes raise
-            reason = f"it can't be copied ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            reason = f"it can't be copied ({first_line(error)})"
         else:
             left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
