@@ -53,16 +53,20 @@ def plan(
     workload: Workload | None = None,
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
     `devices`: "auto", a count, names, {name: size}, a spec such as "8xH100-80GB" or "2x24GiB,1x12GiB", a cluster file
     or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
-    {module path: device}. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
+    {module path: device}. `num_microbatches` and `schedule` ("gpipe", "1f1b", "interleaved" or "zero-bubble") are for
+    pipelines, and chosen where they are not given. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
     """
     return _planned(
         model, devices, inputs, workload,
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
+        num_microbatches=num_microbatches, schedule=schedule,
     )  # fmt: skip
 
 
@@ -91,6 +95,8 @@ def plan_measured(
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
     in_memory: Collection[str] = (),
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
 ) -> Plan:
     """Plan a model whose profile is known, with any strategy.
 
@@ -99,6 +105,11 @@ def plan_measured(
     """
     if strategy == "auto" and not pins and _processes() == len(cluster.devices) > 1:
         return _placed_or_cut(model, inputs, profile, cluster, objective, max_memory)
+    if strategy in ("pipeline", "data-parallel"):
+        if pins:
+            raise SpecError(f'modules can\'t be pinned with strategy="{strategy}" yet: use "balanced".')
+        limited = _limited(cluster, max_memory)
+        return _plan_batched(model, inputs, profile, limited, strategy, objective, num_microbatches, schedule)
     if strategy != "column-parallel":
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "in_memory": in_memory}
         return plan_profile(profile, cluster, max_memory=max_memory, pins=pins, **settings)
@@ -107,6 +118,24 @@ def plan_measured(
     if "disk" in cluster.names:
         raise SpecError('"disk" computes nothing: leave it out with strategy="column-parallel", or use "balanced".')
     return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective)
+
+
+def _plan_batched(
+    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, strategy: str, objective: str,
+    num_microbatches: int | None, schedule: str | None,
+) -> Plan:  # fmt: skip
+    """Prove that the batch can be divided, and plan with parts of it."""
+    from autoshard.prove.batch import find_batch_axis
+    from autoshard.strategies.data_parallel import data_parallel
+    from autoshard.strategies.pipeline import pipeline
+
+    batch = find_batch_axis(model, inputs, profile.workload)
+    if strategy == "data-parallel":
+        return data_parallel(profile, cluster, batch, objective=objective, processes=_processes())
+    return pipeline(
+        profile, cluster, batch,
+        objective=objective, num_microbatches=num_microbatches, schedule=schedule, processes=_processes(),
+    )  # fmt: skip
 
 
 def _placed_or_cut(
@@ -214,10 +243,13 @@ def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any 
     from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.cost import estimate as of_placements
     from autoshard.cut_cost import estimate_cuts
+    from autoshard.mesh_cost import estimate_mesh
     from autoshard.stream_cost import estimate_streamed
 
     plan = _as_plan(plan, profile)
     cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
+    if plan.mesh is not None:
+        return estimate_mesh(plan, profile, cluster)
     price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else of_placements
     return price(plan, profile, cluster)
 
@@ -232,6 +264,8 @@ def apply(
     workload: Workload | None = None,
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
 ) -> nn.Module:
     """Put the model where the plan says, in place, and return it.
 
@@ -244,6 +278,7 @@ def apply(
         return apply_device_map(model, plan)
     if not isinstance(plan, Plan):
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
+        settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
     return apply_plan(model, plan)
 
@@ -267,6 +302,8 @@ def load(
     workload: Workload | None = None,
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
     dtype: Any = "auto",
     allow: Collection[str] = (),
     trust_remote_code: bool = False,
@@ -300,6 +337,7 @@ def load(
         plan = _planned(
             unfilled.model, devices, inputs, workload,
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
+            num_microbatches=num_microbatches, schedule=schedule,
         )  # fmt: skip
     if progress is None or isinstance(progress, bool):
         from autoshard.integrations.progress import shown_progress

@@ -80,6 +80,50 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that occupies a device, or a link into it, for a while in a predicted pass.
+
+    `kind`: "forward", "backward", "weight" (the part of backward that makes gradients of parameters, where a schedule
+    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (streamed parameters) or "optimizer".
+    `stage` and `microbatch` are -1 where there are none; `source` is the other end of a transfer or fetch.
+    """
+
+    device: str
+    kind: str
+    begin_seconds: float
+    end_seconds: float
+    stage: int = -1
+    microbatch: int = -1
+    source: str = ""
+    nbytes: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """One stage of a pipeline, for one micro-batch; `in_flight`: the most micro-batches it keeps activations of."""
+
+    device: str
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float
+    recompute: bool
+    in_flight: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelining:
+    """What a pass of a pipeline is made of; `bubble`: part of the devices' time in which they wait, from 0 to 1."""
+
+    schedule: str
+    num_microbatches: int
+    stages: tuple[StageEstimate, ...]
+    bubble: float
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
 
@@ -91,6 +135,8 @@ class Estimate:
         lower_bound_seconds: no plan of this kind on this cluster can have a lower value of the objective.
         gap: (objective value - lower bound) / lower bound; 0 means proved optimal.
         streaming: of a plan with streamed modules; `latency_seconds` then overlaps bringing with computing.
+        pipelining: of a plan with stages; `latency_seconds` is then one pass of all micro-batches, and
+            `bottleneck_seconds` the busiest device's part of it.
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
             `all_reduces` and `all_gathers` of them in one pass.
     """
@@ -110,3 +156,4 @@ class Estimate:
     all_reduces: int = 0
     all_gathers: int = 0
     streaming: Streaming | None = None
+    pipelining: Pipelining | None = None

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError, SpecError
 from autoshard.module_paths import above
-from autoshard.plan_cuts import Whole, expect, read_cuts, read_whole
+from autoshard.plan_cuts import Whole, expect, read_batch, read_cuts, read_mesh, read_stages, read_whole
 from autoshard.sharding import Cut
 from autoshard.workload import Workload
 
@@ -31,6 +32,48 @@ class PlanDevice:
     memory_bytes: int
     kind: str = "generic"
     host: str = "host0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Devices in three dimensions: replicas of the model x its stages x the ranks that share a stage's parameters.
+
+    Device (d, p, t) is `Plan.devices[(d * pipeline + p) * tensor + t]`.
+
+    Attributes:
+        sharded: replicas keep 1 / data of parameters, gradients and optimizer state each, and gather them to compute.
+        shares: parts of the batch per replica, in proportion; empty: all alike.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    sharded: bool = False
+    shares: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many devices it has."""
+        return self.data * self.pipeline * self.tensor
+
+    def rank(self, *, data: int = 0, pipeline: int = 0, tensor: int = 0) -> int:
+        """The number of a device in `Plan.devices`, and of its process."""
+        return (data * self.pipeline + pipeline) * self.tensor + tensor
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """The (replica, stage position, tensor rank) of a device."""
+        return rank // self.tensor // self.pipeline, rank // self.tensor % self.pipeline, rank % self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline: modules (or tensors) that run one after another. Stage i is on pipeline position i mod p.
+
+    `recompute`: activations are not kept for backward but computed again from what came into the stage.
+    """
+
+    paths: tuple[str, ...]
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +96,14 @@ class Plan:
             gradients, each use gets a way back of its own, so that gradients add up in the order of one device.
         written_back: paths of modules that write into an argument which was copied from another device; the runtime
             copies the result back.
+        mesh: how the devices form replicas, stages and tensor-parallel ranks; None for plans that only place modules,
+            and for those that only cut them. `placements` are then those of replica 0 and tensor rank 0, and cuts have
+            `mesh.tensor` shares.
+        batch: how the batch is divided into micro-batches and over replicas; None where it is not.
+        stages: of a pipeline, in the order in which they run; their paths are the keys of `placements`. With
+            interleaving there are several per device.
+        num_microbatches: into how many parts each replica divides its batch; `schedule`: "gpipe", "1f1b", "interleaved"
+            or "zero-bubble", the order of their forwards and backwards; "none" where there is one.
         objective: "latency", "throughput" or "memory".
         reasons: why this plan, in sentences, for people.
         fingerprint: of the model's names, shapes and dtypes; apply refuses another model.
@@ -75,6 +126,9 @@ class Plan:
     cuts: tuple[Cut, ...] = ()
     whole: tuple[Whole, ...] = ()
     streamed: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    batch: BatchAxis | None = None
+    stages: tuple[Stage, ...] = ()
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -133,10 +187,14 @@ class Plan:
         data["workload"] = self.workload.to_dict()
         data["devices"] = [{part.name: getattr(d, part.name) for part in fields(d)} for d in self.devices]
         data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
-        for name in ("cuts", "whole"):
+        for name in ("cuts", "whole", "stages"):
             rows = [asdict(row) for row in data.pop(name)]
             if rows:  # plans that cut nothing look as they always did
                 data[name] = rows
+        for name in ("mesh", "batch"):
+            row = data.pop(name)
+            if row is not None:
+                data[name] = asdict(row)
         if self.streamed:  # so do plans that keep everything in place
             data["streamed"] = dict(data.pop("streamed"))
         else:
@@ -224,7 +282,8 @@ def _accelerator() -> str:
 
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
-             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "streamed": {}}  # fmt: skip
+             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "streamed": {}, "mesh": None, "batch": None,
+             "stages": []}  # fmt: skip
 
 
 def _read_plan(text: str) -> Plan:
@@ -267,9 +326,12 @@ def _read_plan(text: str) -> Plan:
     for path, device in data["placements"].items():
         expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
     _check_streamed(data["streamed"])
-    data["cuts"] = read_cuts(data["cuts"], len(data["devices"]))
+    mesh = data["mesh"] = read_mesh(data["mesh"], Mesh, len(data["devices"]))
+    data["batch"] = read_batch(data["batch"])
+    data["stages"] = read_stages(data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1)
+    data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
-    if data["cuts"]:
+    if data["cuts"] and (mesh is None or mesh.pipeline == 1):
         first = {"": data["devices"][0].name}
         expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])
     return Plan(**data)

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.module_paths import join
 from autoshard.sharding import Cut
@@ -57,6 +58,45 @@ def read_cuts(data: Any, ranks: int) -> tuple[Cut, ...]:
 def read_whole(data: Any) -> tuple[Whole, ...]:
     """Check and build what a plan leaves whole. Raises `PlanError`."""
     return _read(tuple[Whole, ...], data, "whole")
+
+
+def read_mesh(data: Any, kind: type, devices: int) -> Any:
+    """Check and build the mesh of a plan, a `kind`, over so many devices; None for none. Raises `PlanError`."""
+    if data is None:
+        return None
+    mesh = _read(kind, data, "mesh")
+    sizes = (mesh.data, mesh.pipeline, mesh.tensor)
+    expect(min(sizes) >= 1 and mesh.size == devices, "mesh", f"three sizes with a product of {devices}", sizes)
+    good = len(mesh.shares) in (0, mesh.data) and all(share > 0 for share in mesh.shares)
+    expect(good, "mesh.shares", f"{mesh.data} positive numbers", mesh.shares)
+    return mesh
+
+
+def read_batch(data: Any) -> BatchAxis | None:
+    """Check and build how the batch of a plan is divided; None for none. Raises `PlanError`."""
+    if data is None:
+        return None
+    batch: BatchAxis = _read(BatchAxis, data, "batch")
+    expect(batch.size >= 1, "batch.size", "a number of rows", batch.size)
+    expect(len(batch.inputs) > 0, "batch.inputs", "what is divided", batch.inputs)
+    texts = [one.axis for one in batch.inputs] + [one.axis for one in batch.outputs if one.how == "cat"]
+    for text in texts:
+        expect(is_axis(text, batch.size), "batch.axis", f"an axis with *{batch.size} in it", text)
+    dims = [one.dim for one in batch.inputs] + [one.dim for one in batch.outputs]
+    expect(min(dims) >= 0, "batch.dim", "a dimension from 0", min(dims))
+    return batch
+
+
+def read_stages(data: Any, kind: type, placements: Mapping[str, str], pipeline: int) -> tuple[Any, ...]:
+    """Check and build the stages of a plan, each a `kind`; together they have what is placed. Raises `PlanError`."""
+    stages = _read(tuple[kind, ...], data, "stages")  # type: ignore[valid-type]
+    if not stages:
+        return ()
+    paths = [path for stage in stages for path in stage.paths]
+    expect(len(set(paths)) == len(paths), "stages", "different paths", paths)
+    expect(set(paths) == set(placements), "stages", "the paths of the placements", sorted(set(paths) ^ set(placements)))
+    expect(len(stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(stages))
+    return tuple(stages)
 
 
 def is_axis(text: str, size: int) -> bool:

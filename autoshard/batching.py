@@ -1,0 +1,70 @@
+"""How a batch is divided: pure data, made by planning, read by the runtime. Micro-batches and replicas both use it.
+
+    inputs    input_ids      [B, S]      dim 0, axis "*8"      rows of the part
+              pixel_values   [B*3, …]    dim 0, axis "*8x3"    three rows of it for every row of the batch
+              position_ids   [1, S]      not listed            every part gets all of it
+    outputs   logits         [B, S, V]   cat, dim 0            the parts one after the other
+              loss           []          mean                  weighted by the rows of each part
+
+An axis is written as in `sharding`: the batch is the starred factor.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Merge = Literal["cat", "sum", "mean", "weighted", "same"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInput:
+    """A dimension of an input that has the rows of the batch.
+
+    `path` begins with the name of a parameter of the root's `forward` (for *args and **kwargs with theirs), followed by
+    the path inside it as `nested.tensors_in` gives it: "input_ids", "images.0", "kwargs.labels".
+    """
+
+    path: str
+    dim: int
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutput:
+    """How one tensor of the output is made from those of the parts; `path` as `nested.tensors_in(output)` gives it.
+
+    how        what
+    cat        along dimension `dim`, an `axis`
+    sum        the sum over parts
+    mean       the mean over parts, weighted by their rows
+    weighted   the mean over parts, weighted by the labels that count: elements of the input `weights` that are not
+               `ignored`, after the first `skipped` along its last dimension (a loss that compares with the next token)
+    same       every part makes the same: that of the first
+    """
+
+    path: str
+    how: Merge
+    dim: int = 0
+    axis: str = ""
+    weights: str = ""
+    ignored: int = -100
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAxis:
+    """The batch of a model, proved parallel: parts of it, run one by one, give the parts of its outputs.
+
+    Attributes:
+        size: rows at planning; runs may have others.
+        whole: inputs (paths) that every part gets whole.
+        written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
+            of the batch.
+        proof: how it was shown, for people.
+    """
+
+    size: int
+    inputs: tuple[BatchInput, ...]
+    outputs: tuple[BatchOutput, ...]
+    whole: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    proof: str = ""

@@ -1,0 +1,12 @@
+"""What a pipeline costs."""
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import PlanError
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+
+
+def estimate_pipeline(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
+    """Compute it."""
+    raise PlanError("not there yet.")
