@@ -10,6 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
+from autoshard.cli.options import (
+    BatchOption,
+    DevicesOption,
+    JsonOption,
+    MaxMemoryOption,
+    MicroBatchesOption,
+    NewTokensOption,
+    ObjectiveOption,
+    OptimizerOption,
+    PinOption,
+    ScheduleOption,
+    SeqOption,
+    StrategyOption,
+    TargetArgument,
+    TrainOption,
+)
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.workload import Workload
 
@@ -26,49 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-TargetArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="model.py, model.py:name, a Hugging Face directory, or a config.json.",
-        show_default=False,
-    ),
-]
-DevicesOption = Annotated[
-    str,
-    typer.Option(
-        "--devices",
-        "-d",
-        metavar="SPEC",
-        help="auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB', cuda:0=20GiB,cpu=60GiB, "
-        "or a cluster file.",
-    ),
-]
-StrategyOption = Annotated[
-    str, typer.Option("--strategy", "-s", help="auto, sequential, balanced, balanced_low_0 or column-parallel.")
-]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="latency, throughput or memory.")]
-BatchOption = Annotated[
-    int | None, typer.Option("--batch", help="Sequences, images or rows per pass.", show_default=False)
-]
-SeqOption = Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.", show_default=False)]
-NewTokensOption = Annotated[
-    int | None, typer.Option("--new-tokens", help="Tokens generated after the prompt.", show_default=False)
-]
-TrainOption = Annotated[bool, typer.Option("--train", help="Plan a training step: forward, backward and optimizer.")]
-OptimizerOption = Annotated[
-    str | None,
-    typer.Option("--optimizer", help="With --train: adamw, adam, momentum, sgd or none.", show_default="adamw"),
-]
-MaxMemoryOption = Annotated[
-    list[str] | None,
-    typer.Option("--max-memory", metavar="DEVICE=SIZE", help="Use at most so much, as in cuda:0=20GiB. Repeatable."),
-]
-PinOption = Annotated[
-    list[str] | None, typer.Option("--pin", metavar="MODULE=DEVICE", help="Put a module on a device. Repeatable.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -97,6 +70,8 @@ def plan_command(
     optimizer: OptimizerOption = None,
     max_memory: MaxMemoryOption = None,
     pin: PinOption = None,
+    micro_batches: MicroBatchesOption = None,
+    schedule: ScheduleOption = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,6 +86,7 @@ def plan_command(
         plan = plan_measured(
             loaded.model, loaded.inputs, profile, cluster,
             strategy=strategy, objective=objective, max_memory=limits, pins=pins,
+            num_microbatches=micro_batches, schedule=schedule,
         )  # fmt: skip
     if out is not None:
         plan.save(out)
@@ -197,6 +173,8 @@ def verify_command(
     optimizer: OptimizerOption = None,
     max_memory: MaxMemoryOption = None,
     pin: PinOption = None,
+    micro_batches: MicroBatchesOption = None,
+    schedule: ScheduleOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
@@ -218,6 +196,7 @@ def verify_command(
         plan = plan_measured(
             loaded.model, loaded.inputs, profile, cluster,
             strategy=strategy, objective=objective, max_memory=limits, pins=pins,
+            num_microbatches=micro_batches, schedule=schedule,
         )  # fmt: skip
     with step("running the model whole and split"):
         found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)
