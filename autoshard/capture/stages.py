@@ -1,0 +1,195 @@
+"""Which stage of a pipeline runs every op of a recorded run, what crosses from stage to stage, and who holds what.
+
+Stages are lists of module paths. Data only goes forward: an op runs on the stage of its module, or on a later one where
+something it reads was made there.
+
+    stage 0   embed, layers.0            op 0 … 30          x ──┐             embed.weight held by 0 and 2
+    stage 1   layers.1                   op 31 … 60             └─▶ op 31     mask (made by op 4) is read by 1 and 2
+    stage 2   norm, head (tied)          op 61 … 70
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.errors import PlanError
+from autoshard.module_paths import above, parent
+from autoshard.placement import covering_entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that stage `source` makes and the stages `readers` (ascending, all later) read.
+
+    What the model returns is read by the last stage.
+    """
+
+    value: int
+    source: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A recorded run divided into stages.
+
+    Attributes:
+        op_stage: per op; backward ops are on the stage of their forward op.
+        held: name of every parameter and buffer, tied ones under each name -> the stages that hold it, ascending: those
+            that read it, or its own if none does.
+        crossings: in the order in which the values are made. Parameters, buffers, inputs of the model and constants
+            don't cross: every stage takes its own.
+        problems: why a run can't be cut there, in words: what one stage makes, a later one writes into.
+    """
+
+    op_stage: tuple[int, ...]
+    held: Mapping[str, tuple[int, ...]]
+    crossings: tuple[Crossing, ...]
+    problems: tuple[str, ...]
+
+
+def stage_of_ops(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> list[int]:
+    """Return the stage of every op. Raises `PlanError` if a parameter or buffer is in no stage."""
+    return _Division(graph, stages).op_stage
+
+
+def divide(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> Staged:
+    """Divide a recorded run; `stages`: per stage the paths of modules or tensors, which don't overlap.
+
+    Raises `PlanError` if a parameter or buffer is in no stage.
+    """
+    found = _Division(graph, stages)
+    return Staged(
+        op_stage=tuple(found.op_stage),
+        held=found.held(),
+        crossings=found.crossings(),
+        problems=tuple(found.problems),
+    )
+
+
+class _Division:
+    """Stages of ops, found op by op.
+
+    Attributes:
+        written: storage -> the last stage that writes into it.
+    """
+
+    def __init__(self, graph: ModelGraph, stages: Sequence[Sequence[str]]) -> None:
+        self.graph, self.count = graph, len(stages)
+        self.tensor_stage = _tensor_stages(graph, stages)
+        own = _module_stages(graph, self.tensor_stage)
+        self.call_stage = [_stage_of_call(call.path, *own) for call in graph.calls]
+        self.op_stage = [0] * len(graph.ops)
+        self.written: dict[int, int] = {}
+        self.problems: dict[str, None] = {}
+        phase = _phases(graph)
+        current = next((s for s in (self.call_stage[op.call] for op in graph.ops) if s >= 0), 0)
+        for op in graph.ops:
+            if op.forward >= 0:
+                current = self.op_stage[op.forward]
+            elif self.call_stage[op.call] >= 0:
+                current = self.call_stage[op.call]
+            if op.backward:
+                self.op_stage[op.index] = current
+                continue
+            self.op_stage[op.index] = self._after_inputs(op, current, phase)
+            if op.mutates:
+                self._write(op)
+
+    def _after_inputs(self, op: Op, stage: int, phase: Sequence[int]) -> int:
+        values = self.graph.values
+        for value in op.inputs:
+            made = values[value].op
+            if made >= 0 and phase[made] == phase[op.index]:
+                stage = max(stage, self.op_stage[made])
+            stage = max(stage, self.written.get(values[value].storage, 0))
+        return stage
+
+    def _write(self, op: Op) -> None:
+        """Note what an op writes: of what several stages have, the others would not see it."""
+        values, stage = self.graph.values, self.op_stage[op.index]
+        for value in op.mutates:
+            storage = self.graph.storages[values[value].storage]
+            before = self.written.get(storage.index, stage)
+            if storage.kind == "activation":
+                before = self.op_stage[storage.born]
+            if before != stage:
+                where = self.graph.calls[op.call].path or "the model's own forward"
+                what = storage.name or f"a tensor that stage {before} made"
+                self.problems.setdefault(f"{where}, in stage {stage}, writes into {what}, which stage {before} has too")
+            self.written[storage.index] = stage
+
+    def held(self) -> dict[str, tuple[int, ...]]:
+        """Stages that read each parameter and buffer."""
+        graph = self.graph
+        readers: dict[int, set[int]] = {tensor.storage: set() for tensor in graph.tensors}
+        for op in graph.ops:
+            for value in op.inputs:
+                storage = graph.values[value].storage
+                if graph.values[value].op < 0 and storage in readers:
+                    readers[storage].add(self.op_stage[op.index])
+        first: dict[int, int] = {}
+        for tensor in graph.tensors:
+            first.setdefault(tensor.storage, self.tensor_stage[tensor.name])
+        names = {graph.storages[storage].name: storage for storage in readers}
+        for name, storage in names.items():
+            if storage in self.written and len(readers[storage]) > 1:
+                both = " and ".join(map(str, sorted(readers[storage])))
+                self.problems.setdefault(f"{name} is written while the model runs, and stages {both} have it")
+        return {t.name: tuple(sorted(readers[t.storage])) or (first[t.storage],) for t in graph.tensors}
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Values that a later stage than their maker's reads in the forward."""
+        graph, readers = self.graph, dict[int, set[int]]()
+        for op in graph.ops:
+            if not op.backward:
+                for value in op.inputs:
+                    if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < self.op_stage[op.index]:
+                        readers.setdefault(value, set()).add(self.op_stage[op.index])
+        for value in graph.outputs:
+            if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < self.count - 1:
+                readers.setdefault(value, set()).add(self.count - 1)
+        return tuple(
+            Crossing(value=value, source=self.op_stage[graph.values[value].op], readers=tuple(sorted(readers[value])))
+            for value in sorted(readers)
+        )
+
+
+def _tensor_stages(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The stage whose paths cover each parameter and buffer."""
+    of_path = {path: str(stage) for stage, paths in enumerate(stages) for path in paths}
+    found = {}
+    for tensor in graph.tensors:
+        entry = covering_entry(of_path, tensor.name)
+        if entry is None:
+            raise PlanError(f"no stage of the plan has {tensor.name}. Plan this model again.")
+        found[tensor.name] = int(of_path[entry])
+    return found
+
+
+def _module_stages(graph: ModelGraph, tensor_stage: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Stage of every module whose tensors are all on one; and stage of the first own tensor of the others."""
+    below: dict[str, set[int]] = {}
+    own: dict[str, int] = {}
+    for name, stage in tensor_stage.items():
+        own.setdefault(parent(name), stage)
+        for path in above(name):
+            below.setdefault(path, set()).add(stage)
+    whole = {path: next(iter(found)) for path, found in below.items() if len(found) == 1}
+    return whole, {path: stage for path, stage in own.items() if path not in whole}
+
+
+def _stage_of_call(path: str, whole: Mapping[str, int], own: Mapping[str, int]) -> int:
+    """The stage of a module's own ops; -1 where it says nothing: they follow the op before them."""
+    if path in own:
+        return own[path]
+    around: Iterable[str] = (path, *above(path))
+    return next((whole[one] for one in around if one in whole), -1)
+
+
+def _phases(graph: ModelGraph) -> list[int]:
+    """The phase of every op: what the next token's forward finds was made where it is, and lifts nothing."""
+    found = [0] * len(graph.ops)
+    for number, (_, begin, end) in enumerate(graph.phases):
+        found[begin:end] = [number] * (end - begin)
+    return found

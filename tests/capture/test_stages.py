@@ -1,0 +1,104 @@
+"""Stages of a recorded run: ops go forward only, shared parameters are held twice, writes across a cut are named."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.capture import capture
+from autoshard.capture.stages import divide, stage_of_ops
+from autoshard.errors import PlanError
+from autoshard.workload import Workload
+
+
+class Tied(nn.Module):
+    """An embedding whose matrix is the head's, two blocks, and a mask that both blocks read."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        mask = (tokens > 2)[..., None].float()
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x) * mask
+        return self.head(self.norm(x))
+
+
+class Writes(nn.Module):
+    """The second module writes into what the first one returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.second(y)
+        y += z
+        return y
+
+
+STAGES = (("embed", "blocks.0"), ("blocks.1",), ("norm", "head"))
+TOKENS = torch.arange(6)[None]
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "training"])
+def graph(request):
+    workload = Workload(mode="training" if request.param else "inference")
+    return capture(Tied(), TOKENS, workload=workload)
+
+
+def test_data_only_goes_forward(graph):
+    stages = stage_of_ops(graph, STAGES)
+    for op in graph.ops[: graph.backward_begin]:
+        made = [stages[graph.values[value].op] for value in op.inputs if graph.values[value].op >= 0]
+        assert max(made, default=0) <= stages[op.index]
+    assert set(stages) == {0, 1, 2}
+
+
+def test_backward_ops_are_on_the_stage_of_their_forward(graph):
+    stages = stage_of_ops(graph, STAGES)
+    for op in graph.ops:
+        if op.forward >= 0:
+            assert stages[op.index] == stages[op.forward]
+
+
+def test_a_tied_parameter_is_held_by_both_and_a_mask_is_read_by_both(graph):
+    staged = divide(graph, STAGES)
+    assert staged.held["embed.weight"] == staged.held["head.weight"] == (0, 2)
+    assert staged.held["blocks.1.weight"] == (1,)
+    shapes = [(graph.values[c.value].shape, c.source, c.readers) for c in staged.crossings]
+    assert ((1, 6, 1), 0, (1,)) in shapes  # the mask
+    assert ((1, 6, 4), 0, (1,)) in shapes and ((1, 6, 4), 1, (2,)) in shapes
+    assert not staged.problems
+
+
+def test_what_is_returned_early_crosses_to_the_last_stage():
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            first = self.a(x)
+            return first, self.b(x)
+
+    staged = divide(capture(Early(), torch.ones(2, 4)), (("a",), ("b",)))
+    assert [(c.source, c.readers) for c in staged.crossings] == [(0, (1,))]
+
+
+def test_writing_into_what_an_earlier_stage_made_is_a_problem():
+    graph = capture(Writes(), torch.ones(2, 4))
+    (problem,) = divide(graph, (("first",), ("second",))).problems
+    assert "writes into a tensor that stage 0 made" in problem
+    assert not divide(graph, (("first", "second"), ())).problems
+
+
+def test_a_parameter_in_no_stage_is_named():
+    with pytest.raises(PlanError, match="no stage of the plan has second.weight"):
+        divide(capture(Writes(), torch.ones(2, 4)), (("first",),))
