@@ -54,6 +54,57 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for everything in nested values that is no container: tensors, numbers, opaque objects."""
+    children = _children(value)
+    if children is None:
+        yield path, value
+        return
+    for key, item in children:
+        yield from leaves_in(item, f"{path}.{key}" if path else str(key))
+
+
+def join_leaves(values: list[Any], join: Callable[[str, list[Any]], Any], path: str = "") -> Any:
+    """Make one nested value of several that are nested alike: each leaf is `join(path, leaves)`.
+
+    Types are kept as by `map_tensors`. Raises ValueError where they are not nested alike.
+    """
+    first, *others = values
+    children = _children(first)
+    kinds = {type(value) for value in values}
+    if len(kinds) > 1:
+        raise ValueError(f"{path or 'one'} is a {' or a '.join(sorted(kind.__name__ for kind in kinds))}")
+    if children is None:
+        return join(path, values)
+    columns = [[item for _, item in children]]
+    for other in others:
+        items = _children(other) or []
+        if [key for key, _ in items] != [key for key, _ in children]:
+            raise ValueError(f"{path or 'one'} has {len(children)} items or {len(items)}, or others")
+        columns.append([item for _, item in items])
+    joined = {
+        key: join_leaves(list(row), join, f"{path}.{key}" if path else str(key))
+        for (key, _), row in zip(children, zip(*columns, strict=True), strict=True)
+    }
+    if isinstance(first, dict):
+        return joined if type(first) is dict else _rebuild_mapping(first, joined)
+    if isinstance(first, (list, tuple)):
+        items = list(joined.values())
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return dataclasses.replace(first, **joined)
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    """The (key, item) pairs of a container, None for a leaf."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value) if field.init]
+    return None
+
+
 def tensor_at(value: Any, path: str) -> torch.Tensor | None:
     """Return the tensor at a path, as `tensors_in` gives it, None if there is none."""
     if not path:

@@ -1,0 +1,313 @@
+"""Dividing a call into parts of its batch, and putting the outputs of the parts together, as a `BatchAxis` says.
+
+    model(ids [10, S], mask=[10, S], position_ids=[1, S])          loss []   logits [10, S, V]
+      part 0   ids[0:3]   mask[0:3]   position_ids                 weighted  ┐
+      part 1   ids[3:6]   mask[3:6]   position_ids                 by labels │ one after
+      part 2   ids[6:8]   mask[6:8]   position_ids                           │ the other
+      part 3   ids[8:10]  mask[8:10]  position_ids                           ┘
+
+Parts of a dimension in which the batch is the major factor are views. Of any other ("3x*8": three times the whole
+batch) they are copies.
+"""
+
+import enum
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.errors import PlanError
+from autoshard.nested import join_leaves, leaves_in, replace_at, tensor_at, tensors_in
+from autoshard.sharding import coordinates_of, even_shares, kept
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...), torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Arguments that every part is given as they are. Other objects that are no tensors (a cache) carry state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The call of the model on some rows of the batch.
+
+    `labels`: path of an input -> how many elements of it count in this part, for outputs that are weighted by them.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    rows: int
+    labels: Mapping[str, int]
+
+
+def bind(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a call of the model by the parameters of its forward; those of *args and **kwargs by these.
+
+    Raises TypeError as the call would.
+    """
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def count_rows(batch: BatchAxis, bound: Mapping[str, Any]) -> int:
+    """How many rows the batch of a call has. Raises `PlanError` where its inputs disagree, or none has any."""
+    found: dict[str, int] = {}
+    for item in batch.inputs:
+        tensor = tensor_at(bound, item.path)
+        if tensor is not None:
+            _check_dim(tensor, item)
+            if item.axis == f"*{batch.size}":  # of others, what is not the batch may have grown as well
+                found[item.path] = tensor.shape[item.dim]
+    if not found:
+        for item in batch.inputs:
+            tensor, length = tensor_at(bound, item.path), len(coordinates_of(item.axis))
+            if tensor is not None and tensor.shape[item.dim] * batch.size % length == 0:
+                found[item.path] = tensor.shape[item.dim] * batch.size // length
+    if not found:
+        wanted = ", ".join(item.path for item in batch.inputs)
+        raise PlanError(
+            f"the batch of this plan is divided along {wanted}, of which this call gives none. Plan with the inputs "
+            "that the model is called with: inputs=."
+        )
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{path} has {rows}" for path, rows in found.items())
+        raise PlanError(f"the inputs differ in how many rows of the batch they have: {listed}. Give all of them alike.")
+    return next(iter(found.values()))
+
+
+def undivided(batch: BatchAxis, bound: Mapping[str, Any]) -> str:
+    """Say what in a call nobody knows how to divide, "" if nothing."""
+    known = {*(item.path for item in batch.inputs), *batch.whole}
+    for path, leaf in leaves_in(dict(bound)):
+        if isinstance(leaf, torch.Tensor):
+            if path not in known:
+                return f"the tensor {path}, which was not among the inputs the plan was made with"
+        elif not isinstance(leaf, PLAIN):
+            return f"{path}, an object of {type(leaf).__name__}"
+    return ""
+
+
+def split(
+    batch: BatchAxis, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], parts: int | Sequence[int]
+) -> list[Part]:
+    """Divide a call into calls on parts of the batch.
+
+    `parts`: how many, as alike as they go and the first ones larger (10 rows in 4: 3, 3, 2, 2), or the rows of each.
+    Raises `PlanError` for what can't be divided, and for fewer rows than parts.
+    """
+    signature = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound = dict(signature.arguments)
+    problem = undivided(batch, bound)
+    if problem:
+        raise PlanError(
+            f"a call of this model can't be divided along its batch: nobody knows how to divide {problem}. "
+            "Plan with the inputs that the model is called with: inputs=."
+        )
+    rows = count_rows(batch, bound)
+    if isinstance(parts, int):
+        if rows < parts:
+            raise PlanError(
+                f"a batch of {rows} rows can't be divided into {parts} parts. Give at least {parts} rows, or plan "
+                f"with num_microbatches={max(rows, 1)}."
+            )
+        shares = even_shares(rows, parts)
+    else:
+        shares = tuple(parts)
+        if sum(shares) != rows:
+            raise PlanError(f"the batch has {rows} rows, and its parts should have {list(shares)}: {sum(shares)}.")
+    made = []
+    for part, count in enumerate(shares):
+        own = bound
+        for item in batch.inputs:
+            tensor = tensor_at(bound, item.path)
+            if tensor is not None:
+                own = replace_at(own, item.path, _piece(tensor, item, batch.size, shares, part))
+        signature.arguments.update(own)
+        weighted = [one for one in batch.outputs if one.how == "weighted" and tensor_at(own, one.weights) is not None]
+        labels = {one.weights: _labels(own, one) for one in weighted}
+        made.append(Part(args=signature.args, kwargs=signature.kwargs, rows=count, labels=labels))
+    return made
+
+
+def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
+    """Put the outputs of the parts together, nested as each of them is; gradients go back to the parts.
+
+    Numbers and strings in them must be the same in all. Raises `PlanError` for what the plan doesn't know.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    known = {one.path: one for one in batch.outputs}
+    given: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def join(path: str, leaves: list[Any]) -> Any:
+        if not isinstance(leaves[0], torch.Tensor):
+            return _same(path, leaves)
+        same = tuple(map(id, leaves))
+        if same not in given:  # a tensor that is twice in the outputs is one tensor afterwards, too
+            given[same] = _joined(batch, known.get(path), path, leaves, parts)
+        return given[same]
+
+    try:
+        return join_leaves(list(outputs), join)
+    except ValueError as error:
+        raise PlanError(
+            f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
+        ) from None
+
+
+def part_weights(how: BatchOutput, parts: Sequence[Part]) -> list[float]:
+    """What each part's value of a merged output is multiplied with before all are added up."""
+    if how.how == "sum":
+        return [1.0] * len(parts)
+    sizes = [part.labels[how.weights] if how.how == "weighted" else part.rows for part in parts]
+    if not any(sizes):  # torch gives NaN for the mean of nothing, and so do all the parts
+        sizes = [1] * len(parts)
+    return [size / sum(sizes) for size in sizes]
+
+
+def split_rows(value: Any, parts: Sequence[Part], what: str) -> list[Any]:
+    """Divide the tensors in a nested value along their first dimension, as the rows of the parts are.
+
+    Raises `PlanError` unless their first size is a multiple of the rows in all. `what` names the value.
+    """
+    rows = sum(part.rows for part in parts)
+    made = [value] * len(parts)
+    for path, tensor in tensors_in(value):
+        if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.shape[0] % rows:
+            where = f"{what}.{path}" if path else what
+            raise PlanError(
+                f"{where} has the shape {list(tensor.shape)}, and the batch has {rows} rows: it is divided along its "
+                "first dimension, which must have as many, or a multiple."
+            )
+        pieces = tensor.split([part.rows * (tensor.shape[0] // rows) for part in parts])
+        made = [replace_at(own, path, piece) for own, piece in zip(made, pieces, strict=True)]
+    return made
+
+
+def _check_dim(tensor: torch.Tensor, item: BatchInput) -> None:
+    if tensor.dim() <= item.dim:
+        raise PlanError(
+            f"{item.path} has the shape {list(tensor.shape)}; the plan divides its dimension {item.dim}. Plan with "
+            "inputs of the shapes that the model is called with."
+        )
+
+
+def _piece(tensor: torch.Tensor, item: BatchInput, planned: int, shares: tuple[int, ...], part: int) -> torch.Tensor:
+    """One part of an input: a view where its indices follow one another."""
+    axis = _axis_with(item.axis, sum(shares), tensor.shape[item.dim])
+    if axis is None:
+        raise PlanError(
+            f"{item.path} has {tensor.shape[item.dim]} in its dimension {item.dim}, which does not go with a batch of "
+            f"{sum(shares)} rows: at planning it was {item.axis.replace('*', '')}, with {planned} rows."
+        )
+    indices = kept(axis, shares, part)
+    if len(indices) == 0 or indices[-1] - indices[0] + 1 == len(indices):
+        return tensor.narrow(item.dim, int(indices[0]) if len(indices) else 0, len(indices))
+    return tensor.index_select(item.dim, torch.from_numpy(indices).to(tensor.device))
+
+
+def _axis_with(axis: str, rows: int, size: int) -> str | None:
+    """The axis when the batch has other rows; what is beside the batch may have grown, too. None if it can't be.
+
+    "3x*8", 2 rows of size 6 -> "3x*2"        "16x*8", 2 rows of size 10 -> "5x*2"
+    """
+    made = re.sub(r"\*\d+", f"*{rows}", axis)
+    if len(coordinates_of(made)) == size:
+        return made
+    product = re.fullmatch(r"((?:\d+x)*)\*\d+((?:x\d+)*)", made)
+    if product is None or bool(product[1]) == bool(product[2]) or rows == 0 or size % rows:
+        return None
+    return f"{size // rows}x*{rows}" if product[1] else f"*{rows}x{size // rows}"
+
+
+def _labels(bound: Mapping[str, Any], how: BatchOutput) -> int:
+    """How many labels of a part count."""
+    labels = tensor_at(bound, how.weights)
+    assert labels is not None
+    return int((labels[..., how.skipped :] != how.ignored).sum())
+
+
+def _joined(
+    batch: BatchAxis, how: BatchOutput | None, path: str, tensors: list[torch.Tensor], parts: Sequence[Part]
+) -> torch.Tensor:
+    """One tensor of the output from those of the parts."""
+    if how is None:
+        raise PlanError(
+            f"the output {path or 'of the model'} was not there at planning, so nobody knows how to put its parts "
+            "together. Plan with the inputs that the model is called with: inputs=."
+        )
+    if how.how == "same":
+        return tensors[0]
+    if how.how == "cat":
+        return _concatenated(batch, how, tensors, [part.rows for part in parts])
+    if how.how == "weighted" and not any(how.weights in part.labels for part in parts):
+        raise PlanError(f"the output {path} is weighted by {how.weights}, which this call does not give.")
+    weights = part_weights(how, parts)
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
+    terms = [
+        tensor.to(wide) if how.how == "sum" else tensor.to(wide) * weight
+        for tensor, weight in zip(tensors, weights, strict=True)
+        if weight  # a part without a label has a loss of NaN
+    ]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(tensors[0].dtype)
+
+
+def _concatenated(batch: BatchAxis, how: BatchOutput, tensors: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+    """The parts one after the other, or between one another where the batch is not the major factor."""
+    sizes = [tensor.shape[how.dim] if tensor.dim() > how.dim else 0 for tensor in tensors]
+    axes = [_axis_with(how.axis, own, size) for own, size in zip(rows, sizes, strict=True)]
+    shapes = {(*tensor.shape[: how.dim], *tensor.shape[how.dim + 1 :]) for tensor in tensors}
+    if None in axes or len(shapes) > 1:
+        raise PlanError(
+            f"the output {how.path or 'of the model'} has {sizes} in dimension {how.dim} for parts of {rows} rows, "
+            f"which does not go with the plan ({how.axis}). Plan with inputs of the shapes that the model is called "
+            "with."
+        )
+    whole = torch.cat(tensors, how.dim)
+    first = axes[0] or ""
+    axis = re.sub(r"\*\d+", f"*{sum(rows)}", first)
+    source = numpy.empty(len(coordinates_of(axis)), dtype=numpy.int64)
+    begin = sum(sizes)
+    for part in reversed(range(len(rows))):  # what every part has is that of the first
+        begin -= sizes[part]
+        source[kept(axis, tuple(rows), part)] = begin + numpy.arange(sizes[part])
+    if len(source) == whole.shape[how.dim] and (numpy.diff(source) == 1).all():
+        return whole
+    return whole.index_select(how.dim, torch.from_numpy(source).to(whole.device))
+
+
+class Unmerged:
+    """In place of an object with state (a cache), of which every part made its own: any use of it says so."""
+
+    def __init__(self, path: str, name: str) -> None:
+        object.__setattr__(self, "_said", (path, name))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        path, name = self._said
+        raise PlanError(
+            f"the output {path} is a {name} of which every part of the batch made its own. Tell the model not to make "
+            "it, or plan with num_microbatches=1."
+        )
+
+    def __repr__(self) -> str:
+        return f"Unmerged({', '.join(self._said)})"
+
+
+def _same(path: str, leaves: list[Any]) -> Any:
+    """What is no tensor must be the same in all parts; objects with state can't be put together."""
+    first = leaves[0]
+    if not isinstance(first, PLAIN):
+        return Unmerged(path, type(first).__name__)
+    if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
+        raise ValueError(f"{path} is {first!r} in one and something else in another")
+    return first

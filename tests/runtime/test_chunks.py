@@ -1,0 +1,222 @@
+"""Dividing calls along the batch and putting outputs together: every row comes back where it was."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.errors import PlanError
+from autoshard.runtime.chunks import Unmerged, bind, count_rows, merge, split, split_rows
+
+
+class Takes(nn.Module):
+    """A forward with arguments of all kinds."""
+
+    def forward(self, ids, mask=None, *more, scale=1.0, **others):
+        raise AssertionError("only its signature is looked at")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    states: tuple
+    name: str = "out"
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def axis_of(*inputs, outputs=(), whole=(), size=8):
+    """A batch axis from (path, dim, axis) of inputs."""
+    rows = tuple(BatchInput(path=path, dim=dim, axis=axis) for path, dim, axis in inputs)
+    return BatchAxis(size=size, inputs=rows, outputs=tuple(outputs), whole=whole)
+
+
+IDS = ("ids", 0, "*8")
+
+
+def cat(path, axis="*8", dim=0):
+    return BatchOutput(path=path, how="cat", dim=dim, axis=axis)
+
+
+def test_arguments_are_named_by_the_forward():
+    bound = bind(Takes(), (1, 2, 3, 4), {"scale": 5, "labels": 6})
+    assert bound == {"ids": 1, "mask": 2, "more": (3, 4), "scale": 5, "others": {"labels": 6}}
+    with pytest.raises(TypeError, match="ids"):
+        bind(Takes(), (), {})
+
+
+def test_rows_are_divided_as_tensor_split_does():
+    ids = torch.arange(20).view(10, 2)
+    parts = split(axis_of(IDS), Takes(), (ids,), {"scale": 2.0}, 4)
+    assert [part.rows for part in parts] == [3, 3, 2, 2]
+    for part, wanted in zip(parts, ids.tensor_split(4), strict=True):
+        assert torch.equal(part.args[0], wanted)
+        assert part.args[0].data_ptr() == wanted.data_ptr(), "a copy instead of a view"
+        assert part.kwargs == {"scale": 2.0}
+
+
+def test_nested_inputs_are_divided_and_whole_ones_are_not():
+    ids, image, table = torch.arange(8), torch.arange(48).view(24, 2), torch.arange(5)
+    batch = axis_of(IDS, ("others.images.0", 0, "*8x3"), whole=("more.0",))
+    parts = split(batch, Takes(), (ids, None, table), {"images": [image], "flags": {"on": True}}, [5, 3])
+    assert [part.kwargs["images"][0].shape[0] for part in parts] == [15, 9]
+    assert torch.equal(torch.cat([part.kwargs["images"][0] for part in parts]), image)
+    assert all(part.args[2] is table and part.args[1] is None for part in parts)
+    assert all(part.kwargs["flags"] == {"on": True} for part in parts)
+
+
+def test_a_batch_that_is_the_minor_factor_is_picked_out():
+    ids, tiled = torch.arange(4), torch.arange(12)  # three times the batch: 0 1 2 3 | 4 5 6 7 | 8 9 10 11
+    parts = split(axis_of(IDS, ("mask", 0, "3x*8")), Takes(), (ids, tiled), {}, 2)
+    assert parts[0].args[1].tolist() == [0, 1, 4, 5, 8, 9]
+    outputs = [part.args[1] for part in parts]
+    assert torch.equal(merge(axis_of(IDS, outputs=[cat("", "3x*8")]), outputs, parts), tiled)
+
+
+def test_rows_are_counted_where_only_a_multiple_is_given():
+    assert count_rows(axis_of(("ids", 0, "*8x3")), {"ids": torch.zeros(12, 2)}) == 4
+    assert count_rows(axis_of(("ids", 1, "*8"), ("mask", 0, "5x*8")), {"ids": torch.zeros(7, 6), "mask": None}) == 6
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sampled_from(["*{}", "*{}x3", "3x*{}", "2x*{}x2", "(*{}x2|*{})"]),
+    st.integers(0, 1),
+)
+def test_what_was_divided_comes_back(shares, form, dim):
+    """Any axis, any shares, another number of rows than at planning."""
+    planned, rows = form.replace("{}", "8"), sum(shares)
+    tensor = torch.arange(len_of(form, rows) * 2)
+    tensor = tensor.view(-1, 2) if dim == 0 else tensor.view(2, -1)
+    batch = axis_of(IDS, ("mask", dim, planned), outputs=[cat("", planned, dim)])
+    parts = split(batch, Takes(), (torch.zeros(rows), tensor), {}, shares)
+    pieces = [part.args[1] for part in parts]
+    assert [piece.shape[dim] for piece in pieces] == [len_of(form, share) for share in shares]
+    assert torch.equal(merge(batch, pieces, parts), tensor)
+
+
+def len_of(form, rows):
+    return {"*{}": 1, "*{}x3": 3, "3x*{}": 3, "2x*{}x2": 4, "(*{}x2|*{})": 3}[form] * rows
+
+
+def test_outputs_are_nested_as_before():
+    batch = axis_of(IDS, outputs=[cat("logits"), cat("states.0.0"), cat("states.0.1", "*8x2"), cat("states.1")])
+    parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
+    outputs = []
+    for part in range(2):
+        own = torch.full((2, 3), float(part))
+        outputs.append(Output(own, (Pair(own + 2, torch.zeros(4)), own)))
+    merged = merge(batch, outputs, parts)
+    assert type(merged) is Output and type(merged.states[0]) is Pair and merged.name == "out"
+    assert merged.logits.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert merged.states[1] is merged.logits, "one tensor became two"
+    assert merged.states[0].right.shape == (8,)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_and_its_gradient_are_those_of_the_whole_batch(reduction):
+    logits = torch.randn(5, 7, 11, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 11, (5, 7))
+    labels[labels % 3 == 0] = -100
+    labels[4] = -100  # a part without any
+    how = "weighted" if reduction == "mean" else "sum"
+    batch = axis_of(
+        ("ids", 0, "*8"), ("others.labels", 0, "*8"),
+        outputs=[BatchOutput(path="loss", how=how, weights="others.labels", skipped=1), cat("logits")],
+    )  # fmt: skip
+
+    def forward(values, labels):
+        shifted = values[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": cross_entropy(*shifted, reduction=reduction), "logits": values}
+
+    whole = forward(logits, labels)["loss"]
+    (wanted,) = torch.autograd.grad(whole, logits)
+    parts = split(batch, Takes(), (logits,), {"labels": labels}, [2, 2, 1])
+    merged = merge(batch, [forward(part.args[0], part.kwargs["labels"]) for part in parts], parts)
+    (found,) = torch.autograd.grad(merged["loss"], logits)
+    torch.testing.assert_close(merged["loss"], whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_a_loss_without_any_label_is_nan_as_in_torch():
+    batch = axis_of(IDS, outputs=[BatchOutput(path="", how="weighted", weights="ids")])
+    parts = split(batch, Takes(), (torch.full((4, 2), -100),), {}, 2)
+    assert merge(batch, [torch.tensor(float("nan"))] * 2, parts).isnan()
+
+
+def test_a_mean_is_weighted_by_rows_in_float32():
+    batch = axis_of(IDS, outputs=[BatchOutput(path="", how="mean")])
+    parts = split(batch, Takes(), (torch.zeros(5),), {}, 2)
+    merged = merge(batch, [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)], parts)
+    assert merged.dtype == torch.bfloat16 and merged == torch.tensor(1.4).bfloat16()
+
+
+def test_an_object_with_state_is_refused_when_it_is_used():
+    batch = axis_of(IDS, outputs=[cat("0")])
+    parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
+    tensor, cache = merge(batch, [(torch.zeros(2), nn.Identity()), (torch.zeros(2), nn.Identity())], parts)
+    assert tensor.shape == (4,) and isinstance(cache, Unmerged)
+    with pytest.raises(PlanError, match="the output 1 is a Identity"):
+        cache.keys  # noqa: B018
+
+
+def test_targets_are_divided_as_the_rows_are():
+    batch = axis_of(IDS)
+    parts = split(batch, Takes(), (torch.zeros(5),), {}, [3, 2])
+    first, second = split_rows({"classes": torch.arange(10), "none": None}, parts, "target")
+    assert first["classes"].tolist() == [0, 1, 2, 3, 4, 5] and second["classes"].tolist() == [6, 7, 8, 9]
+    with pytest.raises(PlanError, match=r"target has the shape \[3\], and the batch has 5 rows"):
+        split_rows(torch.zeros(3), parts, "target")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "parts", "words"),
+    [
+        ((torch.zeros(3),), {}, 4, "3 rows can't be divided into 4 parts"),
+        ((torch.zeros(4), torch.zeros(4)), {}, 2, "the tensor mask, which was not among the inputs"),
+        ((torch.zeros(4),), {"labels": nn.Identity()}, 2, "others.labels, an object of Identity"),
+        ((None,), {}, 2, "divided along ids, others.pixels, of which this call gives none"),
+        ((torch.zeros(4),), {"pixels": torch.zeros(13)}, 2, "others.pixels has 13 in its dimension 0"),
+        ((torch.tensor(1.0),), {}, 2, r"ids has the shape \[\]"),
+        ((torch.zeros(4),), {}, [3, 2], r"4 rows, and its parts should have \[3, 2\]: 5"),
+    ],
+)
+def test_what_can_not_be_divided_is_said(args, kwargs, parts, words):
+    batch = axis_of(IDS, ("others.pixels", 0, "*8x3"))
+    with pytest.raises(PlanError, match=words):
+        split(batch, Takes(), args, kwargs, parts)
+
+
+def test_inputs_with_other_rows_are_refused():
+    batch = axis_of(IDS, ("mask", 0, "*8"))
+    with pytest.raises(PlanError, match="ids has 4, mask has 2"):
+        split(batch, Takes(), (torch.zeros(4), torch.zeros(2)), {}, 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ([{"more": torch.zeros(2)}] * 2, "the output more was not there at planning"),
+        ([torch.zeros(2), (torch.zeros(2),)], "can't be put together: one is a"),
+        ([(torch.zeros(2), 1), (torch.zeros(2), 2)], "1 is 1 in one and something else"),
+        (
+            [torch.zeros(4), torch.zeros(4)],
+            "the output of the model has .4, 4. in dimension 0 for parts of .2, 2. rows",
+        ),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "does not go with the plan"),
+    ],
+)
+def test_outputs_nobody_knows_are_refused(outputs, words):
+    batch = axis_of(IDS, outputs=[cat(""), cat("0")])
+    parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
+    with pytest.raises(PlanError, match=words):
+        merge(batch, outputs, parts)
