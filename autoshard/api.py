@@ -55,18 +55,20 @@ def plan(
     pins: Mapping[str, Any] | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
     `devices`: "auto", a count, names, {name: size}, a spec such as "8xH100-80GB" or "2x24GiB,1x12GiB", a cluster file
     or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
     {module path: device}. `num_microbatches` and `schedule` ("gpipe", "1f1b", "interleaved" or "zero-bubble") are for
-    pipelines, and chosen where they are not given. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
+    pipelines, and chosen where they are not given. `tp_plan`: with "column-parallel", a dict as Transformers has it;
+    exactly what it names is cut, once it is proved. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
     """
     return _planned(
         model, devices, inputs, workload,
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
-        num_microbatches=num_microbatches, schedule=schedule,
+        num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
     )  # fmt: skip
 
 
@@ -97,12 +99,15 @@ def plan_measured(
     in_memory: Collection[str] = (),
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Plan:
     """Plan a model whose profile is known, with any strategy.
 
     "auto" cuts parameters only where there is one process per device: one process is slower at that than predicted.
     `in_memory`: names of parameters that can't be kept on disk.
     """
+    if tp_plan is not None and (strategy != "column-parallel" or pins):
+        raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
     if strategy == "auto" and not pins and _processes() == len(cluster.devices) > 1:
         return _placed_or_cut(model, inputs, profile, cluster, objective, max_memory)
     if strategy in ("pipeline", "data-parallel"):
@@ -117,7 +122,7 @@ def plan_measured(
         raise SpecError('modules can\'t be pinned with strategy="column-parallel": every device has a part of each.')
     if "disk" in cluster.names:
         raise SpecError('"disk" computes nothing: leave it out with strategy="column-parallel", or use "balanced".')
-    return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective)
+    return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective, tp_plan=tp_plan)
 
 
 def _plan_batched(
@@ -177,27 +182,26 @@ def _processes() -> int:
 
 
 def _plan_cuts(
-    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str, prove: "Prove | None" = None
-) -> Plan:
+    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str, prove: "Prove | None" = None,
+    tp_plan: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
     """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block."""
     from autoshard.axes.groups import find_groups
     from autoshard.capture.capture import capture as record
     from autoshard.prove.prove import make_prover
     from autoshard.strategies.column_parallel import column_parallel
+    from autoshard.strategies.written_cuts import as_written
 
     forward = dataclasses.replace(profile.workload, mode="inference", new_tokens=0)
     graph = record(model, inputs, workload=forward, composite=True)
     found = find_groups(graph)
+    prove = prove or make_prover(model, inputs, forward, graph, found)
     processes = _processes()
-    return column_parallel(
-        profile,
-        cluster,
-        found,
-        prove or make_prover(model, inputs, forward, graph, found),
-        objective=objective,
-        degree=processes if processes > 1 and processes == len(cluster.devices) else None,  # all of them run
-        even=not processes,  # one process runs all ranks on the same local shapes
-    )
+    even = not processes  # one process runs all ranks on the same local shapes
+    if tp_plan is not None:
+        return as_written(profile, cluster, found, prove, tp_plan, objective=objective, even=even)
+    degree = processes if processes > 1 and processes == len(cluster.devices) else None  # all of them run
+    return column_parallel(profile, cluster, found, prove, objective=objective, degree=degree, even=even)
 
 
 def plan_profile(

@@ -145,6 +145,16 @@ class Plan:
             )
         return {**self.placements, **self.streamed}
 
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """The dict that `from_pretrained(tp_plan=…)` takes, such as {"layers.*.mlp.up": "colwise"}.
+
+        Raises `PlanError`, naming the block, for cuts that it can't say: uneven ones, or with integers to be scaled.
+        """
+        from autoshard.tp_plan import write_tp_plan
+
+        return write_tp_plan(self)
+
     @classmethod
     def from_device_map(
         cls,

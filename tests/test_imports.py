@@ -31,6 +31,7 @@ FLOORS = (
         "torch_private",
         "layout",
         "sharding",
+        "tp_plan",
     },
     {"schedules"},
     {"capture", "cluster", "runtime"},

@@ -1,0 +1,94 @@
+"""Plans are said as a `tp_plan`, and one is carried out: what is written is cut, or refused with the reason."""
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.errors import PlanError, SpecError
+from autoshard.tp_plan import cut_dim, matches, pattern_of
+from tests.conformance.tp_plans import slow_devices
+from tests.models import by_name
+
+
+def planned(name, **settings):
+    case = by_name(name)
+    model, inputs = case.model(), case.example()
+    return model, inputs, autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel", **settings)
+
+
+def test_the_cuts_of_a_llama_are_those_that_transformers_has_written():
+    model, _, plan = planned("llama")
+    written = {key: style for key, style in model._tp_plan.items() if "layers" in key or "head" in key}
+    found = plan.tp_plan
+    assert written.items() <= found.items(), set(written.items()) - set(found.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_written_plan_is_carried_out(name):
+    case = by_name(name)
+    model, inputs = case.model(), case.example()
+    written = {key: style for key, style in model._tp_plan.items() if "layers.*" in key}
+    with autoshard.simulate("2x1GiB") as devices, torch.no_grad():
+        plan = autoshard.plan(model, devices, inputs=inputs, strategy="column-parallel", tp_plan=written)
+        expected = model(**inputs)[0]
+        autoshard.apply(model, plan)
+        found = model(**inputs)[0].cpu()
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())  # sums in another order
+    cut = {
+        pattern_of(f"{block}.{shard.name}").rpartition(".")[0]
+        for c in plan.cuts
+        for block in c.blocks
+        for shard in c.shards
+    }
+    assert cut == set(written)
+    assert plan.tp_plan == written
+
+
+def test_what_cannot_be_said_names_the_block():
+    _, _, plan = planned("gpt2")
+    with pytest.raises(PlanError, match=r"can't be said as a tp_plan: in transformer\.h\.0"):
+        plan.tp_plan  # noqa: B018
+    _, _, plan = planned("convnext")
+    with pytest.raises(PlanError, match="patch_embeddings, weight is cut along dimension 0"):
+        plan.tp_plan  # noqa: B018
+    with pytest.raises(PlanError, match="cuts no parameters"):
+        autoshard.Plan.from_device_map({"": "cpu"}).tp_plan  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"model.layers.*.self_attn.nothing": "colwise"}, "no module or parameter"),
+        ({"model.layers.*.mlp.up_proj": "sideways"}, "style 'sideways'"),
+        ({"model.norm": 3}, "a tp_plan is a dict"),
+    ],
+)
+def test_a_written_plan_that_makes_no_sense(written, words):
+    with pytest.raises(PlanError, match=words):
+        planned("llama", tp_plan=written)
+
+
+def test_what_is_written_and_cannot_be_cut_is_refused():
+    case = by_name("llama")
+    written = {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
+    devices = slow_devices(7)  # nothing in it is a multiple of 7, and one process cuts evenly
+    with pytest.raises(PlanError, match="7"):
+        autoshard.plan(case.model(), devices, inputs=case.example(), strategy="column-parallel", tp_plan=written)
+
+
+def test_a_tp_plan_wants_its_strategy():
+    case = by_name("llama")
+    with pytest.raises(SpecError, match="column-parallel"):
+        autoshard.plan(case.model(), slow_devices(2), inputs=case.example(), tp_plan={})
+
+
+def test_patterns():
+    assert pattern_of("model.layers.11.mlp.w1") == "model.layers.*.mlp.w1"
+    assert pattern_of("0.weight") == "*.weight"
+    assert matches("layers.*.up", "layers.10.up") and not matches("layers.*.up", "layers.x.up")
+    assert (cut_dim("colwise", 2), cut_dim("colwise", 3), cut_dim("rowwise", 2), cut_dim("rowwise", 1)) == (
+        0,
+        1,
+        1,
+        None,
+    )
