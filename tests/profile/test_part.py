@@ -1,0 +1,82 @@
+"""The profile of a part of the batch equals that of a run with so many rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput
+from autoshard.cluster.parse import parse_devices
+from autoshard.cost import estimate
+from autoshard.plan import Plan
+from autoshard.profile.part import part_of_batch
+from autoshard.workload import Workload
+
+
+class Decoder(nn.Module):
+    """A mask that is made inside, a table that is expanded over the batch, and a loss over all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.places = nn.Embedding(50, 32), nn.Embedding(16, 32)
+        self.mix, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids, labels):
+        rows, length = ids.shape
+        at = torch.arange(length, device=ids.device).expand(rows, length)
+        x = self.table(ids) + self.places(at)
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.mix(x).chunk(3, -1))
+        mask = torch.full((length, length), -1e9).triu(1)[None, None].expand(rows, 1, length, length)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def decoder(rows):
+    return {"ids": torch.randint(0, 50, (rows, 6)), "labels": torch.randint(0, 50, (rows, 6))}
+
+
+def pictures(rows):
+    return {"x": torch.randn(rows, 3, 10, 10)}
+
+
+def figures(profile):
+    cluster = parse_devices("1x80GiB")
+    plan = Plan(
+        strategy="balanced", objective="latency", workload=profile.workload, devices=(),
+        placements={"": cluster.names[0]},
+    )  # fmt: skip
+    return estimate(plan, profile, cluster, lower_bound_seconds=0.0).devices[0]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("kind, make", [(Decoder, decoder), (Pictures, pictures)])
+def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
+    model, workload = kind(), Workload(mode=mode)
+    batch = BatchAxis(
+        size=16, inputs=tuple(BatchInput(path=name, dim=0, axis="*16") for name in make(1)), outputs=()
+    )  # fmt: skip
+    part = figures(part_of_batch(autoshard.profile(model, make(16), workload=workload), batch, 4))
+    own = figures(autoshard.profile(model, make(4), workload=workload))
+    assert part.peak_bytes == pytest.approx(own.peak_bytes, rel=2e-3)
+    assert part.compute_seconds == pytest.approx(own.compute_seconds, rel=1e-3)
+    for name in ("parameter_bytes", "optimizer_bytes"):
+        assert getattr(part, name) == getattr(own, name)
+
+
+def test_the_whole_batch_is_the_profile_itself():
+    profile = autoshard.profile(Pictures(), pictures(8))
+    batch = BatchAxis(size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=())
+    assert part_of_batch(profile, batch, 8) is profile
