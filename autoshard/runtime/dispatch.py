@@ -17,6 +17,8 @@ from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.runtime.staged import apply_stages, remove_stages
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) -> nn.Module:
@@ -27,6 +29,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     model on meta while it is cut. Raises `PlanError` if the plan does not belong to the model, `ApplyError` if it can't
     be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
+    if plan.mesh is not None and plan.mesh.pipeline > 1 and _processes() > 1:
+        return _apply_pipeline(model, plan)
     if not plan.cuts:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
@@ -35,18 +39,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         _check_belongs(model, plan)
     except PlanError as error:
         problem = error
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _processes() > 1:
         ranks = ProcessRanks.of()
-        if ranks.size != len(plan.devices):
-            problem = PlanError(
-                f"the plan is for {len(plan.devices)} devices, and {ranks.size} processes run. Start as many as it has "
-                f"devices (torchrun --nproc-per-node {len(plan.devices)}), or plan for {ranks.size}."
-            )
-        device: torch.device | None = None
-        try:
-            device = None if problem is not None else _own_device(plan, ranks.rank)
-        except ApplyError as error:
-            problem = error
+        device, problem = _own_place(plan, ranks, problem)
         if is_applied(model):
             agree(ranks, Mark(), problem)  # all ranks remove, or none
             remove(model)
@@ -60,6 +55,41 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader)
 
 
+def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
+    """Keep the stages of this process; where something is applied already, all ranks remove it first."""
+    problem: PlanError | ApplyError | None = None
+    record = pipeline_record(model)
+    try:
+        if record is None:
+            _check_not_cut(model)
+        placing.check_belongs(model, plan, named_tensors(model))
+    except (PlanError, ApplyError) as error:
+        problem = error
+    ranks = ProcessRanks.of()
+    device, problem = _own_place(plan, ranks, problem)
+    if is_applied(model):
+        agree(ranks, Mark(), problem)
+        remove(model)
+    return apply_stages(model, plan, ranks, device=device, problem=problem)
+
+
+def _own_place(
+    plan: Plan, ranks: ProcessRanks, problem: PlanError | ApplyError | None
+) -> tuple[torch.device | None, PlanError | ApplyError | None]:
+    """The device of this process, or why it has none; `problem`: what was found before."""
+    if ranks.size != len(plan.devices):
+        problem = PlanError(
+            f"the plan is for {len(plan.devices)} devices, and {ranks.size} processes run. Start as many as it has "
+            f"devices (torchrun --nproc-per-node {len(plan.devices)}), or plan for {ranks.size}."
+        )
+    if problem is not None:
+        return None, problem
+    try:
+        return _own_device(plan, ranks.rank), None
+    except ApplyError as error:
+        return None, error
+
+
 def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
     """Apply a `device_map`; see `runtime.apply.apply_device_map`."""
     _check_not_cut(model)
@@ -68,12 +98,14 @@ def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Modu
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply_plan`: the same module, whole, where it was. Raises `ApplyError` if nothing is applied."""
+    if pipeline_record(model) is not None:
+        return remove_stages(model)
     return remove_cuts(model) if cut_record(model) is not None else placing.remove(model)
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is applied to this very module."""
-    return cut_record(model) is not None or placing.is_applied(model)
+    return cut_record(model) is not None or pipeline_record(model) is not None or placing.is_applied(model)
 
 
 def _check_belongs(model: nn.Module, plan: Plan) -> None:
@@ -93,6 +125,11 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
 def _check_not_cut(model: nn.Module) -> None:
     if cut_record(model) is not None:
         raise ApplyError("this model is cut over ranks. Call autoshard.remove(model) first, on all of them.")
+
+
+def _processes() -> int:
+    """How many processes of torch.distributed run, 0 if it is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _own_device(plan: Plan, rank: int) -> torch.device:

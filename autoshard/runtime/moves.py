@@ -93,7 +93,7 @@ def _replace(tensor: torch.Tensor, data: torch.Tensor, log: list[Undo]) -> None:
     """Give `tensor` the memory of `data`, keeping the object and its attributes; its gradient goes with it."""
     grad = tensor.grad if tensor.is_leaf else None
     old, old_grad = tensor.detach(), None if grad is None else grad.detach()
-    new_grad = None if grad is None else copy_tensor(grad.detach(), data.device)
+    new_grad = None if grad is None or data.is_meta else copy_tensor(grad.detach(), data.device)
     log.append(lambda: _set_memory(tensor, old, grad, old_grad))
     _set_memory(tensor, data, grad, new_grad)
 
@@ -113,7 +113,8 @@ def _set_memory(
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Do `tensor.data = data` also where the types of the two, or their devices, differ."""
     same_kind = tensor.device == data.device and not is_packed(tensor)  # `.data = ` leaves what is behind a face there
-    if same_kind or (type(data) is torch.Tensor and type(tensor) in _ORDINARY):
+    ordinary = type(data) is torch.Tensor and type(tensor) in _ORDINARY and tensor.is_meta == data.is_meta
+    if same_kind or ordinary:
         tensor.data = data
     else:
         swap(tensor, data)

@@ -1,0 +1,77 @@
+"""What a process of a pipeline knows: its place in the mesh, its stages, which tensors it has, and who has the others.
+
+plan.stages   0 embed, layers.0     1 layers.1           2 layers.2           3 norm, head (tied to embed)
+position      0 (rank 0)            1 (rank 1)           0                    1
+embed.weight  held by stage 0 and, tied, by stage 3: both positions have it, position 0 is its owner
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.plan import Plan
+from autoshard.runtime.collectives import ProcessRanks
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineRecord:
+    """What was applied to a model in this process, and what undoes it.
+
+    Attributes:
+        ranks: all processes of the plan; `across`: those of this replica and tensor rank, by pipeline position;
+            `replicas`: those that have the same part of the model, None without replicas.
+        replica, position, tensor_rank: of this process (`Mesh.place`).
+        stages: numbers of the stages that this process runs, ascending.
+        holders: name of every parameter and buffer, tied ones under each name -> positions that have it, the owner
+            first. Small buffers are kept by all positions; the owner's count.
+        originals: name -> device it was on before; `whole`: name -> its shape when the model is whole.
+        silent: set while the model runs only to be recorded: whatever hooks a forward lets it pass.
+        extras: what else belongs to the applied model, by who put it there.
+        handles: undo the hooks.
+    """
+
+    plan: Plan
+    ranks: ProcessRanks
+    across: ProcessRanks
+    replicas: ProcessRanks | None = None
+    replica: int
+    position: int
+    tensor_rank: int
+    device: torch.device
+    stages: tuple[int, ...]
+    holders: dict[str, tuple[int, ...]]
+    originals: Mapping[str, torch.device]
+    silent: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+
+    def owner(self, name: str) -> int:
+        """The position whose value of a tensor counts."""
+        return self.holders[name][0]
+
+    def has(self, name: str) -> bool:
+        """Whether this process has the values of a tensor."""
+        return self.position in self.holders[name]
+
+    def __deepcopy__(self, memo: dict) -> "PipelineRecord":
+        return self  # a copy of the model runs on the same processes
+
+
+class Marked:
+    """The hook on the root that holds the record; it does nothing."""
+
+    def __init__(self, record: PipelineRecord) -> None:
+        self.record = record
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        return None
+
+
+def pipeline_record(model: nn.Module) -> PipelineRecord | None:
+    """What of a pipeline over processes was applied to a model, None if nothing was."""
+    hooks = torch_private.forward_pre_hooks(model)
+    return next((hook.record for hook in hooks if isinstance(hook, Marked)), None)

@@ -1,0 +1,220 @@
+"""Keep only one's own stages of a pipeline: the rest of the model goes to meta, in place, and comes back on removal.
+
+    rank 0   embed ██  layers.0 ██  layers.1 ░░  head ░░          ██ values   ░░ meta: names and shapes only
+    rank 1   embed ░░  layers.0 ░░  layers.1 ██  head ██
+
+Small buffers stay everywhere: tables and masks decide which way a forward goes.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.errors import ApplyError, PlanError
+from autoshard.placement import covering_entry
+from autoshard.plan import Mesh, Plan
+from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.devices import META
+from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
+from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
+
+SMALL_BUFFER = 1 << 16
+"""Elements up to which a buffer of another stage is kept: capture keeps the values of these."""
+
+
+def apply_stages(
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None
+) -> nn.Module:
+    """Keep the stages of a plan that are this process's; returns the same object. All ranks call it.
+
+    `device`: where this process computes, None if `problem` says why this rank can't go on. Raises `PlanError`,
+    `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
+    """
+    undo: Undo | None = None
+    tensors = named_tensors(model)
+    mark = Mark()
+    error = problem
+    record: PipelineRecord | None = None
+    try:
+        if problem is None:
+            assert device is not None
+            check_stages(plan, tensors)
+            record = _record(plan, ranks, device, tensors)
+            _check_values(record, tensors)
+            mark = _mark(model, plan, device)
+    except Exception as found:
+        error = found
+    agree(ranks, mark, error, device)
+    assert record is not None and plan.mesh is not None
+    record.across, record.replicas = _groups(plan.mesh, ranks, record)
+    try:
+        try:
+            undo = move_tensors(tensors, _resting(record, tensors))
+        except Exception as found:
+            error = found
+        agree(ranks, Mark(), error)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    record.handles.append(model.register_forward_pre_hook(Marked(record)))
+    return model
+
+
+def remove_stages(model: nn.Module) -> nn.Module:
+    """Bring the whole model back, with its present values, to where it was; all ranks call it.
+
+    Raises `ApplyError` if nothing is applied, `RankError` if a rank is gone.
+    """
+    record = pipeline_record(model)
+    if record is None:
+        raise ApplyError("nothing to remove: this model is not divided into stages.")
+    tensors = named_tensors(model)
+    for names in tied_groups(tensors):
+        _bring_back([tensors[name] for name in names], record, names[0])
+    for handle in record.handles:
+        handle.remove()
+    return model
+
+
+def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch.Tensor:
+    """The value of a parameter or buffer on its owner's position; all ranks call it."""
+    have = record.has(name)
+    sent = value.detach().contiguous() if have else torch.empty(value.shape, dtype=value.dtype, device=record.device)
+    record.across.broadcast(sent, record.owner(name))
+    return sent
+
+
+def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `PlanError` unless the stages of a plan have all tensors, and each of them some."""
+    assert plan.mesh is not None
+    if not plan.stages or len(plan.stages) % plan.mesh.pipeline:
+        raise PlanError(
+            f"this plan has {len(plan.stages)} stages for {plan.mesh.pipeline} positions of a pipeline. Plan again "
+            'with strategy="pipeline".'
+        )
+    stages = stage_of_tensors(plan, tensors)
+    for number, stage in enumerate(plan.stages):
+        if number not in set(stages.values()):
+            listed = ", ".join(stage.paths[:3]) or "nothing"
+            raise PlanError(
+                f"stage {number} of the plan ({listed}) has no parameters. Plan with fewer stages than "
+                f"{len(plan.stages)}."
+            )
+
+
+def stage_of_tensors(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name of every parameter and buffer -> the stage whose paths have it. Raises `PlanError` if none has."""
+    of_path = {path: str(number) for number, stage in enumerate(plan.stages) for path in stage.paths}
+    found: dict[str, int] = {}
+    for name in tensors:
+        entry = covering_entry(of_path, name)
+        if entry is None:
+            raise PlanError(f"no stage of the plan has {name}. Plan this model again.")
+        found[name] = int(of_path[entry])
+    return found
+
+
+def _record(
+    plan: Plan, ranks: ProcessRanks, device: torch.device, tensors: Mapping[str, torch.Tensor]
+) -> PipelineRecord:
+    mesh = plan.mesh
+    assert mesh is not None
+    replica, position, tensor_rank = mesh.place(ranks.rank)
+    stages = stage_of_tensors(plan, tensors)
+    holders: dict[str, tuple[int, ...]] = {}
+    for names in tied_groups(tensors):
+        places = sorted({stages[name] for name in names})
+        holders.update(dict.fromkeys(names, tuple(dict.fromkeys(stage % mesh.pipeline for stage in places))))
+    return PipelineRecord(
+        plan=plan,
+        ranks=ranks,
+        across=ranks,
+        replica=replica,
+        position=position,
+        tensor_rank=tensor_rank,
+        device=device,
+        stages=tuple(range(position, len(plan.stages), mesh.pipeline)),
+        holders=holders,
+        originals={name: tensor.device for name, tensor in tensors.items()},
+    )
+
+
+def _check_values(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_meta and record.has(name):
+            raise ApplyError(
+                f"{name} has no data: it is on the meta device, and this process (rank {record.ranks.rank}) runs its "
+                "stage. Load the weights first."
+            )
+
+
+def _mark(model: nn.Module, plan: Plan, device: torch.device) -> Mark:
+    """What all ranks must have alike; weights can be compared only where all are there."""
+    mark = mark_of(model, plan.cuts, device)
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    partial = any(tensor.is_meta for tensor in named_tensors(model).values())
+    return Mark(plan=digest, model=mark.model, weights="" if partial else mark.weights, random=mark.random)
+
+
+def _groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> tuple[ProcessRanks, ProcessRanks | None]:
+    """The groups of this process along the mesh; all ranks call it."""
+    if mesh.size == mesh.pipeline:
+        return ranks, None
+    across: list[list[int]] = [
+        [mesh.rank(data=d, pipeline=p, tensor=t) for p in range(mesh.pipeline)]
+        for d in range(mesh.data)
+        for t in range(mesh.tensor)
+    ]
+    replicas = [
+        [mesh.rank(data=d, pipeline=p, tensor=t) for d in range(mesh.data)]
+        for p in range(mesh.pipeline)
+        for t in range(mesh.tensor)
+    ]
+    return group_of(across, ranks), group_of(replicas, ranks) if mesh.data > 1 else None
+
+
+def group_of(lists: Sequence[Sequence[int]], ranks: ProcessRanks) -> ProcessRanks:
+    """Make a group of each list of ranks and return the one that this process is in; all ranks call it."""
+    own: Any = None
+    for members in lists:
+        group = dist.new_group(list(members))
+        if ranks.rank in members:
+            own = ProcessRanks.of(group)
+            own.processes[:] = [ranks.processes[member] for member in members]
+    return own
+
+
+def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.device]:
+    """Where every tensor is while the plan is applied."""
+    parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def stays(name: str) -> bool:
+        small = name not in parameters and tensors[name].numel() <= SMALL_BUFFER
+        return record.has(name) or (small and not tensors[name].is_meta)
+
+    return {
+        name: record.device if any(stays(one) for one in names) else META
+        for names in tied_groups(tensors)
+        for name in names
+    }
+
+
+def _bring_back(tensors: list[torch.Tensor], record: PipelineRecord, name: str) -> None:
+    """Give tensors that share one storage the values of their owner, where they were before."""
+    objects = list({id(tensor): tensor for tensor in tensors}.values())
+    first = objects[0]
+    target = record.originals.get(name, record.device)
+    if len(objects) == 1:
+        value = whole_value(first, name, record).to(target)
+        set_data(first, value if value is not first.detach() else value.clone())
+        return
+    size = first.untyped_storage().nbytes() // first.element_size()
+    whole = whole_value(first.detach().as_strided((size,), (1,), 0), name, record).to(target)
+    for part in objects:
+        set_data(part, whole.view(part.dtype).as_strided(part.shape, part.stride(), part.storage_offset()))
