@@ -29,19 +29,32 @@ Parts = tuple[float, ...]
 """Per rank, the part of a tensor that it has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What ranks do together after op `op` of a forward, in a block: a tensor is summed, or put together."""
+
+    op: int
+    block: str
+    gathers: bool
+    nbytes: int
+
+    def seconds(self, cluster: Cluster, names: Sequence[str]) -> float:
+        """Seconds of it over some devices."""
+        return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes)
+
+
 @dataclass(slots=True, kw_only=True)
 class Traced:
     """What cuts do to one recorded run.
 
     Attributes:
         parts: value -> the part of it that each rank has; values that all ranks have whole are absent.
-        reduced, gathered: bytes of every tensor that is summed, or put together, in a forward.
+        collectives: of a forward, block by block.
         lost: blocks in which a cut could not be followed.
     """
 
     parts: dict[int, Parts] = field(default_factory=dict)
-    reduced: list[int] = field(default_factory=list)
-    gathered: list[int] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
@@ -54,10 +67,8 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     check_devices(names, cluster, "cuts the model over")
     traced = trace_cuts(profile.graph, plan.cuts)
     passes = 2 if profile.workload.training else 1  # backward sums where forward lets in, and the other way round
-    seconds = passes * (
-        sum(all_reduce_seconds(cluster, names, nbytes) for nbytes in traced.reduced)
-        + sum(all_gather_seconds(cluster, names, nbytes) for nbytes in traced.gathered)
-    )
+    seconds = passes * sum(collective.seconds(cluster, names) for collective in traced.collectives)
+    gathers = sum(collective.gathers for collective in traced.collectives)
     ranks = _ranks(plan, profile, cluster, traced)
     devices = tuple(
         replace(ranks[name], transfer_seconds=seconds)
@@ -80,8 +91,8 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         fits=all(device.free_bytes >= 0 for device in devices),
         notes=notes,
         collective_seconds=seconds,
-        all_reduces=len(traced.reduced) * passes,
-        all_gathers=len(traced.gathered) * passes,
+        all_reduces=(len(traced.collectives) - gathers) * passes,
+        all_gathers=gathers * passes,
     )
 
 
@@ -233,7 +244,8 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
             continue
         if value in blocks.leaving:
             if maker < begin and maker not in uncounted:
-                traced.gathered.append(graph.values[value].nbytes)
+                nbytes = graph.values[value].nbytes
+                traced.collectives.append(Collective(op=maker, block=block, gathers=True, nbytes=nbytes))
             continue
         whole = max(prod(graph.values[value].shape), 1)
         sizes = [prod(local_size(axis, {leaf: share}) for axis in axes) / whole for share in cut.shares]
@@ -244,4 +256,7 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
     for op in sorted(due):
         partial = any(walk.cut_dims(value, leaf) for value in graph.ops[op].inputs if value not in gathered)
         if partial and op < begin and op not in uncounted:
-            traced.reduced += [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
+            traced.collectives += [
+                Collective(op=op, block=block, gathers=False, nbytes=graph.values[value].nbytes)
+                for value in graph.ops[op].outputs[:1]
+            ]

@@ -58,12 +58,12 @@ def estimate_streamed(
     """
     check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
     graph = profile.graph
-    modules = _streamed(plan, graph)
+    modules = streamed_modules(plan, graph)
     moves = flow_of_plan or flow(graph, plan.placements)
     moved = with_slots(moves, modules, graph)
     bare = estimate(plan, profile, cluster, flow_of_plan=moved, lower_bound_seconds=0.0)
     timed = [module for module in modules if module.store != module.device]
-    fetch = [_fetch_seconds(module, graph, cluster) for module in timed]
+    fetch = [module_fetch_seconds(module, graph, cluster) for module in timed]
     on_disk = [module.store == "disk" for module in timed]
     calls, after = pass_calls(profile, cluster, moves, timed)
     least = least_seconds(calls, after, fetch, on_disk)
@@ -162,8 +162,8 @@ def pass_calls(
     return tuple(calls), float(total[-1] - total[at])
 
 
-def _streamed(plan: Plan, graph: ModelGraph) -> list[Streamed]:
-    """The streamed modules of a plan with what the graph knows of them."""
+def streamed_modules(plan: Plan, graph: ModelGraph) -> list[Streamed]:
+    """Return the streamed modules of a plan with what the graph knows of them. Raises `PlanError` for unknown ones."""
     known = {module.path for module in graph.modules}
     unknown = [path for path in plan.streamed if path not in known]
     if unknown:
@@ -191,7 +191,8 @@ def _streamed(plan: Plan, graph: ModelGraph) -> list[Streamed]:
     ]  # fmt: skip
 
 
-def _fetch_seconds(module: Streamed, graph: ModelGraph, cluster: Cluster) -> float:
+def module_fetch_seconds(module: Streamed, graph: ModelGraph, cluster: Cluster) -> float:
+    """Return the seconds of bringing a streamed module once."""
     return fetch_seconds(module.storages, graph, cluster, module.store, module.device)
 
 

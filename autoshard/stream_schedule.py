@@ -31,13 +31,32 @@ class StreamCall:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A call of a streamed module in the last pass played, and the fetch that begins when it ends; seconds from its begin.
+
+    `call` and `brought` count the calls of modules that are fetched, in order.
+    """
+
+    call: int
+    start_seconds: float
+    brought: int
+    fetch_begin_seconds: float
+    fetch_end_seconds: float
+
+
 def steady_seconds(
-    calls: Sequence[StreamCall], after_seconds: float, fetch_seconds: Sequence[float], on_disk: Sequence[bool]
+    calls: Sequence[StreamCall],
+    after_seconds: float,
+    fetch_seconds: Sequence[float],
+    on_disk: Sequence[bool],
+    turns: list[Turn] | None = None,
 ) -> float:
     """Return the seconds of one pass in the long run.
 
     `fetch_seconds` per module: of bringing it once, 0 if it stays. `on_disk` per module: it is brought from the disk.
     Passes are played until what is under way at the end of one has been seen before; then the mean of that period.
+    `turns`: gets those of the last pass played.
     """
     before, inside, device, fetch, disk, tail = _events(calls, after_seconds, fetch_seconds, on_disk)
     if not fetch:
@@ -50,6 +69,9 @@ def steady_seconds(
     seen: dict[tuple[int, ...], tuple[int, float]] = {}
     ends = []
     for number in range(_MOST_PASSES):
+        if turns is not None:
+            turns.clear()
+        begin = now
         for i, d in enumerate(device):
             now = max(now + before[i], ready[d].popleft()) + inside[i]
             brought = following[i]
@@ -58,6 +80,13 @@ def steady_seconds(
             if disk[brought]:
                 disk_free = link[d]
             ready[d].append(link[d])
+            if turns is not None:
+                turns.append(
+                    Turn(
+                        call=i, start_seconds=now - inside[i] - begin, brought=brought,
+                        fetch_begin_seconds=start - begin, fetch_end_seconds=link[d] - begin,
+                    )
+                )  # fmt: skip
         now += tail
         ends.append(now)
         under_way = [time for queue in ready.values() for time in queue] + [*link.values(), disk_free]

@@ -1,0 +1,125 @@
+"""Devices that work at the same time: ranks of a plan with cuts, stages, replicas."""
+
+from collections.abc import Sequence
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster
+from autoshard.cost import check_devices
+from autoshard.cut_cost import OUTSIDE, Collective, local_profile, trace_cuts
+from autoshard.estimate import Estimate, Event
+from autoshard.flow import flow
+from autoshard.mesh_cost import estimate_mesh
+from autoshard.module_paths import above
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.timeline.turns import Run, optimizer_events, runs
+
+
+def of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
+    """Ranks side by side, with what they do together.
+
+    The estimate is that of the rank with most to compute. It sets the pace: the others begin every part between two
+    collectives when it does. One that takes longer than it for a part begins its next one later.
+    """
+    names = [device.name for device in plan.devices]
+    check_devices(names, cluster, "cuts the model over")
+    graph = profile.graph
+    traced = trace_cuts(graph, plan.cuts)
+    after: dict[int, list[Collective]] = {}
+    for collective in traced.collectives:
+        after.setdefault(collective.op + 1, []).append(collective)
+        if profile.workload.training:
+            after.setdefault(_backward_end(graph, collective), []).append(collective)
+    parts: dict[str, list[list[Run]]] = {}
+    ends: dict[str, list[Event]] = {}
+    breaks = {at for at in after if at < len(graph.ops)}
+    for rank, name in enumerate(names):
+        local = local_profile(profile, traced, rank)
+        moves = flow(local.graph, {"": name})
+        parts[name] = _parts(runs(local, cluster, moves.devices, moves.op_device, breaks), sorted(after))
+        ends[name] = optimizer_events(local, cluster, moves, 0.0, together=True)
+
+    def total(name: str) -> float:
+        return sum(run[5] for part in parts[name] for run in part) + sum(event.end_seconds for event in ends[name])
+
+    pace = max(names, key=total)
+    return _side_by_side(parts, ends, pace, [after[at] for at in sorted(after)], cluster, names)
+
+
+def _side_by_side(
+    parts: dict[str, list[list[Run]]], ends: dict[str, list[Event]], pace: str, together: Sequence[list[Collective]],
+    cluster: Cluster, names: list[str],
+) -> list[Event]:  # fmt: skip
+    """Part by part: every rank computes, then all of them do what comes after."""
+    found: list[Event] = []
+    clock, clocks = 0.0, dict.fromkeys(names, 0.0)
+    for number in range(len(together) + 1):
+        for name in names:
+            at = max(clock, clocks[name])
+            for _, _, device, kind, label, seconds in parts[name][number]:
+                if seconds:
+                    found.append(
+                        Event(device=device, kind=kind, begin_seconds=at, end_seconds=at + seconds, label=label)
+                    )
+                    at += seconds
+            clocks[name] = at
+        clock = clocks[pace]
+        for collective in together[number] if number < len(together) else ():
+            seconds = collective.seconds(cluster, names)
+            kind = "all-gather" if collective.gathers else "all-reduce"
+            found += [
+                Event(
+                    device=name, kind=kind, begin_seconds=clock, end_seconds=clock + seconds, nbytes=collective.nbytes,
+                    label=collective.block,
+                )
+                for name in names
+            ]  # fmt: skip
+            clock += seconds
+    for name in names:
+        for event in ends[name]:
+            begin = max(clock, clocks[name])
+            found.append(
+                Event(device=name, kind=event.kind, begin_seconds=begin, end_seconds=begin + event.end_seconds)
+            )
+    return found
+
+
+def _parts(found: list[Run], bounds: Sequence[int]) -> list[list[Run]]:
+    """Runs between the ops of some bounds: one part more than there are bounds."""
+    parts: list[list[Run]] = [[] for _ in range(len(bounds) + 1)]
+    number = 0
+    for run in found:
+        while number < len(bounds) and run[0] >= bounds[number]:
+            number += 1
+        parts[number].append(run)
+    return parts
+
+
+def _backward_end(graph: ModelGraph, collective: Collective) -> int:
+    """The op after the last backward op of the collective's block; the backward sums what the block let in."""
+    last = graph.backward_begin - 1
+    for op in range(len(graph.ops) - 1, graph.backward_begin - 1, -1):
+        path = graph.calls[graph.ops[op].call].path
+        if collective.block in (OUTSIDE, "", path) or collective.block in above(path):
+            last = op
+            break
+    return last + 1
+
+
+def of_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
+    """Stages and replicas: the events of the estimate's own simulation, and what comes after them."""
+    estimate = estimate_mesh(plan, profile, cluster)
+    return list(estimate.pipelining.events) if estimate.pipelining is not None else _at_once(estimate)
+
+
+def _at_once(estimate: Estimate) -> list[Event]:
+    """Devices that compute alone and then do something together, of which only sums are known."""
+    found = []
+    for device in estimate.devices:
+        times = (("forward", device.compute_seconds), ("all-reduce", device.transfer_seconds))
+        clock = 0.0
+        for kind, seconds in times:
+            if seconds:
+                found.append(Event(device=device.name, kind=kind, begin_seconds=clock, end_seconds=clock + seconds))
+                clock += seconds
+    return found
