@@ -19,6 +19,8 @@ from autoshard.workload import Workload
 
 PLAN_VERSION = 1
 PLAN_FORMAT = "autoshard plan"
+PLAN_VARIABLE = "AUTOSHARD_PLAN"
+"""Environment variable by which `autoshard run --plan` tells a script its plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +237,14 @@ class Plan:
             raise PlanError(f"cannot write a plan to {target}: {error.strerror}. Choose another path.") from None
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a plan file. Raises `PlanError` if it is missing, damaged, newer than this version or not a plan."""
+    def load(cls, path: str | os.PathLike[str] | None = None) -> "Plan":
+        """Read a plan file; without a path that of `autoshard run --plan FILE`.
+
+        Raises `PlanError` if it is missing, damaged, newer than this version or not a plan.
+        """
+        path = path or os.environ.get(PLAN_VARIABLE)
+        if path is None:
+            raise PlanError("no plan was given. Name a file, or start the script with `autoshard run --plan FILE`.")
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:

@@ -42,7 +42,7 @@ FLOORS = (
     {"pipeline_cost", "replica_cost"},
     {"mesh_cost"},
     {"strategies"},
-    {"verify", "timeline"},
+    {"verify", "timeline", "doctor"},
     {"integrations"},
     {"api"},
     {"report"},

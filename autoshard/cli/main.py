@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
+from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.options import (
     BatchOption,
     DevicesOption,
@@ -246,6 +247,10 @@ def devices_command(
         print_json(cluster.to_dict())
     else:
         print_devices(output(), cluster)
+
+
+app.command("doctor")(doctor_command)
+app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 
 
 def run() -> None:

@@ -83,6 +83,11 @@ def fresh_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, copy=True)
 
 
+def goes_through_host(source: torch.device, destination: torch.device) -> bool:
+    """Whether `check_copies` found direct copies between two devices to be wrong."""
+    return (source, destination) in _staged
+
+
 def copy_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return gapped_strides(tuple(tensor.shape), tensor.stride(), tensor.element_size())
 

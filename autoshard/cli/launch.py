@@ -1,0 +1,102 @@
+"""How a script is started: plainly, or by torchrun with one process per device."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autoshard.errors import PlanError, SpecError
+from autoshard.plan import PLAN_VARIABLE, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command, and what its environment has besides ours."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """As one would type it."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*settings, shlex.join(self.command)])
+
+
+def processes_of(plan: Plan) -> int:
+    """How many processes a plan runs best with: one per device where ranks share parameters or the batch, else one."""
+    if plan.mesh is not None:
+        return plan.mesh.size
+    return len(plan.devices) if plan.cuts else 1
+
+
+def launch_of(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    plan_file: Path | None = None,
+    processes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+    max_restarts: int = 0,
+) -> Launch:
+    """Work out the command. Raises `SpecError` where the plan, the machines and the options don't go together."""
+    if not script.is_file():
+        raise SpecError(f"there is no file {script}. Name the Python file to run: autoshard run train.py")
+    plan = Plan.load(plan_file) if plan_file is not None else None
+    hosts = len({device.host for device in plan.devices}) if plan is not None else 1
+    count = processes or (processes_of(plan) if plan is not None else _accelerators())
+    if plan is not None and plan.mesh is not None and count not in (1, plan.mesh.size):
+        raise PlanError(
+            f"{plan_file} is for {plan.mesh.size} processes, one per device, or for one that uses all devices; "
+            f"--processes says {count}. Leave it out, or plan for {count} devices."
+        )
+    environment: dict[str, str] = {}
+    if plan_file is not None:
+        environment[PLAN_VARIABLE] = str(plan_file.resolve())
+    if count == 1:
+        return Launch(command=(sys.executable, str(script), *arguments), environment=environment)
+    here, rest = divmod(count, hosts)
+    if rest:
+        raise SpecError(f"{count} processes don't divide over the {hosts} machines of the plan. Give --processes.")
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets 1, which leaves cores idle
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // here))
+    options = [f"--nproc-per-node={here}", f"--max-restarts={max_restarts}"]
+    if hosts > 1:
+        if node_rank is None or rendezvous is None:
+            raise SpecError(
+                f"this plan is for {hosts} machines. On each of them run the same command with --node-rank 0 to "
+                f"{hosts - 1} and --rendezvous HOST:PORT, where HOST is the first of them."
+            )
+        options += [
+            f"--nnodes={hosts}", f"--node-rank={node_rank}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}",
+        ]  # fmt: skip
+    else:
+        options.append("--standalone")
+    command = (sys.executable, "-m", "torch.distributed.run", *options, str(script), *arguments)
+    return Launch(command=command, environment=environment)
+
+
+def _accelerators() -> int:
+    from autoshard.cluster.detect import accelerator_names
+
+    return max(1, len(accelerator_names()))
+
+
+def start(launch: Launch) -> int:
+    """Run it to its end, hand signals on, and return its exit status (128 + the signal that ended it)."""
+    process = subprocess.Popen(launch.command, env={**os.environ, **launch.environment})
+    previous = {
+        number: signal.signal(number, lambda received, _frame: process.send_signal(received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
