@@ -1,9 +1,6 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
-import contextlib
 import gc
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,8 +24,8 @@ from autoshard.cli.options import (
     TargetArgument,
     TrainOption,
 )
-from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.workload import Workload
+from autoshard.cli.steps import capturing, check_same_model, devices_of, load, pairs, profile_of, workload_of
+from autoshard.errors import SpecError
 
 if TYPE_CHECKING:
     from autoshard.cli.target import Target
@@ -77,12 +74,12 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    from autoshard.api import plan_measured
+    from autoshard.planning import plan_measured
 
-    limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
-    cluster = _cluster(devices, limits)
-    loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
-    profile = _profile(loaded)
+    limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
+    cluster = devices_of(devices, limits)
+    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
+    profile = profile_of(loaded)
     with step("planning"):
         plan = plan_measured(
             loaded.model, loaded.inputs, profile, cluster,
@@ -113,10 +110,10 @@ def profile_command(
 ) -> None:
     """Show memory and compute of TARGET, module by module. Nothing is allocated."""
     if axes:
-        _show_axes(_load(target, _workload(batch, seq, new_tokens, train, optimizer)), as_json)
+        _show_axes(load(target, workload_of(batch, seq, new_tokens, train, optimizer)), as_json)
         return
-    loaded = _load(target, _workload(batch, seq, new_tokens, train, optimizer))
-    profile = _profile(loaded)
+    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
+    profile = profile_of(loaded)
     if as_json:
         from autoshard.report.document import profile_document
 
@@ -149,11 +146,11 @@ def estimate_command(
     from autoshard.cluster.parse import cluster_of
 
     plan = read_plan(plan_file)
-    asked = _workload(batch, seq, new_tokens, train, optimizer)
-    cluster = cluster_of(plan.devices) if devices is None else _cluster(devices, {})
-    loaded = _load(target, plan.workload if asked.assumed else asked)
-    profile = _profile(loaded)
-    _same_model(plan, profile, plan_file)
+    asked = workload_of(batch, seq, new_tokens, train, optimizer)
+    cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
+    loaded = load(target, plan.workload if asked.assumed else asked)
+    profile = profile_of(loaded)
+    check_same_model(plan, profile, plan_file)
     _show_plan(plan, profile, cluster, loaded, as_json)
 
 
@@ -179,20 +176,21 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
-    from autoshard.api import plan_measured, verify
+    from autoshard.api import verify
     from autoshard.cli.plans import read_plan
     from autoshard.cli.verifying import build
+    from autoshard.planning import plan_measured
 
-    limits, pins = _pairs(max_memory, "--max-memory", "cuda:0=20GiB"), _pairs(pin, "--pin", "model.layers.0=cuda:0")
-    workload = _workload(batch, seq, new_tokens, train, optimizer)
+    limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
+    workload = workload_of(batch, seq, new_tokens, train, optimizer)
     plan = read_plan(plan_file) if plan_file is not None else None
     if plan is not None and workload.assumed:
         workload = plan.workload
-    cluster = None if plan is not None else _cluster(devices, limits)
-    loaded = build(lambda with_weights: _load(target, workload, with_weights=with_weights))
-    profile = _profile(loaded)
+    cluster = None if plan is not None else devices_of(devices, limits)
+    loaded = build(lambda with_weights: load(target, workload, with_weights=with_weights))
+    profile = profile_of(loaded)
     if plan is not None:
-        _same_model(plan, profile, plan_file or "")
+        check_same_model(plan, profile, plan_file or "")
     elif cluster is not None:
         plan = plan_measured(
             loaded.model, loaded.inputs, profile, cluster,
@@ -237,7 +235,7 @@ def devices_command(
         else:
             print_hardware(output())
         return
-    cluster = _cluster(spec, {})
+    cluster = devices_of(spec, {})
     if calibrate:
         with step("measuring"):
             cluster = measure(cluster)
@@ -260,55 +258,6 @@ def run() -> None:
     app(prog_name="autoshard")
 
 
-def _workload(
-    batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
-) -> Workload:
-    if optimizer is not None and not train:
-        raise SpecError("--optimizer is read with --train only. Add --train, or leave it out.")
-    return Workload(
-        batch_size=batch,
-        sequence_length=seq,
-        new_tokens=new_tokens or 0,
-        mode="training" if train else "inference",
-        optimizer=optimizer or "adamw",
-        assumed=batch is None and seq is None and new_tokens is None and not train,
-    )
-
-
-def _pairs(texts: list[str] | None, option: str, example: str) -> dict[str, str]:
-    """["cuda:0=20GiB,cpu=60GiB"] -> {"cuda:0": "20GiB", "cpu": "60GiB"}."""
-    pairs: dict[str, str] = {}
-    for part in (part for text in texts or () for part in text.split(",")):
-        name, equals, value = part.rpartition("=")
-        if not equals or not value.strip():
-            raise SpecError(f"{option} {part!r} makes no sense. Write {option} {example}.")
-        if name.strip() in pairs:
-            raise SpecError(f"{option} names {name.strip()!r} twice.")
-        pairs[name.strip()] = value.strip()
-    return pairs
-
-
-def _cluster(spec: str, limits: dict[str, str]) -> "Cluster":
-    """The devices; with "auto" and limits, exactly those that have a limit, as in max_memory elsewhere."""
-    from autoshard.cluster.parse import parse_devices
-
-    return parse_devices(limits if spec == "auto" and limits else spec)
-
-
-def _load(target: str, workload: Workload, *, with_weights: bool = False) -> "Target":
-    from autoshard.cli.target import load_target
-
-    with step("building the model" if with_weights else "building the model without its weights"):
-        return load_target(target, workload, with_weights=with_weights)
-
-
-def _profile(target: "Target") -> "Profile":
-    from autoshard.api import profile
-
-    with _capturing(target):
-        return profile(target.model, target.inputs, workload=target.workload)
-
-
 def _show_axes(target: "Target", as_json: bool) -> None:
     from autoshard.axes.groups import find_groups
     from autoshard.capture.capture import capture
@@ -317,7 +266,7 @@ def _show_axes(target: "Target", as_json: bool) -> None:
 
     if target.workload.training:
         raise SpecError("--axes looks at a forward: what can be cut is the same for training. Leave out --train.")
-    with _capturing(target):
+    with capturing(target):
         graph = capture(target.model, target.inputs, workload=target.workload, composite=True)
         found = find_groups(graph)
     profile = profile_graph(graph, target.workload)
@@ -325,18 +274,6 @@ def _show_axes(target: "Target", as_json: bool) -> None:
         print_json(axes_document(profile, found, title=target.title, notes=target.notes))
     else:
         print_axes(output(), profile, found, title=target.title, notes=target.notes)
-
-
-@contextlib.contextmanager
-def _capturing(target: "Target") -> Iterator[None]:
-    """Say that the model runs, and add to what goes wrong how to help."""
-    # What torch logs about a failing op is in the error already.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    try:
-        with step("running the model without its weights"):
-            yield
-    except CaptureError as error:
-        raise CaptureError(f"{error} {target.hint}".strip()) from error
 
 
 def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool) -> None:
@@ -354,11 +291,3 @@ def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Ta
 
     kinds = {device.name: device.kind for device in cluster.devices}
     print_plan(output(), plan, estimated, profile, title=target.title, kinds=kinds, notes=notes)
-
-
-def _same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:
-    if plan.fingerprint and plan.fingerprint != profile.graph.fingerprint:
-        raise PlanError(
-            f"{plan_file} was made for another model: parameter names, shapes or dtypes differ. "
-            f"Plan this one again with `autoshard plan`."
-        )

@@ -1,0 +1,89 @@
+"""Steps that several commands take: options to a workload and devices, TARGET to a model, the model to a profile."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autoshard.cli.console import step
+from autoshard.errors import CaptureError, PlanError, SpecError
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+
+
+def workload_of(
+    batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
+) -> Workload:
+    """The workload that options describe; without any it is an assumed one."""
+    if optimizer is not None and not train:
+        raise SpecError("--optimizer is read with --train only. Add --train, or leave it out.")
+    return Workload(
+        batch_size=batch,
+        sequence_length=seq,
+        new_tokens=new_tokens or 0,
+        mode="training" if train else "inference",
+        optimizer=optimizer or "adamw",
+        assumed=batch is None and seq is None and new_tokens is None and not train,
+    )
+
+
+def pairs(texts: list[str] | None, option: str, example: str) -> dict[str, str]:
+    """["cuda:0=20GiB,cpu=60GiB"] -> {"cuda:0": "20GiB", "cpu": "60GiB"}."""
+    found: dict[str, str] = {}
+    for part in (part for text in texts or () for part in text.split(",")):
+        name, equals, value = part.rpartition("=")
+        if not equals or not value.strip():
+            raise SpecError(f"{option} {part!r} makes no sense. Write {option} {example}.")
+        if name.strip() in found:
+            raise SpecError(f"{option} names {name.strip()!r} twice.")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def devices_of(spec: str, limits: dict[str, str]) -> "Cluster":
+    """The devices; with "auto" and limits, exactly those that have a limit, as in max_memory elsewhere."""
+    from autoshard.cluster.parse import parse_devices
+
+    return parse_devices(limits if spec == "auto" and limits else spec)
+
+
+def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Target":
+    """Build what TARGET names."""
+    from autoshard.cli.target import load_target
+
+    with step("building the model" if with_weights else "building the model without its weights"):
+        return load_target(target, workload, with_weights=with_weights)
+
+
+def profile_of(target: "Target") -> "Profile":
+    """Profile a target for its workload."""
+    from autoshard.api import profile
+
+    with capturing(target):
+        return profile(target.model, target.inputs, workload=target.workload)
+
+
+@contextlib.contextmanager
+def capturing(target: "Target") -> Iterator[None]:
+    """Say that the model runs, and add to what goes wrong how to help."""
+    # What torch logs about a failing op is in the error already.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        with step("running the model without its weights"):
+            yield
+    except CaptureError as error:
+        raise CaptureError(f"{error} {target.hint}".strip()) from error
+
+
+def check_same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:
+    """Raise `PlanError` if a plan was made for another model than the profiled one."""
+    if plan.fingerprint and plan.fingerprint != profile.graph.fingerprint:
+        raise PlanError(
+            f"{plan_file} was made for another model: parameter names, shapes or dtypes differ. "
+            f"Plan this one again with `autoshard plan`."
+        )
