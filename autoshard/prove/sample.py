@@ -36,11 +36,11 @@ def sample_block(
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in memo:
-            memo[id(tensor)] = _random_like(tensor, generator)
+            memo[id(tensor)] = random_like(tensor, generator)
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _random_like(value, generator)
+                memo[id(value)] = random_like(value, generator)
     block = copy.deepcopy(module, memo)
     made = tuple(fill_specs(call, lambda spec: _tensor(spec, generator)) for call in calls)
     for call, paths in zip(made, tracked, strict=False):
@@ -49,7 +49,7 @@ def sample_block(
     return Sample(block=block, calls=made)
 
 
-def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Values that matter: matrices scaled by their fan-in, the rest around one half; integers as they are."""
     known = not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
     if not tensor.is_floating_point():

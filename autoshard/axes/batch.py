@@ -1,0 +1,79 @@
+"""The batch among the axes of a whole run: which inputs and outputs have its leaf, and what works along it.
+
+    ids [2 = b, 8] ─▶ embedding ─▶ [b, 8, 64] ─▶ … ─▶ logits [b, 8, 300]         a leaf b, from an input to an output
+
+One walk over all ops of a graph that was captured with `composite=True`. An op that blocks the leaf need not mix rows
+(a sort by expert that is undone behind it): that is for a proof by numbers to say. An op that doesn't keeps them apart.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.axes.axis import Axis, Leaf, describe, leaves
+from autoshard.axes.walk import Walk
+from autoshard.capture.graph import Call, ModelGraph
+
+
+@dataclass(slots=True)
+class BatchWalk(Walk):
+    """A walk that remembers every axis an op blocked, and not only the first reason of each leaf."""
+
+    blocks: list[tuple[int, Axis, str]] = field(default_factory=list)
+
+    def block(self, axes: Iterable[Axis], what: str = "") -> None:
+        axes = [axis for axis in axes if axis]
+        self.blocks += [(self._op, axis, f"{self.why}{': ' if what else ''}{what}") for axis in axes]
+        super(BatchWalk, self).block(axes, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One leaf of an input, followed through the run.
+
+    Attributes:
+        inputs, outputs: (place in `graph.inputs` or `graph.outputs`, dimension, axis with the leaf starred).
+        parameter: a parameter or buffer that has the leaf, "" if none does.
+        blocked: (op, reason) of what works along it, in the order of the run.
+    """
+
+    leaf: Leaf
+    inputs: tuple[tuple[int, int, str], ...]
+    outputs: tuple[tuple[int, int, str], ...]
+    parameter: str
+    blocked: tuple[tuple[int, str], ...]
+
+
+def walk_all(graph: ModelGraph) -> BatchWalk:
+    """Give axes to every value of a run."""
+    walk = BatchWalk(graph)
+    for op in graph.ops:
+        walk.run(op)
+    walk.resolve_all()
+    return walk
+
+
+def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
+    """Follow the major leaf of a dimension of a value; None where there is none, as in a dimension of size 1."""
+    axes = walk.axes.get(value, ())
+    leaf = next(iter(leaves(axes[dim])), None) if dim < len(axes) else None
+    if leaf is None:
+        return None
+    graph = walk.graph
+    return Rows(
+        leaf=leaf,
+        inputs=tuple(_found(walk, graph.inputs, leaf)),
+        outputs=tuple(_found(walk, graph.outputs, leaf)),
+        parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, leaf)), ""),
+        blocked=tuple((op, why) for op, axis, why in walk.blocks if leaf in leaves(axis)),
+    )
+
+
+def _found(walk: BatchWalk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple[int, int, str]]:
+    for place, value in enumerate(values):
+        for dim in walk.cut_dims(value, leaf):
+            yield place, dim, describe(walk.axes[value][dim], leaf)
+
+
+def blocked_in(rows: Rows, call: Call) -> str:
+    """What works along the leaf inside one call of a module, "" if nothing does."""
+    return next((why for op, why in rows.blocked if call.begin <= op < call.end), "")

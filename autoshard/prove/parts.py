@@ -1,0 +1,258 @@
+"""The numbers: a model on a whole batch against the same model on parts of it, outputs, gradients and buffers.
+
+What is divided here is divided, and put together, by the code that does so when a plan runs (`runtime.chunks`). Random
+values in double precision, where the model can be brought to it: what rows add to each other differs by the size of the
+values themselves, and not in the tenth digit.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import nested
+from autoshard.batching import BatchAxis, BatchOutput
+from autoshard.errors import PlanError
+from autoshard.prove.draws import SteadyDraws
+from autoshard.prove.rows import NotRun
+from autoshard.runtime.chunks import Part, bind, merge, split
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-4}
+"""Largest difference relative to the largest value of a tensor. Models compute parts in single precision anyhow."""
+NOISE = 1e-6
+"""The same relative to the largest gradient of all, for those that are zero but for rounding."""
+
+
+class Mixed(Exception):
+    """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A model of our own with random values, how its floats are stored, and whether it may draw random numbers."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    draws: bool
+    training: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew."""
+
+    output: Any
+    written: Mapping[str, torch.Tensor]
+    draws: int
+
+
+def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
+    """Run the model once, with the buffers, and with random numbers, as at first. Raises what the model raises."""
+    model = trial.model
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    random.seed(0)
+    torch.manual_seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+    cast = _cast(trial.dtype)
+    args, kwargs = nested.map_tensors((args, kwargs), cast)
+    draws = SteadyDraws()
+    with torch.set_grad_enabled(trial.training), draws if trial.draws else nullcontext():
+        output = model(*args, **kwargs)
+    written = {}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and not _identical(buffer, before[name]):
+                written[name] = buffer.detach().clone()
+                buffer.copy_(before[name])
+    return Result(output=output, written=written, draws=draws.count)
+
+
+def find_outputs(batch: BatchAxis, whole: Any, outputs: Sequence[Any], parts: Sequence[Part]) -> list[BatchOutput]:
+    """How every tensor of an output is made from those of the parts, by trial. Raises `Mixed` for one that is not."""
+    tensors = dict(nested.tensors_in(whole))
+    pieces = [dict(nested.tensors_in(output)) for output in outputs]
+    if any(set(piece) != set(tensors) for piece in pieces):
+        raise Mixed("parts have other outputs than the whole")
+    hints = {one.path: one for one in batch.outputs}
+    return [
+        _output(batch, path, tensor, [piece[path] for piece in pieces], parts, hints.get(path))
+        for path, tensor in tensors.items()
+    ]
+
+
+def _output(
+    batch: BatchAxis, path: str, whole: torch.Tensor, pieces: list[torch.Tensor], parts: Sequence[Part],
+    hint: BatchOutput | None,
+) -> BatchOutput:  # fmt: skip
+    for how in _ways(batch, path, whole, pieces, parts, hint):
+        counted = _counted(parts, how) if how.how == "weighted" else parts
+        try:
+            found = merge(replace(batch, outputs=(how,)), [_nest(path, piece) for piece in pieces], counted)
+        except PlanError:
+            continue
+        if not _difference(whole, nested.tensor_at(found, path)):  # type: ignore[arg-type]
+            return how
+    name = path or "its output"
+    sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
+    raise Mixed(
+        f"{name} {list(whole.shape)} is not made of what parts give ({sizes})"
+        if all(piece.shape != whole.shape for piece in pieces)
+        else f"{name} is neither a sum nor a mean of what parts give"
+    )
+
+
+def _ways(
+    batch: BatchAxis, path: str, whole: torch.Tensor, pieces: list[torch.Tensor], parts: Sequence[Part],
+    hint: BatchOutput | None,
+) -> Iterator[BatchOutput]:  # fmt: skip
+    """Ways to make an output that its shapes allow, the likeliest first."""
+    rows = [part.rows for part in parts]
+    total = sum(rows)
+    if hint is not None:
+        yield hint
+    if all(piece.shape == whole.shape for piece in pieces):
+        yield BatchOutput(path=path, how="same")
+        if whole.is_floating_point() or whole.is_complex():
+            yield BatchOutput(path=path, how="sum")
+            yield BatchOutput(path=path, how="mean")
+            for weights in parts[0].labels:
+                for skipped in (0, 1):
+                    yield BatchOutput(path=path, how="weighted", weights=weights, skipped=skipped)
+        else:
+            yield BatchOutput(path=path, how="sum")
+    for dim, size in enumerate(whole.shape):
+        if size % total == 0 and all(
+            piece.dim() == whole.dim() and piece.shape[dim] * total == size * own
+            for piece, own in zip(pieces, rows, strict=True)
+        ):
+            beside = size // total
+            for major in (m for m in range(1, beside + 1) if beside % m == 0):
+                minor = beside // major
+                axis = "x".join(
+                    [*([str(major)] if major > 1 else []), f"*{total}", *([str(minor)] if minor > 1 else [])]
+                )
+                yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
+
+
+def check_parts(
+    trial: Trial, batch: BatchAxis, args: tuple, kwargs: dict[str, Any], rows: Sequence[int]
+) -> tuple[BatchAxis, int]:
+    """Run a call whole and in parts of so many rows, and compare.
+
+    Returns the batch with its outputs and the buffers that are written, and how often a run drew random numbers. Raises
+    `NotRun` or `Mixed`.
+    """
+    try:
+        whole = run(trial, args, kwargs)
+    except Exception as error:
+        raise NotRun(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    parts = [_with_labels(batch, trial.model, part) for part in split(batch, trial.model, args, kwargs, list(rows))]
+    results = []
+    for part in parts:
+        try:
+            results.append(run(trial, part.args, part.kwargs))
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise Mixed(
+                f"a part of {part.rows} of {sum(rows)} rows can't be run: {type(error).__name__}: {text}"
+            ) from error
+    outputs = [result.output for result in results]
+    found = replace(batch, outputs=tuple(find_outputs(batch, whole.output, outputs, parts)))
+    written = _check_written(whole, results)
+    if trial.training:
+        counted = parts
+        for how in found.outputs:
+            counted = _counted(counted, how) if how.how == "weighted" else counted
+        _check_gradients(trial.model, whole.output, merge(found, outputs, counted))
+    return replace(found, written=tuple(sorted({*batch.written, *written}))), whole.draws
+
+
+def _with_labels(batch: BatchAxis, model: nn.Module, part: Part) -> "Part":
+    """A part with its integers, any of which may be the labels that a loss counts."""
+    bound = bind(model, part.args, part.kwargs)
+    labels = {}
+    for item in batch.inputs:
+        tensor = nested.tensor_at(bound, item.path)
+        if tensor is not None and tensor.dtype in (torch.int64, torch.int32) and tensor.dim():
+            labels[item.path] = tensor
+    return replace(part, labels=labels)  # type: ignore[arg-type]
+
+
+def _counted(parts: Sequence[Part], how: BatchOutput) -> list[Part]:
+    """The same parts with the number of labels in place of the labels."""
+    made = []
+    for part in parts:
+        labels: Any = part.labels[how.weights]
+        count = labels if isinstance(labels, int) else int((labels[..., how.skipped :] != how.ignored).sum())
+        made.append(replace(part, labels={**part.labels, how.weights: count}))
+    return made
+
+
+def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
+    for name, value in whole.written.items():
+        for result in results:
+            if name not in result.written or _difference(value, result.written[name]):
+                raise Mixed(f"the buffer {name} is written, and parts write something else into it")
+    return list(whole.written)
+
+
+def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
+    wanted, found = _gradients(model, whole), _gradients(model, merged)
+    if set(wanted) != set(found):
+        raise Mixed(f"{min(set(wanted) ^ set(found))} has a gradient in one way only")
+    largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
+    for name, value in wanted.items():
+        if _difference(value, found[name], NOISE * largest):
+            raise Mixed(f"the gradient of {name} is not the sum of those of parts")
+
+
+def _gradients(model: nn.Module, output: Any) -> dict[str, torch.Tensor]:
+    """Gradients of the parameters from random ones of the outputs."""
+    generator = torch.Generator().manual_seed(1)
+    roots = {id(t): t for _, t in nested.tensors_in(output) if t.requires_grad and not t.is_complex()}
+    named = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+    if not roots or not named:
+        return {}
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in roots.values()]
+    found = torch.autograd.grad(
+        list(roots.values()), [p for _, p in named.values()], weights, allow_unused=True, retain_graph=True
+    )
+    return {name: g for (name, _), g in zip(named.values(), found, strict=True) if g is not None}
+
+
+def _difference(wanted: torch.Tensor, found: torch.Tensor, noise: float = 0.0) -> float:
+    """The largest difference where it is above what rounding explains, else 0."""
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return math.inf
+    wanted, found = wanted.detach(), found.detach()
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return 0.0 if torch.equal(wanted, found) else math.inf
+    if not wanted.numel():
+        return 0.0
+    good = wanted.isfinite()
+    if not torch.equal(good, found.isfinite()):
+        return math.inf
+    scale = float(wanted[good].abs().max()) if good.any() else 0.0
+    off = float((wanted - found)[good].abs().max()) if good.any() else 0.0
+    return off if off > TOLERANCES.get(wanted.dtype, 5e-4) * scale + noise else 0.0
+
+
+def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether nothing was written. A buffer of another shape than before can't be put back, and is left alone."""
+    return left.shape != right.shape or bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _nest(path: str, tensor: torch.Tensor) -> Any:
+    return tensor if not path else {path: tensor}
+
+
+def _cast(dtype: torch.dtype) -> Any:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

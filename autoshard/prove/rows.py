@@ -1,0 +1,117 @@
+"""Rows for a proof: the arguments of a call with as many rows as are wanted, no two of them alike.
+
+ids [2, S]:  a b c d        4 rows:  a c b d     the rows given, again and again, with single tokens in other places
+             e f g h                 e g f h     (those that stand for images or begin and end a text stay)
+mask [2, S]: 1 1 1 1                 a third kind of call has masks that end at another place in every row
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from autoshard.batching import BatchInput
+from autoshard.nested import replace_at, tensor_at
+from autoshard.sharding import coordinates_of, kept
+
+NOISE = 0.3
+"""Of a float of an input, how much is random, of the mean of all."""
+
+
+class NotRun(Exception):
+    """What would be compared could not be run, or made; the message says why."""
+
+
+def with_rows(axis: str, rows: int) -> str:
+    """The axis of a batch with other rows: "*8x3", 2 -> "*2x3"."""
+    return re.sub(r"\*\d+", f"*{rows}", axis)
+
+
+def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, rows: int) -> dict[str, Any]:
+    """Repeat the rows of a call, or leave some out, until there are `rows` of them."""
+    made = dict(bound)
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        assert tensor is not None
+        wide = with_rows(item.axis, rows)
+        if len(coordinates_of(wide)) % rows or (coordinates_of(wide) < 0).any():
+            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+        index = numpy.zeros(len(coordinates_of(wide)), dtype=numpy.int64)
+        for row in range(rows):
+            index[kept(wide, (1,) * rows, row)] = kept(item.axis, (1,) * have, row % have)
+        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index)))
+    return made
+
+
+def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], seed: int) -> dict[str, Any]:
+    """Give every row other values of the same kind: other numbers, single integers in other places."""
+    generator = torch.Generator().manual_seed(seed)
+    made = dict(bound)
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        assert tensor is not None
+        if is_mask(tensor):
+            continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            spread = tensor.abs().mean() if tensor.numel() else torch.zeros(())
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+            tensor = tensor + noise * (NOISE * spread if spread else 1.0)
+        elif tensor.dim() - item.dim >= 2:
+            tensor = _shuffled(tensor, item.dim, generator)
+        made = replace_at(made, item.path, tensor)
+    return made
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing but zeros and ones in a tensor, and more than one number for each row."""
+    if tensor.dtype is torch.bool:
+        return True
+    return (
+        tensor.dim() > 1 and tensor.numel() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
+    )
+
+
+def shortened(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> dict[str, Any] | None:
+    """End the masks of a call at another place in every row; None if it has none."""
+    made, found = dict(bound), False
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        if tensor is None or not is_mask(tensor) or tensor.dim() != 2 or item.dim or item.axis != f"*{rows}":
+            continue
+        length = tensor.shape[1]
+        tensor = tensor.clone()
+        for row in range(rows):
+            left_off = min(row, length // 2)
+            if left_off:
+                tensor[row, length - left_off :] = 0
+            found |= left_off > 0
+        made = replace_at(made, item.path, tensor)
+    return made if found else None
+
+
+def alike(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> dict[str, Any]:
+    """Make all rows the first one, so that whatever is shared among rows is wanted by all of them at once."""
+    made = dict(bound)
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        assert tensor is not None
+        index = numpy.zeros(tensor.shape[item.dim], dtype=numpy.int64)
+        for row in range(rows):
+            index[kept(item.axis, (1,) * rows, row)] = kept(item.axis, (1,) * rows, 0)
+        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index)))
+    return made
+
+
+def _shuffled(tensor: torch.Tensor, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Exchange what stands once in a row, along the dimension after the rows; the first and the last one stay."""
+    rows = tensor.movedim(dim, 0).clone()
+    for index, row in enumerate(rows):
+        flat = row.reshape(row.shape[0], -1)
+        _, which, counts = torch.unique(flat, dim=0, return_inverse=True, return_counts=True)
+        single = (counts[which] == 1).nonzero().flatten()
+        single = single[(single > 0) & (single < len(row) - 1)]
+        order = single[torch.randperm(len(single), generator=generator)]
+        rows[index, single] = row[order]
+    return rows.movedim(0, dim)
