@@ -103,12 +103,13 @@ class Plan:
             `mesh.tensor` shares.
         batch: how the batch is divided into micro-batches and over replicas; None where it is not.
         stages: of a pipeline, in the order in which they run; their paths are the keys of `placements`. With
-            interleaving there are several per device.
+            interleaving there are several per device. Of sharded replicas, the modules that are gathered as one.
         num_microbatches: into how many parts each replica divides its batch; `schedule`: "gpipe", "1f1b", "interleaved"
             or "zero-bubble", the order of their forwards and backwards; "none" where there is one.
         objective: "latency", "throughput" or "memory".
         reasons: why this plan, in sentences, for people.
         fingerprint: of the model's names, shapes and dtypes; apply refuses another model.
+        target: what the command line was given to plan for, so that other commands find the model again.
     """
 
     strategy: str
@@ -131,6 +132,7 @@ class Plan:
     mesh: Mesh | None = None
     batch: BatchAxis | None = None
     stages: tuple[Stage, ...] = ()
+    target: str = ""
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -207,6 +209,8 @@ class Plan:
             row = data.pop(name)
             if row is not None:
                 data[name] = asdict(row)
+        if not self.target:
+            del data["target"]
         if self.streamed:  # so do plans that keep everything in place
             data["streamed"] = dict(data.pop("streamed"))
         else:
@@ -301,7 +305,7 @@ def _accelerator() -> str:
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "streamed": {}, "mesh": None, "batch": None,
-             "stages": []}  # fmt: skip
+             "stages": [], "target": ""}  # fmt: skip
 
 
 def _read_plan(text: str) -> Plan:
@@ -326,7 +330,7 @@ def _read_plan(text: str) -> Plan:
         problem = f"unknown {', '.join(map(repr, unknown))}" if unknown else f"without {', '.join(map(repr, missing))}"
         raise PlanError(f"this is not a plan that this version understands: {problem}. Make the plan again.")
     data = {**_OPTIONAL, **data}
-    for name in ("strategy", "objective", "schedule", "fingerprint"):
+    for name in ("strategy", "objective", "schedule", "fingerprint", "target"):
         expect(isinstance(data[name], str), name, "a string", data[name])
     count: Any = data["num_microbatches"]
     expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
@@ -346,7 +350,9 @@ def _read_plan(text: str) -> Plan:
     _check_streamed(data["streamed"])
     mesh = data["mesh"] = read_mesh(data["mesh"], Mesh, len(data["devices"]))
     data["batch"] = read_batch(data["batch"])
-    data["stages"] = read_stages(data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1)
+    data["stages"] = read_stages(
+        data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1, bool(mesh and mesh.sharded)
+    )
     data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
     if data["cuts"] and (mesh is None or mesh.pipeline == 1):

@@ -87,13 +87,20 @@ def read_batch(data: Any) -> BatchAxis | None:
     return batch
 
 
-def read_stages(data: Any, kind: type, placements: Mapping[str, str], pipeline: int) -> tuple[Any, ...]:
-    """Check and build the stages of a plan, each a `kind`; together they have what is placed. Raises `PlanError`."""
+def read_stages(
+    data: Any, kind: type, placements: Mapping[str, str], pipeline: int, sharded: bool = False
+) -> tuple[Any, ...]:
+    """Check and build the stages of a plan, each a `kind`; together they have what is placed. Raises `PlanError`.
+
+    `sharded`: they are modules that are gathered as one, and what lies outside of them is not among them.
+    """
     stages = _read(tuple[kind, ...], data, "stages")  # type: ignore[valid-type]
     if not stages:
         return ()
     paths = [path for stage in stages for path in stage.paths]
     expect(len(set(paths)) == len(paths), "stages", "different paths", paths)
+    if sharded and pipeline == 1:
+        return tuple(stages)
     expect(set(paths) == set(placements), "stages", "the paths of the placements", sorted(set(paths) ^ set(placements)))
     expect(len(stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(stages))
     return tuple(stages)

@@ -1,12 +1,314 @@
-"""What replicas of a model cost."""
+"""What replicas of a model cost: each device's part of the batch, and what they exchange.
 
-from autoshard.cluster.cluster import Cluster
+    seconds of a pass   =  the slowest replica  +  what of the exchange does not hide behind computing
+
+    replicas   gradients are summed (all-reduce) while backward makes them; the last bucket of 25 MiB has nothing left
+               to hide behind, nor has what takes longer than backward
+    sharded    every block is gathered before its forward and before its backward, its gradients are reduced and
+               scattered; the first gather has nothing to hide behind
+
+as DistributedDataParallel and fully_shard do (Li et al., "PyTorch Distributed", 2020; Zhao et al., "PyTorch FSDP",
+2023). One process with all devices sums gradients after backward has made them and copies parameters anew for each
+step, along a tree; it also brings inputs from the first device and outputs back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.batching import BatchAxis
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.cost import check_devices, optimizer_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import Estimate
+from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.module_paths import is_below
 from autoshard.plan import Plan
+from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.profile import Profile
+from autoshard.profile.rows import Rows, by_rows
+from autoshard.sharding import even_shares
+from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
+
+BUCKET_BYTES = 25 << 20
+"""DistributedDataParallel sums gradients in buckets of this size."""
 
 
-def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """Compute it."""
-    raise PlanError("not there yet.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What `fully_shard` gathers as one: bytes of its parameters, and of those that get a gradient."""
+
+    path: str
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Seconds of what replicas exchange in a pass; `exposed_seconds`: the part that does not hide behind computing."""
+
+    seconds: float
+    exposed_seconds: float
+    all_reduces: int = 0
+    all_gathers: int = 0
+
+
+def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Estimate:
+    """Compute what a plan of replicas costs.
+
+    `processes`: one process per device; None: if parameters are sharded or devices are in several hosts. Raises
+    `PlanError` if the plan names what the cluster lacks.
+    """
+    mesh, batch = plan.mesh, plan.batch
+    if mesh is None or batch is None:
+        raise PlanError("this plan has no replicas, or does not say how to divide the batch. Make the plan again.")
+    names = [device.name for device in plan.devices][: mesh.data]
+    check_devices(names, cluster, "puts replicas on")
+    devices = [cluster.device(name) for name in names]
+    if processes is None:
+        processes = mesh.sharded or len({device.host for device in devices}) > 1
+    rows = by_rows(profile, batch)
+    blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
+    shares = rows_per_replica(batch, mesh.shares, mesh.data)
+    figures = Figures(rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes)
+    replicas = [figures.of(device, share, first=not index)
+                for index, (device, share) in enumerate(zip(devices, shares, strict=True))]  # fmt: skip
+    exchange = exchange_of(cluster, names, figures, [one.compute_seconds for one in replicas])
+    transfers = () if processes else _transfers(cluster, names, shares, rows)
+    moving = sum(transfer.seconds for transfer in transfers)
+    by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in replicas}
+    latency = max(one.compute_seconds for one in replicas) + exchange.exposed_seconds + moving
+    bound = lower_bound(figures, cluster.devices)
+    every = tuple(by_name.get(device.name) or _idle(device) for device in cluster.devices)
+    return Estimate(
+        devices=every,
+        transfers=transfers,
+        objective=plan.objective,
+        latency_seconds=latency,
+        bottleneck_seconds=latency,
+        lower_bound_seconds=bound,
+        gap=max(0.0, (latency - bound) / bound) if bound > 0 else 0.0,
+        fits=all(device.free_bytes >= 0 for device in every),
+        notes=(*profile.graph.notes, *_notes(figures, exchange, cluster, names)),
+        collective_seconds=exchange.exposed_seconds,
+        all_reduces=exchange.all_reduces,
+        all_gathers=exchange.all_gathers,
+    )
+
+
+def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tuple[int, ...]:
+    """How many rows of the planned batch each replica has; `shares` as in `Mesh`."""
+    if not shares:
+        return even_shares(batch.size, count)
+    total, given, rows = sum(shares), 0, []
+    for share in shares[:-1]:
+        rows.append(round(batch.size * share / total))
+        given += rows[-1]
+    return (*rows, batch.size - given)
+
+
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """Prices one replica on a device; equal devices with equal shares are computed once."""
+
+    rows: Rows
+    workload: Workload
+    blocks: tuple[Block, ...]
+    count: int
+    processes: bool
+    known: "dict[object, DeviceEstimate] | None" = None
+
+    @property
+    def sharded(self) -> bool:
+        return bool(self.blocks)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.rows.trained)
+
+    def of(self, device: Device, rows: int, *, first: bool = False) -> DeviceEstimate:
+        """Bytes and seconds of a replica with so many rows; `first`: also of what one process keeps on its device."""
+        first = first and not self.processes and self.count > 1
+        rates = tuple(sorted(device.flops_per_second.items()))
+        key = (rates, device.bytes_per_second, device.launch_seconds, device.memory_bytes, device.block_bytes,
+               device.overhead_bytes, device.name.startswith("cpu"), rows, first, self.count)  # fmt: skip
+        self.known = {} if self.known is None else self.known
+        if key not in self.known:
+            self.known[key] = self._of(device, rows, first)
+        return replace(self.known[key], name=device.name)
+
+    def seconds(self, device: Device, rows: int) -> float:
+        """Roofline seconds of a pass with so many rows, and of the optimizer step."""
+        table, part = self.rows, self.rows.part(rows)
+        flops = np.where(table.with_rows, table.flops * part, table.flops)
+        moved = table.moved_bytes * (1.0 - table.moved_part * (1.0 - part))
+        names = sorted(set(table.dtypes))
+        code = {name: index for index, name in enumerate(names)}
+        rates = np.array([device.flops(name) for name in names] or [1.0])
+        rate = rates[np.array([code[name] for name in table.dtypes], np.int64)]
+        busy = np.maximum(flops / rate, moved / device.bytes_per_second)
+        ops = float(np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0).sum())
+        own = self.gradient_bytes / (self.count if self.sharded else 1)
+        return ops + optimizer_seconds(own, self.workload, device)
+
+    def backward_part(self) -> float:
+        """The part of the FLOPs that are those of backward."""
+        total = float(self.rows.flops.sum())
+        return float(self.rows.flops[self.rows.backward_begin :].sum()) / total if total else 0.5
+
+    def _of(self, device: Device, rows: int, first: bool) -> DeviceEstimate:
+        table, block = self.rows, device.block_bytes
+        live = table.live_bytes(rows, block)
+        when = int(live.argmax())
+        alive = (table.born <= when) & (when < table.died)
+        nbytes = table.bytes_of(rows, block) * alive
+        cache = float(nbytes[table.cache].sum())
+        gradient = float(nbytes[table.gradient & ~table.cache].sum())
+        activation = float(nbytes.sum()) - cache - gradient
+        parameter, buffer = (float((np.ceil(sizes / block) * block).sum())
+                             for sizes in (table.parameter_sizes, table.buffer_sizes))  # fmt: skip
+        trained = [-(-size // block) * block for _, size in table.trained]
+        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if self.workload.training else 0
+        optimizer, whole_gradient, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
+        accelerator = not device.name.startswith("cpu")
+        step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
+        at_end = (table.born <= table.end) & (table.end < table.died) & ~table.gradient
+        left = float((table.bytes_of(rows, block) * at_end).sum())
+        if self.sharded:
+            count = self.count
+            transfer = self._unsharded_bytes()
+            parameter, optimizer, whole_gradient, step = (
+                parameter / count, optimizer / count, whole_gradient / count, step / count
+            )  # fmt: skip
+            gradient = whole_gradient
+        elif self.workload.training and self.count > 1 and self.processes:
+            gradient = whole_gradient  # they are views of buckets, which stay
+        if first:
+            transfer = self._merged_bytes(rows, block)
+        if self.workload.training and whole_gradient + left + step > gradient + activation + cache + transfer:
+            gradient, activation, transfer, cache = whole_gradient, left + step - cache, 0.0, cache
+        used = parameter + buffer + gradient + optimizer + activation + cache + transfer
+        overhead = device.overhead_bytes if used else 0
+        return DeviceEstimate(
+            name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=round(parameter),
+            buffer_bytes=round(buffer), gradient_bytes=round(gradient), optimizer_bytes=round(optimizer),
+            activation_bytes=round(activation), cache_bytes=round(cache), transfer_bytes=round(transfer),
+            overhead_bytes=overhead, peak_bytes=round(used) + overhead, compute_seconds=self.seconds(device, rows),
+            transfer_seconds=0.0,
+        )  # fmt: skip
+
+    def _unsharded_bytes(self) -> float:
+        """What is whole at once: parameters outside of blocks; one block in use, one coming, and the copy of one."""
+        *blocks, outside = self.blocks
+        largest = max((block.parameter_bytes for block in blocks), default=0)
+        gradients = max((block.gradient_bytes for block in blocks), default=0) + outside.gradient_bytes
+        return outside.parameter_bytes + 3 * largest + (gradients if self.workload.training else 0)
+
+    def _merged_bytes(self, rows: int, block: int) -> float:
+        """On the first device: the inputs of the others, and the outputs of all, which are made of copies."""
+        others = 1.0 - self.rows.part(rows)
+        return others * self.rows.input_bytes + (1.0 + others) * self.rows.output_bytes
+
+
+def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:
+    """Price what replicas exchange in a pass; `compute_seconds` of each."""
+    if len(names) < 2:
+        return Exchange(seconds=0.0, exposed_seconds=0.0)
+    training = figures.workload.training
+    if figures.sharded:
+        seconds, first = 0.0, 0.0
+        for block in reversed(figures.blocks):  # what is outside of blocks comes first
+            gather = all_gather_seconds(cluster, names, block.parameter_bytes)
+            first = first or gather
+            again = 1 if training and block.path else 0  # what is outside of blocks stays until backward
+            seconds += gather * (1 + again)
+            seconds += all_gather_seconds(cluster, names, block.gradient_bytes) if training else 0.0  # and back
+        exposed = first + max(0.0, seconds - first - min(compute_seconds))
+        gathers = len(figures.blocks) * (2 if training else 1)
+        return Exchange(seconds=seconds, exposed_seconds=exposed, all_gathers=gathers,
+                        all_reduces=len(figures.blocks) if training else 0)  # fmt: skip
+    if not training:
+        return Exchange(seconds=0.0, exposed_seconds=0.0)
+    nbytes = figures.gradient_bytes
+    buckets = max(1, -(-nbytes // BUCKET_BYTES))
+    seconds = buckets * all_reduce_seconds(cluster, names, nbytes / buckets)
+    if not figures.processes:
+        return Exchange(seconds=seconds, exposed_seconds=seconds, all_reduces=1)
+    backward = figures.backward_part() * min(compute_seconds)
+    last = seconds / buckets
+    return Exchange(seconds=seconds, exposed_seconds=last + max(0.0, seconds - last - backward), all_reduces=buckets)
+
+
+def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
+    """Bytes of the blocks at some module paths, in order, and last those of what lies outside of them."""
+    trained = {name for name, _ in graph.gradients}
+    rows = {path: [0, 0] for path in (*paths, "")}
+    for tensor in {tensor.storage: tensor for tensor in reversed(graph.tensors)}.values():
+        if tensor.kind == "parameter":
+            path = next((path for path in paths if is_below(tensor.name, path)), "")
+            rows[path][0] += tensor.nbytes
+            rows[path][1] += tensor.nbytes * (tensor.name in trained or (not trained and tensor.trainable))
+    return tuple(Block(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())
+
+
+def lower_bound(figures: Figures, devices: Sequence[Device]) -> float:
+    """Return seconds that no division of the batch over these devices can go below; exchange counts nothing.
+
+    Seconds grow convexly with rows (a sum of maxima of straight lines), so no count takes less than what the first two
+    rows say. The least T for which the rows done by T on all devices are the batch.
+    """
+    size = figures.rows.size
+    lines = []
+    known: dict[object, tuple[float, float]] = {}
+    for device in devices:
+        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds)
+        if key not in known:
+            one = figures.seconds(device, 1)
+            known[key] = one, max(figures.seconds(device, 2) - one, 0.0) if size > 1 else 0.0
+        lines.append(known[key])
+
+    def done_by(time: float) -> float:
+        each = [0 if time < one else size if not more else min(size, 1 + (time - one) / more) for one, more in lines]
+        return sum(each)
+
+    low, high = 0.0, max(one + size * more for one, more in lines)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done_by(middle) >= size else (middle, high)
+    return low
+
+
+def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], rows: Rows) -> tuple[Transfer, ...]:
+    """Inputs from the first device to the others, and outputs back."""
+    made = []
+    for name, share in zip(names[1:], shares[1:], strict=True):
+        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.output_bytes)):
+            size = round(nbytes * rows.part(share))
+            if size:
+                made.append(Transfer(
+                    source=source, destination=target, nbytes=size, seconds=cluster.link(source, target).seconds(size),
+                    producer="", consumer="",
+                ))  # fmt: skip
+    return tuple(made)
+
+
+def _notes(figures: Figures, exchange: Exchange, cluster: Cluster, names: Sequence[str]) -> tuple[str, ...]:
+    if not exchange.seconds:
+        return ()
+    if figures.sharded:
+        how = "gathering parameters and scattering gradients is taken to overlap with computing, as fully_shard does"
+    elif figures.processes:
+        how = "summing gradients is taken to overlap with backward, as DistributedDataParallel does"
+    else:
+        how = "gradients are summed after backward; one process per device (torchrun) overlaps that with backward"
+    return (f"{how}.",)
+
+
+def _idle(device: Device) -> DeviceEstimate:
+    return DeviceEstimate(
+        name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
+        optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
+        compute_seconds=0.0, transfer_seconds=0.0,
+    )  # fmt: skip

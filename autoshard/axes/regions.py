@@ -92,6 +92,12 @@ def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple
     return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
 
 
+def repeated_elements(graph: ModelGraph) -> list[str]:
+    """The outermost elements of repeated containers, in the order of registration."""
+    found = _elements(graph)
+    return [module.path for module in graph.modules if module.path in found]
+
+
 def _numbered(graph: ModelGraph) -> set[str]:
     """Modules in lists and sequences."""
     return {path for module in graph.modules if module.numbered for path in (module.path, *module.aliases)}

@@ -1,14 +1,249 @@
-"""Data-parallel: a replica of the model on every device, each with its part of the batch."""
+"""data-parallel: a replica of the model on every device, each with its part of the batch.
 
+    cuda:0  (fast)   rows 0 1 2 3 4        a share is what a device can do until a common time, as far as its memory
+    cuda:1  (slow)   rows 5 6 7            goes; devices that would make a pass longer are left out
+
+Devices are tried from the fastest on: with the fastest k every share of less work on more devices is compared. Where a
+replica does not fit, or memory is the objective, processes may keep a part of all parameters each (`sharded`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.axes.regions import repeated_elements
 from autoshard.batching import BatchAxis
-from autoshard.cluster.cluster import Cluster
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster, Device
 from autoshard.errors import PlanError
-from autoshard.plan import Plan
+from autoshard.module_paths import is_below
+from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.profile import Profile
+from autoshard.profile.rows import Rows, by_rows
+from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of
+from autoshard.sharding import even_shares
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.strategies.shares import divide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Replicas on some devices, with their rows, seconds of a pass and the bytes on the fullest device."""
+
+    devices: tuple[Device, ...]
+    rows: tuple[int, ...]
+    sharded: bool
+    seconds: float
+    peak_bytes: int
+    short: tuple[str, int]
+    exchange: Exchange
+
+    @property
+    def fits(self) -> bool:
+        """Whether every replica fits; `short`: (name, bytes lacking) of the device that lacks most."""
+        return self.short[1] <= 0
 
 
 def data_parallel(
     profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput", processes: int = 0
 ) -> Plan:
-    """Plan replicas; `processes`: how many run, 0 if all devices are used from one."""
-    raise PlanError("not there yet.")
+    """Plan replicas and their shares of the batch.
+
+    `processes`: how many run, 0 if all devices are used from one; as many processes as devices all take part, since
+    each has one. Raises `PlanError` if the model does not fit, or there are more processes than rows.
+    """
+    devices = [device for device in cluster.devices if device.name != "disk"]
+    if processes > 1 and batch.size < processes:
+        raise PlanError(
+            f"a batch of {batch.size} rows can't be divided over {processes} processes. Give at least {processes} rows."
+        )
+    task = Task(profile, cluster, batch, processes)
+    everyone = 1 < processes == len(devices)
+    able = [device for device in devices if everyone or task.holds_replica(device)] or devices
+    fastest = sorted(able, key=task.speed)
+    counts = [len(devices)] if everyone else range(1, min(len(able), batch.size) + 1)
+    tried = [task.candidate([d for d in able if d in fastest[:count]], sharded=False) for count in counts]
+    if everyone and (objective == "memory" or not tried[0].fits):
+        tried.append(task.candidate(devices, sharded=True))
+    fitting = [one for one in tried if one.fits]
+    if not fitting:
+        raise PlanError(_refusal(task, tried, devices, processes))
+
+    def value(one: Candidate) -> tuple[float, float, int]:
+        first = one.peak_bytes if objective == "memory" else one.seconds
+        return first, one.seconds, len(one.devices)
+
+    best = min(fitting, key=value)
+    even = best.rows == even_shares(batch.size, len(best.rows))
+    return Plan(
+        strategy="data-parallel",
+        objective=objective,
+        workload=profile.workload,
+        devices=tuple(
+            PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in best.devices
+        ),
+        placements={"": best.devices[0].name},
+        mesh=Mesh(data=len(best.devices), sharded=best.sharded, shares=() if even else best.rows),
+        batch=batch,
+        stages=tuple(Stage(paths=(block.path,)) for block in task.blocks[:-1]) if best.sharded else (),
+        reasons=_reasons(task, best, tried, devices, objective),
+        fingerprint=profile.graph.fingerprint,
+    )
+
+
+class Task:
+    """What candidates are priced with: the run by rows, and the blocks that would be gathered as one."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, processes: int) -> None:
+        self.profile, self.cluster, self.batch = profile, cluster, batch
+        self.processes = processes > 0
+        self.rows: Rows = by_rows(profile, batch)
+        self.blocks: tuple[Block, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
+        self.priced: dict[tuple[int, bool], Figures] = {}
+
+    def speed(self, device: Device) -> float:
+        """Seconds of the whole batch on one device."""
+        return self.figures(1, False).seconds(device, self.batch.size)
+
+    def holds_replica(self, device: Device) -> bool:
+        """Whether a device has room for the model with one row of the batch."""
+        return self.figures(2, False).of(device, 1).free_bytes >= 0
+
+    def figures(self, count: int, sharded: bool) -> Figures:
+        """What prices `count` replicas; what was computed for one count serves the others."""
+        key = (count if sharded else min(count, 2), sharded)
+        if key not in self.priced:
+            self.priced[key] = Figures(
+                rows=self.rows, workload=self.profile.workload, blocks=self.blocks if sharded else (), count=count,
+                processes=self.processes or sharded,
+            )  # fmt: skip
+        return self.priced[key]
+
+    def candidate(self, devices: Sequence[Device], *, sharded: bool) -> Candidate:
+        """Divide the batch over these devices, as fast as their memory allows."""
+        figures = self.figures(len(devices), sharded)
+        size = self.batch.size
+        if sharded:
+            rows: tuple[int, ...] = even_shares(size, len(devices))  # every rank's gradients count alike there
+        else:
+            seconds = [figures.seconds(device, size) / size for device in devices]
+            most = [self._most_rows(figures, device, first=not index) for index, device in enumerate(devices)]
+            rows = divide(size, seconds, [max(limit, 1) for limit in most]) or even_shares(size, len(devices))
+        replicas = [figures.of(d, share, first=not i) for i, (d, share) in enumerate(zip(devices, rows, strict=True))]
+        exchange = exchange_of(self.cluster, [d.name for d in devices], figures, [r.compute_seconds for r in replicas])
+        fullest = min(replicas, key=lambda one: one.free_bytes)
+        moving = 0.0 if self.processes or sharded else self._moving_seconds(devices, rows)
+        return Candidate(
+            devices=tuple(devices), rows=rows, sharded=sharded, exchange=exchange,
+            seconds=max(one.compute_seconds for one in replicas) + exchange.exposed_seconds + moving,
+            peak_bytes=max(one.peak_bytes for one in replicas), short=(fullest.name, -fullest.free_bytes),
+        )  # fmt: skip
+
+    def _most_rows(self, figures: Figures, device: Device, *, first: bool) -> int:
+        """The most rows with which a replica fits on a device; bytes grow with rows."""
+        low, high = 0, self.batch.size
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = figures.of(device, middle, first=first).free_bytes >= 0
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _moving_seconds(self, devices: Sequence[Device], rows: Sequence[int]) -> float:
+        """Inputs to the other devices and outputs back, one after another."""
+        total, first = 0.0, devices[0].name
+        for device, share in zip(devices[1:], rows[1:], strict=True):
+            part = self.rows.part(share)
+            for source, target, nbytes in (
+                (first, device.name, self.rows.input_bytes), (device.name, first, self.rows.output_bytes),
+            ):  # fmt: skip
+                total += self.cluster.link(source, target).seconds(nbytes * part) if nbytes else 0.0
+        return total
+
+
+def gathered_blocks(graph: ModelGraph) -> list[str]:
+    """Modules that are gathered as one: the outermost repeated ones whose parameters nobody else reads."""
+    values = {tensor.value: tensor.name for tensor in graph.tensors if tensor.kind == "parameter"}
+    storages = {tensor.storage: values[tensor.value] for tensor in graph.tensors if tensor.value in values}
+    callable_paths = {module.path for module in graph.modules if module.callable and not module.aliases}
+    called = {call.path for call in graph.calls}
+    paths = [path for path in repeated_elements(graph) if path in callable_paths and path in called]
+    block_of = {name: next((path for path in paths if is_below(name, path)), "") for name in values.values()}
+    foreign: set[str] = set()
+    for op in graph.ops:
+        if op.backward:
+            continue
+        for value in op.inputs:
+            name = storages.get(graph.values[value].storage)
+            if name is not None and block_of[name] and not is_below(graph.calls[op.call].path, block_of[name]):
+                foreign.add(block_of[name])
+    for names in graph.tied():  # one that is registered in two places belongs to both
+        homes = {block_of.get(name, "") for name in names}
+        foreign |= homes if len(homes) > 1 else set()
+    return [path for path in paths if path not in foreign]
+
+
+def _reasons(
+    task: Task, best: Candidate, tried: Sequence[Candidate], devices: Sequence[Device], objective: str
+) -> tuple[str, ...]:
+    count, size = len(best.devices), task.batch.size
+    names = ", ".join(device.name for device in best.devices)
+    if count == 1:
+        reasons = [f"one replica, on {names}: with more, a pass takes no less" if len(devices) > 1 else
+                   f"one replica, on {names}, the only device"]  # fmt: skip
+    else:
+        rows = ", ".join(map(str, best.rows)) if len(set(best.rows)) > 1 else f"{best.rows[0]} each"
+        reasons = [f"{count} replicas, on {names}, with {rows} of the {size} rows of the batch"]
+    alone = next((one for one in tried if len(one.devices) == 1), None)
+    if count > 1 and alone is not None:
+        if not alone.fits:
+            reasons.append(f"on {alone.devices[0].name} alone the whole batch does not fit")
+        elif objective != "memory":
+            reasons.append(
+                f"{format_seconds(best.seconds)} a pass; {alone.devices[0].name} alone would take "
+                f"{format_seconds(alone.seconds)}"
+            )
+    left = [device for device in devices if device not in best.devices]
+    small = [device.name for device in left if not task.holds_replica(device)]
+    if small:
+        reasons.append(f"left out: {', '.join(small)}, where the model does not fit with one row")
+    slow = [device.name for device in left if device.name not in small]
+    if slow and count > 1:
+        reasons.append(f"left out: {', '.join(slow)}, with which a pass takes no less")
+    if best.sharded:
+        replica = tried[0]
+        why = (
+            "since memory is the objective"
+            if replica.fits
+            else f"since a whole replica does not fit on {replica.short[0]}"
+        )
+        reasons.append(f"each process keeps 1/{count} of parameters, gradients and optimizer state, {why}")
+    if best.exchange.seconds:
+        what = "gathering parameters and scattering gradients" if best.sharded else "summing gradients"
+        reasons.append(
+            f"{what} takes {format_seconds(best.exchange.seconds)}, of which "
+            f"{format_seconds(best.exchange.exposed_seconds)} don't hide behind computing"
+        )
+    if task.processes and count > 1:
+        means = "; gradients become the mean over processes" if task.profile.workload.training else ""
+        reasons.append(f"each process is given its own rows of the batch{means}")
+    if task.batch.proof:
+        reasons.append(f"rows of the batch don't mix: {task.batch.proof}")
+    return tuple(reasons)
+
+
+def _refusal(task: Task, tried: Sequence[Candidate], devices: Sequence[Device], processes: int) -> str:
+    """Say which device lacks how much, and one change that was tried and works."""
+    closest = min(tried, key=lambda one: one.short[1])
+    name, lacking = closest.short
+    kind = "a part" if closest.sharded else "a replica"
+    said = (
+        f"the model does not fit: {kind} of it with its rows needs {format_bytes(closest.peak_bytes)} on {name}, "
+        f"{format_bytes(lacking)} more than there is."
+    )
+    if not closest.sharded and not task.processes and len(devices) > 1:
+        sharded = task.candidate(devices, sharded=True)
+        if sharded.fits:
+            return (
+                f"{said} It was checked that it fits if {len(devices)} processes keep a part of the parameters each: "
+                f"plan in them, started with torchrun --nproc-per-node {len(devices)}."
+            )
+    return f'{said} Plan with strategy="auto" or "balanced", which divide the model instead.'

@@ -1,0 +1,154 @@
+"""data-parallel: shares by speed and memory, how many devices, when parameters are sharded, and what is refused."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput
+from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.replica_cost import estimate_replicas
+from autoshard.strategies.data_parallel import data_parallel
+from autoshard.workload import Workload
+
+BATCH = BatchAxis(size=12, inputs=(BatchInput(path="x", dim=0, axis="*12"),), outputs=())
+GIB = 1 << 30
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def cluster(speeds, memory=None, link=1e9, latency=1e-7, hosts=None):
+    names = [f"cuda:{index}" for index in range(len(speeds))]
+    memory, hosts = memory or [GIB] * len(speeds), hosts or ["host0"] * len(speeds)
+    rows = zip(names, speeds, memory, hosts, strict=True)
+    devices = tuple(
+        Device(name=name, memory_bytes=size, host=host, launch_seconds=0.0, bytes_per_second=speed * 10,
+               flops_per_second={"default": speed}) for name, speed, size, host in rows
+    )  # fmt: skip
+    links = tuple(
+        Link(source=a, destination=b, bytes_per_second=link, latency_seconds=latency)
+        for a, b in itertools.permutations(names, 2)
+    )
+    return Cluster(devices=devices, links=links)
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    model, made = Model(), {}
+    for mode in ("inference", "training"):
+        made[mode] = autoshard.profile(model, {"x": torch.randn(12, 32, 64)}, workload=Workload(mode=mode))
+    return made
+
+
+def test_equal_devices_share_alike(profiles):
+    plan = data_parallel(profiles["inference"], cluster([1e8] * 3), BATCH)
+    assert (plan.mesh.data, plan.mesh.shares, plan.mesh.sharded) == (3, (), False)
+    assert plan.placements == {"": "cuda:0"} and plan.strategy == "data-parallel"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_faster_device_has_more_rows(profiles):
+    plan = data_parallel(profiles["inference"], cluster([3e8, 1e8]), BATCH)
+    assert plan.mesh.shares == (9, 3)
+
+
+def test_no_other_shares_are_faster(profiles):
+    here = cluster([3e8, 1e8, 2e8])
+    best = estimate_replicas(data_parallel(profiles["training"], here, BATCH), profiles["training"], here)
+    assert best.lower_bound_seconds <= best.latency_seconds
+    plan = data_parallel(profiles["training"], here, BATCH)
+    for first, second in itertools.product(range(1, 11), repeat=2):
+        if first + second < 12:
+            mesh = dataclasses.replace(plan.mesh, shares=(first, second, 12 - first - second))
+            other = dataclasses.replace(plan, mesh=mesh)
+            assert estimate_replicas(other, profiles["training"], here).latency_seconds >= best.latency_seconds * 0.98
+
+
+def test_memory_bounds_a_share(profiles):
+    whole = estimate_replicas(
+        data_parallel(profiles["inference"], cluster([1e8]), BATCH), profiles["inference"], cluster([1e8])
+    ).devices[0].peak_bytes  # fmt: skip
+    small = cluster([1e8, 1e8], memory=[GIB, whole // 2])
+    plan = data_parallel(profiles["inference"], small, BATCH)
+    assert plan.mesh.shares and plan.mesh.shares[0] > plan.mesh.shares[1]
+    assert estimate_replicas(plan, profiles["inference"], small).fits
+
+
+def test_devices_that_do_not_help_are_left_out(profiles):
+    plan = data_parallel(profiles["training"], cluster([1e12, 1e12], link=1e6), BATCH)
+    assert plan.mesh.data == 1
+    assert "a pass takes no less" in plan.reasons[0]
+    plan = data_parallel(profiles["inference"], cluster([1e8, 1e8, 1e4]), BATCH)
+    assert [device.name for device in plan.devices] == ["cuda:0", "cuda:1"]
+    assert any("left out: cuda:2" in reason for reason in plan.reasons)
+
+
+def test_all_processes_take_part(profiles):
+    plan = data_parallel(profiles["training"], cluster([1e12, 1e12], link=1e6), BATCH, processes=2)
+    assert plan.mesh.data == 2 and not plan.mesh.sharded
+
+
+def test_parameters_are_sharded_where_a_replica_does_not_fit(profiles):
+    profile = profiles["training"]
+    held = profile.parameter_bytes * 4
+    small = cluster([1e8] * 4, memory=[int(held * 0.9)] * 4)
+    plan = data_parallel(profile, small, BATCH, processes=4)
+    assert plan.mesh.sharded and not plan.mesh.shares
+    assert [stage.paths for stage in plan.stages] == [(f"blocks.{index}",) for index in range(4)]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert estimate_replicas(plan, profile, small).fits
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 4"):
+        data_parallel(profile, small, BATCH)
+
+
+def test_memory_as_objective_shards(profiles):
+    plan = data_parallel(profiles["training"], cluster([1e8] * 2), BATCH, objective="memory", processes=2)
+    assert plan.mesh.sharded
+
+
+def test_what_does_not_fit_is_refused_with_the_deficit(profiles):
+    with pytest.raises(PlanError, match="more than there is"):
+        data_parallel(profiles["training"], cluster([1e8, 1e8], memory=[100_000] * 2), BATCH)
+
+
+def test_more_processes_than_rows_are_refused(profiles):
+    with pytest.raises(PlanError, match="12 rows can't be divided over 13 processes"):
+        data_parallel(profiles["inference"], cluster([1e8] * 13), BATCH, processes=13)
+
+
+def test_a_part_of_the_exchange_hides_behind_backward(profiles):
+    here = cluster([1e7] * 4)
+    plan = data_parallel(profiles["training"], here, BATCH, processes=4)
+    apart = estimate_replicas(plan, profiles["training"], here, processes=True)
+    together = estimate_replicas(plan, profiles["training"], here, processes=False)
+    assert apart.collective_seconds <= together.collective_seconds
+    assert any("overlap" in note for note in apart.notes)
+
+
+def test_the_same_plan_every_time(profiles):
+    here = cluster([3e8, 1e8, 2e8])
+    first, second = (data_parallel(profiles["training"], here, BATCH).to_json() for _ in range(2))
+    assert first == second
