@@ -1,0 +1,170 @@
+"""Bytes of every stage of a pipeline for one micro-batch, by the recorded lifetimes.
+
+    always      parameters, buffers, inputs of the whole batch; in training optimizer state
+    forward     most that lives while the stage runs it
+    kept        what is there between its forward and its backward: what autograd saved, and what came in
+    backward    most that lives while it runs; gradients of parameters stay behind
+    lasting     what is there to the end of the pass: outputs, caches
+
+`flow` says what lives when, with every stage as a device of its own, so that several stages can share one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.stages import Staged
+from autoshard.cluster.cluster import Device
+from autoshard.flow import flow
+from autoshard.module_paths import above
+from autoshard.plan import Stage
+from autoshard.profile.profile import Profile
+from autoshard.workload import OPTIMIZER_STATE_TENSORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
+
+    `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
+    does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end.
+    """
+
+    parameter: int = 0
+    buffer: int = 0
+    gradient: int = 0
+    optimizer: int = 0
+    inputs: int = 0
+    forward: int = 0
+    kept: int = 0
+    first_backward: int = 0
+    backward: int = 0
+    lasting: int = 0
+    outputs: int = 0
+
+
+class Recomputed:
+    """The modules of a stage that run again in backward, each from what it was given.
+
+    Attributes:
+        ops: mask of the forward ops in them.
+        dropped: storage -> number of its module, of those that nothing outside of it reads: they are not kept.
+    """
+
+    def __init__(self, graph: ModelGraph, paths: Sequence[str]) -> None:
+        number = {path: i for i, path in enumerate(paths)}
+        of_call = [next((number[p] for p in (call.path, *above(call.path)) if p in number), -1) for call in graph.calls]
+        segment = [of_call[op.call] if op.index < graph.backward_begin else -1 for op in graph.ops]
+        self.ops = np.array(segment, np.int64) >= 0
+        self.dropped: dict[int, int] = {}
+        for storage in graph.storages:
+            if storage.kind == "activation" and 0 <= storage.born < graph.backward_begin and segment[storage.born] >= 0:
+                self.dropped[storage.index] = segment[storage.born]
+        read = [
+            (graph.values[v].storage, segment[op.index]) for op in graph.ops[: graph.backward_begin] for v in op.inputs
+        ]
+        for index, reader in read:
+            if self.dropped.get(index, reader) != reader:
+                del self.dropped[index]
+        for value in graph.held:
+            self.dropped.pop(graph.values[value].storage, None)
+
+
+class StageMemory:
+    """What lives on which stage in one pass of one micro-batch.
+
+    Attributes:
+        held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
+            `processes` each of these stages has its own.
+    """
+
+    def __init__(
+        self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool
+    ) -> None:
+        self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
+        moves = flow(graph, {path: str(i) for i, stage in enumerate(stages) for path in stage.paths})
+        self.held: dict[str, tuple[int, ...]] = {name: (int(stage),) for name, stage in moves.tensor_device.items()}
+        if processes:
+            self.held = dict(staged.held)
+        rows = moves.buffers
+        kinds = {"parameter": 1, "buffer": 1, "input": 2}
+        kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
+        self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
+        returned = np.zeros(len(kind), bool)
+        returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
+        self.kept_copies = np.zeros(len(kind), bool)
+        self.kept_copies[[copy.buffer for copy in moves.copies if copy.kept and copy.buffer >= 0]] = True
+        gradients = np.isin(rows.storage, [graph.values[value].storage for _, value in graph.gradients])
+        end, begin = len(graph.ops), graph.backward_begin
+        made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end)
+        self.gradients = ~rows.copied & (gradients | made_last)
+        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies
+        if processes:
+            self.passing &= ~returned & ~(rows.copied & (kind == 1))
+            stay = self.is_output & ~rows.copied & (kind == 0)  # outputs stay where they are made
+            rows = replace(rows, died=np.where(stay, end + 1, rows.died))
+        self.moves = replace(moves, buffers=rows)
+
+    def of(
+        self, stage: int, device: Device, trained: Sequence[tuple[str, int]], recomputed: Recomputed | None
+    ) -> StageBytes:
+        """Return the bytes of one stage, rounded as its device's allocator does."""
+
+        def rounded(nbytes: int) -> int:
+            return -(-nbytes // device.block_bytes) * device.block_bytes
+
+        parameter, buffer = self._static(stage, rounded)
+        gradient = sum(rounded(nbytes) for _, nbytes in trained)
+        workload = self.whole.workload
+        found = StageBytes(
+            parameter=parameter,
+            buffer=buffer,
+            gradient=gradient,
+            optimizer=gradient * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
+            inputs=sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
+            if stage == self._home() or self.processes else 0,
+        )  # fmt: skip
+        name, rows = str(stage), self.moves.buffers
+        if name not in self.moves.devices:
+            return found
+        end, begin = len(self.graph.ops), self.graph.backward_begin
+        here = rows.device == self.moves.devices.index(name)
+        passing, gradients = here & self.passing, here & self.gradients
+        nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
+        lasting = passing & (rows.died > end)
+        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
+        live = self.moves.timeline(name, device.block_bytes, passing)
+        new = self.moves.timeline(name, device.block_bytes, gradients) if begin < end else np.zeros_like(live)
+        one_more = 0
+        if recomputed is not None:
+            gone = kept & ~rows.copied & np.isin(rows.storage, list(recomputed.dropped))
+            live = live - self.moves.timeline(name, device.block_bytes, gone)
+            kept = kept & ~gone
+            segments = [recomputed.dropped[storage] for storage in rows.storage[gone].tolist()]
+            # one module at a time has all of its activations
+            one_more = int(np.bincount(segments, nbytes[gone]).max()) if segments else 0
+        return replace(
+            found,
+            parameter=parameter + int(nbytes[here & self.kept_copies].sum()),
+            forward=int(live[:begin].max(initial=0)) + one_more,
+            kept=int(nbytes[kept].sum()),
+            first_backward=int((live + new)[begin:].max(initial=0)) + one_more,
+            backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[gradients].max(initial=0)),
+            lasting=int(nbytes[lasting].sum()),
+            outputs=int(nbytes[lasting & self.is_output].sum()),
+        )
+
+    def _static(self, stage: int, rounded: Callable[[int], int]) -> tuple[int, int]:
+        """Bytes of the parameters and of the buffers that a stage has, tied ones once."""
+        found, seen = {"parameter": 0, "buffer": 0}, set[int]()
+        for tensor in self.graph.tensors:
+            if stage in self.held[tensor.name] and tensor.storage not in seen:
+                seen.add(tensor.storage)
+                found[tensor.kind] += rounded(self.graph.storages[tensor.storage].nbytes)
+        return found["parameter"], found["buffer"]
+
+    def _home(self) -> int:
+        """The stage where the root of the model, and so its inputs, are."""
+        return int(self.moves.homes.homes[""])
