@@ -3,23 +3,21 @@
 The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoshard.cluster.cluster import Cluster
-from autoshard.errors import PlanError, SpecError
+from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
+from autoshard.planning import plan_measured
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.capture.graph import ModelGraph
     from autoshard.profile.profile import Profile
-    from autoshard.strategies.column_parallel import Prove
     from autoshard.verify import Verification
 
 
@@ -86,175 +84,16 @@ def _planned(
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
 
 
-def plan_measured(
-    model: nn.Module,
-    inputs: Any,
-    profile: "Profile",
-    cluster: Cluster,
-    *,
-    strategy: str = "auto",
-    objective: str = "latency",
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
-    in_memory: Collection[str] = (),
-    num_microbatches: int | None = None,
-    schedule: str | None = None,
-    tp_plan: Mapping[str, str] | None = None,
-) -> Plan:
-    """Plan a model whose profile is known, with any strategy.
-
-    "auto" cuts parameters only where there is one process per device: one process is slower at that than predicted.
-    `in_memory`: names of parameters that can't be kept on disk.
-    """
-    if tp_plan is not None and (strategy != "column-parallel" or pins):
-        raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
-    if strategy == "auto" and not pins and _processes() == len(cluster.devices) > 1:
-        return _placed_or_cut(model, inputs, profile, cluster, objective, max_memory)
-    if strategy in ("pipeline", "data-parallel"):
-        if pins:
-            raise SpecError(f'modules can\'t be pinned with strategy="{strategy}" yet: use "balanced".')
-        limited = _limited(cluster, max_memory)
-        return _plan_batched(model, inputs, profile, limited, strategy, objective, num_microbatches, schedule)
-    if strategy != "column-parallel":
-        settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "in_memory": in_memory}
-        return plan_profile(profile, cluster, max_memory=max_memory, pins=pins, **settings)
-    if pins:
-        raise SpecError('modules can\'t be pinned with strategy="column-parallel": every device has a part of each.')
-    if "disk" in cluster.names:
-        raise SpecError('"disk" computes nothing: leave it out with strategy="column-parallel", or use "balanced".')
-    return _plan_cuts(model, inputs, profile, _limited(cluster, max_memory), objective, tp_plan=tp_plan)
-
-
-def _plan_batched(
-    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, strategy: str, objective: str,
-    num_microbatches: int | None, schedule: str | None,
-) -> Plan:  # fmt: skip
-    """Prove that the batch can be divided, and plan with parts of it."""
-    from autoshard.prove.batch import find_batch_axis
-    from autoshard.strategies.data_parallel import data_parallel
-    from autoshard.strategies.pipeline import pipeline
-
-    batch = find_batch_axis(model, inputs, profile.workload)
-    if strategy == "data-parallel":
-        return data_parallel(profile, cluster, batch, objective=objective, processes=_processes())
-    return pipeline(
-        profile, cluster, batch,
-        objective=objective, num_microbatches=num_microbatches, schedule=schedule, processes=_processes(),
-    )  # fmt: skip
-
-
-def _placed_or_cut(
-    model: nn.Module,
-    inputs: Any,
-    profile: "Profile",
-    cluster: Cluster,
-    objective: str,
-    max_memory: Mapping[Any, Any] | None,
-) -> Plan:
-    """Place whole modules or cut parameters, whichever is predicted better; what loses is not proved."""
-    from autoshard.prove.prove import unproved
-    from autoshard.strategies.compare import better, compared
-
-    limited = _limited(cluster, max_memory)
-    placed: Plan | None = None
-    try:
-        placed = plan_profile(profile, cluster, objective=objective, max_memory=max_memory)
-        cut = _plan_cuts(model, inputs, profile, limited, objective, prove=unproved)
-        if better(cut, placed, profile, limited):
-            cut = _plan_cuts(model, inputs, profile, limited, objective)
-    except PlanError:
-        if placed is None:  # too large for whole modules
-            return _plan_cuts(model, inputs, profile, limited, objective)
-        return placed
-    return compared(cut, placed, profile, limited)
-
-
-def _limited(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
-    limits, _ = _limits_and_pins(cluster, max_memory, None)
-    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
-
-
-def _processes() -> int:
-    """How many processes of torch.distributed run, 0 if it is not in use."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _plan_cuts(
-    model: nn.Module, inputs: Any, profile: "Profile", cluster: Cluster, objective: str, prove: "Prove | None" = None,
-    tp_plan: Mapping[str, str] | None = None,
-) -> Plan:  # fmt: skip
-    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block."""
-    from autoshard.axes.groups import find_groups
-    from autoshard.capture.capture import capture as record
-    from autoshard.prove.prove import make_prover
-    from autoshard.strategies.column_parallel import column_parallel
-    from autoshard.strategies.written_cuts import as_written
-
-    forward = dataclasses.replace(profile.workload, mode="inference", new_tokens=0)
-    graph = record(model, inputs, workload=forward, composite=True)
-    found = find_groups(graph)
-    prove = prove or make_prover(model, inputs, forward, graph, found)
-    processes = _processes()
-    even = not processes  # one process runs all ranks on the same local shapes
-    if tp_plan is not None:
-        return as_written(profile, cluster, found, prove, tp_plan, objective=objective, even=even)
-    degree = processes if processes > 1 and processes == len(cluster.devices) else None  # all of them run
-    return column_parallel(profile, cluster, found, prove, objective=objective, degree=degree, even=even)
-
-
-def plan_profile(
-    profile: "Profile",
-    cluster: Cluster,
-    *,
-    strategy: str = "auto",
-    objective: str = "latency",
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
-    in_memory: Collection[str] = (),
-) -> Plan:
-    """Plan from a profile that exists already, with limits and pins in the forms people write."""
-    from autoshard.strategies import make_plan
-
-    limits, fixed = _limits_and_pins(cluster, max_memory, pins)
-    return make_plan(
-        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
-        in_memory=in_memory,
-    )  # fmt: skip
-
-
-def _limits_and_pins(
-    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
-    from autoshard.cluster.parse import canonical_name
-    from autoshard.sizes import parse_bytes
-
-    limits = {
-        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
-        for name, size in (max_memory or {}).items()
-    }
-    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
-    return limits, fixed
-
-
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
     """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table.
     """
     from autoshard.cluster.parse import cluster_of, parse_devices
-    from autoshard.cost import estimate as of_placements
-    from autoshard.cut_cost import estimate_cuts
-    from autoshard.mesh_cost import estimate_mesh
-    from autoshard.stream_cost import estimate_streamed
+    from autoshard.mesh_cost import price
 
     plan = _as_plan(plan, profile)
     cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
-    if plan.mesh is not None:
-        return estimate_mesh(plan, profile, cluster)
-    price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else of_placements
     return price(plan, profile, cluster)
 
 
@@ -416,12 +255,6 @@ def is_device_map(value: Any) -> bool:
 
 def _as_plan(plan: "Plan | Mapping[str, Any]", profile: "Profile") -> Plan:
     return plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile)
-
-
-def _known(name: str, cluster: Cluster, where: str) -> str:
-    if name not in cluster.names:
-        raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
-    return name
 
 
 # `apply` has an argument of this name.

@@ -270,17 +270,19 @@ def relaxed_bound(seconds: np.ndarray, held_bytes: np.ndarray, capacity: np.ndar
         latency     min sum x t      bottleneck  min L, sum_i x t <= L for every d
                     sum_d x = 1, sum_i x held <= capacity in both
 
-    The bound is the value of the dual, which holds for any multipliers: an inexact solver costs tightness, not truth.
+    "divided" is the bottleneck where a unit may be split over devices too. The bound is the value of the dual, which
+    holds for any multipliers: an inexact solver costs tightness, not truth.
     Units with equal figures are merged first: it changes nothing and repeated blocks make it small.
     """
     kinds, count = np.unique(np.vstack([seconds, held_bytes]).T, axis=0, return_counts=True)
     times = kinds[:, :-1].T * count
     held = kinds[:, -1] * count
+    simple = float(times.min(axis=0).sum())
+    if objective != "latency":
+        simple /= len(seconds)
     if objective == "throughput":
-        simple = max(float(seconds.min(axis=0).max(initial=0.0)), float(times.min(axis=0).sum()) / len(seconds))
-    else:
-        simple = float(times.min(axis=0).sum())
-    return max(simple, _dual_bound(times, held, capacity, objective == "throughput"))
+        simple = max(simple, float(seconds.min(axis=0).max(initial=0.0)))
+    return max(simple, _dual_bound(times, held, capacity, objective != "latency"))
 
 
 _LARGEST_PROGRAM = 20_000

@@ -1,36 +1,215 @@
-"""Compare a plan that places whole modules with one that cuts parameters, by the estimates of both."""
+"""Compare: the best plan of every strategy on the same devices, what each would cost, and which is taken.
 
-from dataclasses import replace
+What is compared, lower is better:
+
+    latency       seconds of one pass
+    throughput    seconds of the busiest device, since passes can overlap; in training those of a step: steps can't
+    memory        part of its memory that the fullest device uses
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import estimate
-from autoshard.cut_cost import estimate_cuts
+from autoshard.cost import op_seconds, optimizer_seconds, relaxed_bound
+from autoshard.errors import PlanError, SpecError
+from autoshard.estimate import Estimate
+from autoshard.mesh_cost import price
 from autoshard.plan import Plan
+from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.sizes import format_bytes, format_seconds
-from autoshard.stream_cost import estimate_streamed
+from autoshard.sizes import format_seconds
+
+_SAME = 1e-9
+"""Relative difference of rounding: of plans that cost the same the first is taken."""
 
 
-def better(one: Plan, other: Plan, profile: Profile, cluster: Cluster) -> bool:
-    """Whether a plan has a lower value of its objective than another; one without cuts is not looked at further."""
-    return bool(one.cuts) and _value(one, profile, cluster) < _value(other, profile, cluster)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy to look at: `make` plans with it, or raises `PlanError` or `SpecError`.
+
+    `prove` plans again with every cut proved; it is called only for what is about to be taken. `usable`: whether its
+    plan can be carried out as the model is run now.
+    """
+
+    name: str
+    make: Callable[[], Plan]
+    prove: Callable[[], Plan] | None = None
+    usable: bool = True
 
 
-def compared(cut: Plan, placed: Plan, profile: Profile, cluster: Cluster) -> Plan:
-    """The better one of a plan with cuts and one without, with the other among its reasons."""
-    taken, left = (cut, placed) if better(cut, placed, profile, cluster) else (placed, cut)
-    if not left.cuts and left is cut:  # nothing pays, or nothing can be cut
-        return placed
-    what = "cutting parameters over all devices" if left is cut else "placing whole modules"
-    figure = _value(left, profile, cluster)
-    text = format_bytes(int(figure)) if cut.objective == "memory" else format_seconds(figure)
-    where = {"latency": "per pass", "throughput": "between passes", "memory": "on the fullest device"}[cut.objective]
-    return replace(taken, reasons=(*taken.reasons, f"{what} would take {text} {where}"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The best plan of one strategy and what it costs; without a plan `refused` says why there is none.
+
+    `value`: what is compared; infinite without a plan.
+    """
+
+    name: str
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+    value: float = float("inf")
+    refused: str = ""
+    usable: bool = True
 
 
-def _value(plan: Plan, profile: Profile, cluster: Cluster) -> float:
-    price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The best plan of every strategy, in the order in which they were tried, and the row that is taken.
+
+    `bound`: no plan of any strategy on these devices has a lower value.
+    """
+
+    objective: str
+    training: bool
+    alternatives: tuple[Alternative, ...]
+    chosen: Alternative
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """(value - bound) / bound of what is taken."""
+        return max(0.0, self.chosen.value / self.bound - 1) if self.bound > 0 else 0.0
+
+
+def compare(
+    candidates: Sequence[Candidate], profile: Profile, cluster: Cluster, objective: str, processes: int = 0
+) -> Comparison:
+    """Plan with every strategy, price the plans, and take the best one that can be carried out.
+
+    Raises what the first strategy raised if none gives a plan.
+    """
+    training = profile.workload.training
+    rows: list[Alternative] = []
+    first_error: PlanError | SpecError | None = None
+    for candidate in candidates:
+        try:
+            rows.append(_priced(candidate, candidate.make(), profile, cluster, objective))
+        except (PlanError, SpecError) as error:
+            first_error = first_error or error
+            rows.append(Alternative(name=candidate.name, refused=str(error), usable=candidate.usable))
+    proved: set[int] = set()
+    while True:
+        best = min(
+            (place for place, row in enumerate(rows) if row.usable and row.plan is not None),
+            key=lambda place: (_rounded(rows[place].value), place), default=-1,
+        )  # fmt: skip
+        if best < 0:
+            assert first_error is not None
+            raise first_error
+        prove = candidates[best].prove
+        if prove is None or best in proved:
+            break
+        proved.add(best)
+        try:
+            rows[best] = _priced(candidates[best], prove(), profile, cluster, objective)
+        except (PlanError, SpecError) as error:
+            first_error = first_error or error
+            rows[best] = Alternative(name=candidates[best].name, refused=str(error))
+    bound = lowest(profile, cluster, objective, processes)
+    return Comparison(
+        objective=objective, training=training, alternatives=tuple(rows), chosen=rows[best], bound=bound,
+    )  # fmt: skip
+
+
+def _priced(candidate: Candidate, plan: Plan, profile: Profile, cluster: Cluster, objective: str) -> Alternative:
     figures = price(plan, profile, cluster)
-    if plan.objective == "memory":
-        return max(device.peak_bytes for device in figures.devices)
-    return figures.latency_seconds if plan.objective == "latency" else figures.bottleneck_seconds
+    if not figures.fits:
+        worst = min(figures.devices, key=lambda device: device.free_bytes)
+        raise PlanError(f"{worst.name} would need {-worst.free_bytes} bytes more than it has.")
+    value = value_of(figures, objective, profile.workload.training)
+    return Alternative(name=candidate.name, plan=plan, estimate=figures, value=value, usable=candidate.usable)
+
+
+def _rounded(value: float) -> float:
+    """Values that differ by rounding alone are the same."""
+    return float(f"{value:.9g}")
+
+
+def value_of(figures: Estimate, objective: str, training: bool) -> float:
+    """Return what an objective compares; see the module docstring."""
+    if objective == "memory":
+        return max(device.peak_bytes / max(device.memory_bytes, 1) for device in figures.devices)
+    if objective == "throughput" and not training:
+        return figures.bottleneck_seconds
+    return figures.latency_seconds
+
+
+def lowest(profile: Profile, cluster: Cluster, objective: str, processes: int = 0) -> float:
+    """Return a value that no plan of any strategy on these devices goes below.
+
+    Every op may be divided over the devices in any way, without copies, sums or launches. A device then takes
+    for its part of an op at least that part of the roofline, whatever the op is divided along:
+
+        min L   sum_i x[d, i] t[d, i] <= L   for every device d,    sum_d x[d, i] = 1   for every op i
+
+    For memory, what is held anyway is spread over all devices in proportion to their memory.
+    """
+    devices = [device for device in cluster.devices if device.name != "disk"]
+    graph = profile.graph
+    if objective == "memory":
+        held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}
+        state = profile.optimizer_bytes if profile.workload.training else 0
+        return (sum(held.values()) + state) / max(sum(device.memory_bytes for device in cluster.devices), 1)
+    seconds = np.zeros((len(devices), len(graph.ops) + 1))
+    known: dict[object, np.ndarray] = {}
+    trained = sum(nbytes for _, nbytes in trained_sizes(graph)) if profile.workload.training else 0
+    for row, device in enumerate(devices):
+        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second)
+        if key not in known:
+            free = replace(device, launch_seconds=0.0)
+            known[key] = np.append(op_seconds(profile, free), optimizer_seconds(trained, profile.workload, free))
+        seconds[row] = known[key]
+    # n equal devices are as one that is n times as fast
+    kinds, counts = np.unique(seconds, axis=0, return_counts=True)
+    nothing, room = np.zeros(seconds.shape[1]), np.ones(len(kinds))
+    return relaxed_bound(kinds / counts[:, None], nothing, room, "divided")
+
+
+def explained(comparison: Comparison) -> Plan:
+    """The plan that is taken, with what the others would cost, and how far it is from the bound, in its reasons."""
+    chosen = comparison.chosen
+    assert chosen.plan is not None
+    reasons = [*chosen.plan.reasons]
+    for row in comparison.alternatives:
+        if row is chosen:
+            continue
+        if row.plan is None:
+            reasons.append(f"{row.name} is not possible: {_first_sentence(row.refused)}")
+        elif not row.usable:
+            better = "faster" if row.value < chosen.value else "not better"
+            reasons.append(f"with a process per device (torchrun) {row.name}: {_figure(row, comparison)}, {better}")
+        else:
+            reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
+    reasons.append(
+        f"chosen: {chosen.name}: {_figure(chosen, comparison)}; no plan of any kind on these devices is below "
+        f"{_shown(comparison.bound, comparison.objective)}, so at most {comparison.gap:.1%} could be gained"
+    )
+    return replace(chosen.plan, reasons=tuple(reasons))
+
+
+def _figure(row: Alternative, comparison: Comparison) -> str:
+    assert row.plan is not None
+    used = devices_used(row)
+    return f"{_shown(row.value, comparison.objective)} on {used} device{'s' if used > 1 else ''}"
+
+
+def devices_used(row: Alternative) -> int:
+    """How many devices an alternative works on."""
+    assert row.plan is not None
+    if row.plan.mesh is not None:
+        return row.plan.mesh.size
+    return len(row.plan.devices) if row.plan.cuts else len(set(row.plan.placements.values()))
+
+
+def _shown(value: float, objective: str) -> str:
+    if objective == "memory":
+        return f"{value:.0%} of the fullest device's memory"
+    return f"{format_seconds(value)} {'per pass' if objective == 'latency' else 'between passes'}"
+
+
+def _first_sentence(text: str) -> str:
+    """What went wrong, without what could be done about it."""
+    return text.split(". ")[0].rstrip(".")

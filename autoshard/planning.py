@@ -1,0 +1,238 @@
+"""Planning: from a model and its profile to a plan, with any strategy. What several strategies need is found once."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import SpecError
+from autoshard.plan import Plan
+
+if TYPE_CHECKING:
+    from autoshard.axes.groups import AxisGroups
+    from autoshard.batching import BatchAxis
+    from autoshard.capture.graph import ModelGraph
+    from autoshard.profile.profile import Profile
+    from autoshard.strategies.column_parallel import Prove
+    from autoshard.strategies.compare import Candidate, Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for, and what is known about the model.
+
+    Attributes:
+        max_memory, pins: as people write them; `cluster` is without the limits.
+        in_memory: names of parameters that can't be kept on disk.
+        tp_plan: what to cut, as Transformers writes it; None: what pays.
+        processes: how many of torch.distributed run, 0 if all devices are used from one.
+    """
+
+    model: nn.Module
+    inputs: Any
+    profile: "Profile"
+    cluster: Cluster
+    objective: str = "latency"
+    max_memory: Mapping[Any, Any] | None = None
+    pins: Mapping[str, Any] | None = None
+    in_memory: Collection[str] = ()
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    tp_plan: Mapping[str, str] | None = None
+    processes: int = field(default_factory=lambda: count_processes())
+
+    @cached_property
+    def limited(self) -> Cluster:
+        """The cluster with the memory that may be used."""
+        limits, _ = _limits_and_pins(self.cluster, self.max_memory, None)
+        return self.cluster.with_memory(
+            {name: min(n, self.cluster.device(name).memory_bytes) for name, n in limits.items()}
+        )
+
+    @cached_property
+    def batch(self) -> "BatchAxis":
+        """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
+        from autoshard.prove.batch import find_batch_axis
+
+        return find_batch_axis(self.model, self.inputs, self.profile.workload)
+
+    @cached_property
+    def composite(self) -> "ModelGraph":
+        """A forward with composite ops, which the axis analysis walks."""
+        from autoshard.capture.capture import capture as record
+
+        forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
+        return record(self.model, self.inputs, workload=forward, composite=True)
+
+    @cached_property
+    def groups(self) -> "AxisGroups":
+        """What can be cut over devices."""
+        from autoshard.axes.groups import find_groups
+
+        return find_groups(self.composite)
+
+    def prover(self) -> "Prove":
+        """What proves cuts on the model, by running every distinct block."""
+        from autoshard.prove.prove import make_prover
+
+        forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
+        return make_prover(self.model, self.inputs, forward, self.composite, self.groups)
+
+
+def plan_measured(
+    model: nn.Module,
+    inputs: Any,
+    profile: "Profile",
+    cluster: Cluster,
+    *,
+    strategy: str = "auto",
+    **settings: Any,
+) -> Plan:
+    """Plan a model whose profile is known, with any strategy; `settings` are fields of `Request`."""
+    request = Request(model=model, inputs=inputs, profile=profile, cluster=cluster, **settings)
+    if request.tp_plan is not None and (strategy != "column-parallel" or request.pins):
+        raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
+    if strategy == "auto":
+        return _auto(request)
+    makers = {"column-parallel": _cut, "pipeline": _pipeline, "data-parallel": _replicate}
+    if strategy not in makers:
+        return _place(request, strategy)
+    _check_usable(request, strategy)
+    return makers[strategy](request)
+
+
+def compare(request: Request) -> "Comparison":
+    """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
+    from autoshard.strategies.compare import compare as price_all
+
+    return price_all(_candidates(request), request.profile, request.limited, request.objective, request.processes)
+
+
+def _auto(request: Request) -> Plan:
+    """The best plan of all strategies that can be carried out as the model is run: in one process, or one per device.
+
+    A workload that nobody stated says nothing about the batch; then it is not divided, and modules are placed.
+    """
+    alone = len(request.cluster.devices) == 1 or (request.processes not in (0, len(request.cluster.devices)))
+    if request.pins or alone or (not request.processes and request.profile.workload.assumed):
+        return _place(request, "auto")
+    from autoshard.strategies.compare import explained
+
+    return explained(compare(request))
+
+
+def _candidates(request: Request) -> "list[Candidate]":
+    """The strategies in the order in which equals are taken: the simplest first."""
+    from autoshard.prove.prove import unproved
+    from autoshard.strategies.compare import Candidate
+
+    found = [Candidate(name="auto", make=lambda: _place(request, "auto"))]
+    if "disk" in request.cluster.names or request.pins:
+        return found
+    stated = not request.profile.workload.assumed
+    if stated:
+        found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
+        found.append(Candidate(name="pipeline", make=lambda: _pipeline(request)))
+    cut = Candidate(
+        name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request),
+        usable=request.processes > 1,
+    )  # fmt: skip
+    return [*found, cut]
+
+
+def _place(request: Request, strategy: str) -> Plan:
+    return plan_profile(
+        request.profile, request.cluster, strategy=strategy, objective=request.objective,
+        max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory,
+    )  # fmt: skip
+
+
+def _check_usable(request: Request, strategy: str) -> None:
+    if request.pins:
+        every = "every device has a part of each" if strategy == "column-parallel" else 'use "balanced"'
+        raise SpecError(f'modules can\'t be pinned with strategy="{strategy}": {every}.')
+    if "disk" in request.cluster.names:
+        raise SpecError(f'"disk" computes nothing: leave it out with strategy="{strategy}", or use "balanced".')
+
+
+def _replicate(request: Request) -> Plan:
+    from autoshard.strategies.data_parallel import data_parallel
+
+    return data_parallel(
+        request.profile, request.limited, request.batch, objective=request.objective, processes=request.processes
+    )
+
+
+def _pipeline(request: Request) -> Plan:
+    from autoshard.strategies.pipeline import pipeline
+
+    return pipeline(
+        request.profile, request.limited, request.batch, objective=request.objective,
+        num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
+    )  # fmt: skip
+
+
+def _cut(request: Request, prove: "Prove | None" = None) -> Plan:
+    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block."""
+    from autoshard.strategies.column_parallel import column_parallel
+    from autoshard.strategies.written_cuts import as_written
+
+    profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
+    objective, processes = request.objective, request.processes
+    even = not processes  # one process runs all ranks on the same local shapes
+    if request.tp_plan is not None:
+        return as_written(profile, cluster, found, prove, request.tp_plan, objective=objective, even=even)
+    degree = processes if processes > 1 and processes == len(cluster.devices) else None  # all of them run
+    return column_parallel(profile, cluster, found, prove, objective=objective, degree=degree, even=even)
+
+
+def plan_profile(
+    profile: "Profile",
+    cluster: Cluster,
+    *,
+    strategy: str = "auto",
+    objective: str = "latency",
+    max_memory: Mapping[Any, Any] | None = None,
+    pins: Mapping[str, Any] | None = None,
+    in_memory: Collection[str] = (),
+) -> Plan:
+    """Plan from a profile that exists already, with limits and pins in the forms people write."""
+    from autoshard.strategies import make_plan
+
+    limits, fixed = _limits_and_pins(cluster, max_memory, pins)
+    return make_plan(
+        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
+        in_memory=in_memory,
+    )  # fmt: skip
+
+
+def _limits_and_pins(
+    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
+    from autoshard.cluster.parse import canonical_name
+    from autoshard.sizes import parse_bytes
+
+    limits = {
+        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
+        for name, size in (max_memory or {}).items()
+    }
+    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
+    return limits, fixed
+
+
+def _known(name: str, cluster: Cluster, where: str) -> str:
+    if name not in cluster.names:
+        raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
+    return name
+
+
+def count_processes() -> int:
+    """How many processes of torch.distributed run, 0 if it is not in use."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
