@@ -1,12 +1,14 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
+from autoshard.cli.explaining import explain_command
 from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.options import (
     BatchOption,
@@ -24,6 +26,7 @@ from autoshard.cli.options import (
     TargetArgument,
     TrainOption,
 )
+from autoshard.cli.reporting import report_command, trace_command
 from autoshard.cli.steps import capturing, check_same_model, devices_of, load, pairs, profile_of, workload_of
 from autoshard.errors import SpecError
 
@@ -87,7 +90,7 @@ def plan_command(
             num_microbatches=micro_batches, schedule=schedule,
         )  # fmt: skip
     if out is not None:
-        plan.save(out)
+        replace(plan, target=target).save(out)
     # The plan's devices have the limits in them.
     limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
     _show_plan(plan, profile, limited, loaded, as_json)
@@ -247,6 +250,9 @@ def devices_command(
         print_devices(output(), cluster)
 
 
+app.command("explain")(explain_command)
+app.command("report")(report_command)
+app.command("trace")(trace_command)
 app.command("doctor")(doctor_command)
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 

@@ -1,11 +1,47 @@
 """PLAN of the commands: a plan file, or a JSON file that holds a device_map."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autoshard.cli.steps import check_same_model, load, profile_of
 from autoshard.errors import SpecError
-from autoshard.plan import Plan
+from autoshard.plan import PLAN_FORMAT, Plan
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.profile.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A plan with the model that it is for, profiled for the plan's workload, and its devices."""
+
+    plan: Plan
+    loaded: "Target"
+    profile: "Profile"
+    cluster: "Cluster"
+
+
+def open_plan(plan_file: str, target: str | None = None) -> Opened:
+    """Read a plan and find the model again: `target`, or what the plan was made for.
+
+    Raises `SpecError` where neither tells, `PlanError` for another model, and what reading and capturing raise.
+    """
+    from autoshard.cluster.parse import cluster_of
+
+    plan = read_plan(plan_file)
+    wanted = target or plan.target
+    if not wanted:
+        raise SpecError(f"{plan_file} does not say which model it is for. Name it as well: model.py, or a config.json.")
+    if target is None and not any(Path(path).exists() for path in (wanted, wanted.rpartition(":")[0] or wanted)):
+        raise SpecError(f"{plan_file} was made for {wanted}, which is not here. Name where the model is now.")
+    loaded = load(wanted, plan.workload)
+    measured = profile_of(loaded)
+    check_same_model(plan, measured, plan_file)
+    return Opened(plan=plan, loaded=loaded, profile=measured, cluster=cluster_of(plan.devices))
 
 
 def read_plan(text: str) -> Plan:
@@ -17,6 +53,18 @@ def read_plan(text: str) -> Plan:
     if data is not None:
         return Plan.from_device_map(data)
     return Plan.load(path)
+
+
+def is_plan(text: str) -> bool:
+    """Whether a text names a file with a plan or a device_map, not a model."""
+    path = Path(text)
+    if path.suffix == ".py" or not path.is_file():
+        return False
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and (data.get("format") == PLAN_FORMAT or _device_map(path) is not None)
 
 
 def _device_map(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,36 @@
+"""explain: why a module or a device is as a plan has it."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.console import output, print_json, reports_errors, step
+
+
+@reports_errors
+def explain_command(
+    plan_file: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    subject: Annotated[
+        str,
+        typer.Argument(metavar="MODULE|DEVICE", help="A module path such as layers.3, or cuda:0.", show_default=False),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="TARGET", help="The model; default: what the plan was made for."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of sentences.")] = False,
+) -> None:
+    """Say why a module or device is as PLAN has it, what binds it, and what other choices would cost."""
+    from autoshard.cli.plans import open_plan
+    from autoshard.explain import explain
+
+    opened = open_plan(plan_file, target)
+    with step("pricing other choices"):
+        found = explain(opened.plan, opened.profile, opened.cluster, subject)
+    if as_json:
+        print_json(asdict(found))
+        return
+    from autoshard.report.explained import print_explanation
+
+    print_explanation(output(), found)

@@ -1,0 +1,119 @@
+"""Explanations: the alternatives are real plans, priced as they would be by themselves."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.cli.main import app
+from autoshard.cluster.parse import cluster_of
+from autoshard.errors import SpecError
+from autoshard.explain import explain
+from tests.conformance.tp_plans import slow_devices
+from tests.models import by_name
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.fixture(scope="module")
+def placed():
+    model = nn.Sequential(*[Block() for _ in range(6)])
+    profile = autoshard.profile(model, torch.zeros(2, 64))
+    plan = autoshard.plan(
+        model, "3x1MiB", inputs=torch.zeros(2, 64), strategy="balanced", objective="throughput", pins={"5": 2}
+    )
+    return plan, profile, cluster_of(plan.devices)
+
+
+def test_a_module_elsewhere_is_priced_as_the_plan_it_would_be(placed):
+    plan, profile, cluster = placed
+    found = explain(plan, profile, cluster, "2")
+    home = plan.placements["2"]
+    assert f"is on {home}" in found.sentences[0]
+    assert found.chosen.value == autoshard.estimate(plan, profile, cluster).bottleneck_seconds
+    elsewhere = {one.title: one for one in found.alternatives}
+    for device in {"cuda:0", "cuda:1", "cuda:2"} - {home}:
+        moved = replace(plan, placements={**plan.placements, "2": device})
+        figures = autoshard.estimate(moved, profile, cluster)
+        assert elsewhere[f"all of it on {device}"].value == figures.bottleneck_seconds
+    values = [one.value for one in found.alternatives if not one.lacking_bytes]
+    assert values == sorted(values)
+
+
+def test_a_part_of_a_placed_module_is_taken_out_of_it(placed):
+    plan, profile, cluster = placed
+    found = explain(plan, profile, cluster, "2.up")
+    assert found.sentences[0].endswith(", as all of 2.")
+    home = plan.placements["2"]
+    other = next(device for device in ("cuda:0", "cuda:1") if device != home)
+    rest = {path: device for path, device in plan.placements.items() if path != "2"}
+    moved = replace(plan, placements={**rest, "2.down": home, "2.up": other})
+    figures = autoshard.estimate(moved, profile, cluster)
+    assert next(a for a in found.alternatives if a.title == f"all of it on {other}").value == figures.bottleneck_seconds
+
+
+def test_pins_and_memory_are_given_as_reasons(placed):
+    plan, profile, cluster = placed
+    assert any("pinned" in sentence for sentence in explain(plan, profile, cluster, "5").sentences)
+    tight = replace(cluster, devices=tuple(replace(d, memory_bytes=300_000) for d in cluster.devices))
+    assert any("Memory binds it" in sentence for sentence in explain(plan, profile, tight, "2").sentences)
+
+
+def test_a_device_says_what_it_holds_and_what_the_plan_is_without_it(placed):
+    plan, profile, cluster = placed
+    found = explain(plan, profile, cluster, "cuda:1")
+    row = next(device for device in autoshard.estimate(plan, profile, cluster).devices if device.name == "cuda:1")
+    assert found.kind == "device" and row.peak_bytes > 0
+    assert any("weights" in sentence for sentence in found.sentences)
+    assert [one.title for one in found.alternatives] == ["planned again without cuda:1"]
+    assert found.alternatives[0].value > found.chosen.value
+
+
+def test_a_cut_and_what_stays_whole():
+    case = by_name("llama")
+    model, inputs = case.model(), case.example()
+    cluster = slow_devices(2)
+    plan = autoshard.plan(model, cluster, inputs=inputs, strategy="column-parallel")
+    profile = autoshard.profile(model, inputs)
+    found = explain(plan, profile, cluster, "model.layers.0.mlp")
+    text = " ".join(found.sentences)
+    assert "cut into" in text and "1 all-reduce per block" in text and "Proved" in text
+    alone = next(one for one in found.alternatives if one.title.startswith("the whole model on"))
+    assert alone.value > found.chosen.value
+    assert "Nothing of it is cut" in " ".join(explain(plan, profile, cluster, "model.norm").sentences)
+
+
+def test_what_is_not_there_is_named_with_what_is(placed):
+    plan, profile, cluster = placed
+    with pytest.raises(SpecError, match=r"neither a module nor a device .* cuda:0, cuda:1.* 0\.up"):
+        explain(plan, profile, cluster, "9.up")
+
+
+def test_the_command_finds_the_model_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])\n"
+        "example_inputs = torch.zeros(2, 64)\n"
+    )
+    runner = CliRunner()
+    made = runner.invoke(app, ["plan", "model.py", "-d", "2x100KiB", "-s", "balanced", "-o", "plan.json"])
+    assert made.exit_code == 0, made.output
+    shown = runner.invoke(app, ["explain", "plan.json", "3"])
+    assert shown.exit_code == 0 and "is on cuda:0" in shown.stdout and max(map(len, shown.stdout.splitlines())) <= 80
+    data = json.loads(runner.invoke(app, ["explain", "plan.json", "cuda:1", "--json"]).stdout)
+    assert data["kind"] == "device" and data["chosen"]["title"] == "as planned"
+    (tmp_path / "model.py").rename("moved.py")
+    lost = runner.invoke(app, ["explain", "plan.json", "3"])
+    assert lost.exit_code == 2
+    assert runner.invoke(app, ["explain", "plan.json", "3", "--target", "moved.py"]).exit_code == 0
