@@ -57,6 +57,7 @@ class BatchAxis:
     Attributes:
         size: rows at planning; runs may have others.
         whole: inputs (paths) that every part gets whole.
+        plain: arguments that are no tensors, as `runtime.chunks.plain_arguments` writes them, of the call that was proved.
         written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
             of the batch.
         proof: how it was shown, for people.
@@ -66,5 +67,6 @@ class BatchAxis:
     inputs: tuple[BatchInput, ...]
     outputs: tuple[BatchOutput, ...]
     whole: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     proof: str = ""

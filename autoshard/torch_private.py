@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -189,6 +189,15 @@ class Interceptor:
 _interceptors: list[Interceptor] = []
 _apply_of_function: Any = vars(torch.autograd.Function)["apply"]
 _checkpointed: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+
+def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple) -> Any:
+    """Return torch's checkpoint as a generator: `next` begins it, the second `next` ends it, `close` gives it up.
+
+    `run(*args)` is called in backward, inside the context `in_backward`, once for every backward.
+    """
+    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    return make(run, True, lambda: (nullcontext(), in_backward), "default", False, True, *args)
 
 
 def intercept(interceptor: Interceptor) -> None:

@@ -21,10 +21,12 @@ from autoshard.plan import Plan, check_placements
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
+from autoshard.runtime.microbatches import division_of
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
+from autoshard.runtime.recompute import recomputed_in
 from autoshard.runtime.registrations import Tree
 from autoshard.runtime.resting import check_streamed, make_streams, resting, streamed_module
-from autoshard.runtime.state import Record, Runtime
+from autoshard.runtime.state import Division, Record, Runtime
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
@@ -97,6 +99,7 @@ def adopt(model: nn.Module) -> nn.Module:
         tensors, placements, [path for path, _ in model.named_modules()],
         aligned=record.aligned | hosts, unfolded=record.unfolded, written_back=record.written_back | hosts,
         conservative=record.conservative, streamed=streamed, stages=[str(device) for device in record.placed],
+        division=record.division, recomputed=tuple(path for path in record.recomputed if path in modules),
         originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
         root_device=record.homes[""],
     )  # fmt: skip
@@ -128,6 +131,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
         tensors, homes.entries, paths,
         aligned=frozenset(plan.aligned), unfolded=frozenset(plan.unfolded), written_back=frozenset(plan.written_back),
         conservative=conservative, streamed=plan.streamed, stages=list(plan.placements.values()),
+        division=division_of(plan), recomputed=recomputed_in(plan, model),
         originals=originals if before is None else _originals(tensors, before.record),
         root_device=homes.homes[""],
     )  # fmt: skip
@@ -156,6 +160,8 @@ def _record(
     conservative: bool,
     streamed: Mapping[str, str],
     stages: list[str],
+    division: Division | None,
+    recomputed: tuple[str, ...],
     originals: Mapping[str, torch.device],
     root_device: str,
 ) -> Record:
@@ -180,6 +186,8 @@ def _record(
         written_back=written_back,
         conservative=conservative,
         streamed=dict(streamed),
+        division=division,
+        recomputed=recomputed,
         placed=tuple(dict.fromkeys(resolved.values())),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )

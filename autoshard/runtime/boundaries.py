@@ -17,6 +17,8 @@ from autoshard.module_paths import above, is_below, parent
 from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
+from autoshard.runtime.microbatches import hook_division
+from autoshard.runtime.recompute import hook_recompute
 from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
 from autoshard.torch_private import looks_for_overrides
@@ -51,6 +53,9 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         if boundary.guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
+    if runtime.record.division is not None:
+        runtime.handles += hook_division(model, runtime, runtime.record.division)
+    runtime.handles += hook_recompute(modules, runtime.record.recomputed)
     shy = [path for path, module in modules.items() if looks_for_overrides(module)]
     runtime.handles += hook_streams(modules, runtime.streams, uncounted_below=shy)
 

@@ -30,7 +30,9 @@ PLAIN = (
     bool, int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...), torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 )  # fmt: skip
-"""Arguments that every part is given as they are. Other objects that are no tensors (a cache) carry state."""
+"""Arguments that every part is given as they are."""
+_KNOWN = (torch.Tensor, *PLAIN)
+AS_CALLED = "Plan with the inputs that the model is called with: inputs=."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +72,39 @@ def count_rows(batch: BatchAxis, bound: Mapping[str, Any]) -> int:
                 found[item.path] = tensor.shape[item.dim] * batch.size // length
     if not found:
         wanted = ", ".join(item.path for item in batch.inputs)
-        raise PlanError(
-            f"the batch of this plan is divided along {wanted}, of which this call gives none. Plan with the inputs "
-            "that the model is called with: inputs=."
-        )
+        raise PlanError(f"the batch of this plan is divided along {wanted}, of which this call gives none. {AS_CALLED}")
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} has {rows}" for path, rows in found.items())
         raise PlanError(f"the inputs differ in how many rows of the batch they have: {listed}. Give all of them alike.")
     return next(iter(found.values()))
 
 
-def undivided(batch: BatchAxis, bound: Mapping[str, Any]) -> str:
-    """Say what in a call nobody knows how to divide, "" if nothing."""
+def state_in(bound: Mapping[str, Any]) -> str:
+    """Name an argument that is neither a tensor nor a plain value (a cache, which belongs to all rows), "" if none."""
+    leaves = leaves_in(dict(bound))
+    return next((f"{path}, a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, _KNOWN)), "")
+
+
+def unlike(batch: BatchAxis, model: nn.Module, bound: Mapping[str, Any]) -> str:
+    """Say in what a call is not of the kind that was shown to be divisible, "" if in nothing."""
     known = {*(item.path for item in batch.inputs), *batch.whole}
-    for path, leaf in leaves_in(dict(bound)):
-        if isinstance(leaf, torch.Tensor):
-            if path not in known:
-                return f"the tensor {path}, which was not among the inputs the plan was made with"
-        elif not isinstance(leaf, PLAIN):
-            return f"{path}, an object of {type(leaf).__name__}"
+    more = [path for path, _ in tensors_in(dict(bound)) if path not in known]
+    if more:
+        return f"the plan was made without the argument {more[0]}"
+    given, planned = set(plain_arguments(model, bound)), set(batch.plain)
+    if given != planned:
+        return f"the plan was made with {_listed(planned - given)}, and this call has {_listed(given - planned)}"
     return ""
+
+
+def plain_arguments(model: nn.Module, bound: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments of a call that are neither tensors nor what they are by default, as "name=value"."""
+    defaults = {name: one.default for name, one in inspect.signature(model.forward).parameters.items()}
+    return tuple(
+        f"{path}={leaf!r}"
+        for path, leaf in leaves_in(dict(bound))
+        if isinstance(leaf, PLAIN) and leaf is not None and leaf != defaults.get(path)
+    )
 
 
 def split(
@@ -102,12 +117,10 @@ def split(
     """
     signature = inspect.signature(model.forward).bind(*args, **kwargs)
     bound = dict(signature.arguments)
-    problem = undivided(batch, bound)
+    state = state_in(bound)
+    problem = f"nobody knows how to divide {state}" if state else unlike(batch, model, bound)
     if problem:
-        raise PlanError(
-            f"a call of this model can't be divided along its batch: nobody knows how to divide {problem}. "
-            "Plan with the inputs that the model is called with: inputs=."
-        )
+        raise PlanError(f"this call can't be divided along its batch: {problem}. {AS_CALLED}")
     rows = count_rows(batch, bound)
     if isinstance(parts, int):
         if rows < parts:
@@ -189,6 +202,10 @@ def split_rows(value: Any, parts: Sequence[Part], what: str) -> list[Any]:
     return made
 
 
+def _listed(values: set[str]) -> str:
+    return ", ".join(sorted(values)) or "no other value"
+
+
 def _check_dim(tensor: torch.Tensor, item: BatchInput) -> None:
     if tensor.dim() <= item.dim:
         raise PlanError(
@@ -239,7 +256,7 @@ def _joined(
     if how is None:
         raise PlanError(
             f"the output {path or 'of the model'} was not there at planning, so nobody knows how to put its parts "
-            "together. Plan with the inputs that the model is called with: inputs=."
+            f"together. {AS_CALLED}"
         )
     if how.how == "same":
         return tensors[0]

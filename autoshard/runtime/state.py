@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
@@ -18,7 +19,8 @@ from autoshard.runtime.streaming import Streams
 
 @dataclass(slots=True)
 class Call:
-    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments.
+    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments. `parts` is
+    of a call that runs in parts of its batch (see `microbatches.py`).
 
     The frame is held, not its id: a frame that an interrupt ended would soon have its id taken by another.
     """
@@ -31,6 +33,7 @@ class Call:
     previous_device: int | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     output_device: torch.device | None = None
+    parts: Any = None
 
 
 class _Local(threading.local):
@@ -39,6 +42,22 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.watcher: Align | None = None
+        self.stepping = False  # a schedule calls the model, part by part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How calls of the model are divided into micro-batches.
+
+    `count`: into how many, one after another through `stages` devices in the order that `schedule` names. `training`:
+    the plan is for training; one for inference says nothing about modules in training mode.
+    """
+
+    batch: BatchAxis
+    count: int
+    stages: int
+    schedule: str
+    training: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +71,8 @@ class Record:
         aligned, unfolded, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
         streamed: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan; their
             `devices` are those they compute on.
+        division: how its batch is divided, None if it is not.
+        recomputed: paths of modules whose activations are computed again in backward.
         placed: devices the plan uses, in the order of stages; `sentinels`: (name, tensor, device), one tensor on each.
     """
 
@@ -64,6 +85,8 @@ class Record:
     written_back: frozenset[str]
     conservative: bool
     streamed: Mapping[str, str]
+    division: Division | None
+    recomputed: tuple[str, ...]
     placed: tuple[torch.device, ...]
     sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
 

@@ -34,10 +34,10 @@ class Pair(NamedTuple):
     right: torch.Tensor
 
 
-def axis_of(*inputs, outputs=(), whole=(), size=8):
+def axis_of(*inputs, outputs=(), whole=(), size=8, plain=()):
     """A batch axis from (path, dim, axis) of inputs."""
     rows = tuple(BatchInput(path=path, dim=dim, axis=axis) for path, dim, axis in inputs)
-    return BatchAxis(size=size, inputs=rows, outputs=tuple(outputs), whole=whole)
+    return BatchAxis(size=size, inputs=rows, outputs=tuple(outputs), whole=whole, plain=plain)
 
 
 IDS = ("ids", 0, "*8")
@@ -56,7 +56,7 @@ def test_arguments_are_named_by_the_forward():
 
 def test_rows_are_divided_as_tensor_split_does():
     ids = torch.arange(20).view(10, 2)
-    parts = split(axis_of(IDS), Takes(), (ids,), {"scale": 2.0}, 4)
+    parts = split(axis_of(IDS, plain=("scale=2.0",)), Takes(), (ids,), {"scale": 2.0}, 4)
     assert [part.rows for part in parts] == [3, 3, 2, 2]
     for part, wanted in zip(parts, ids.tensor_split(4), strict=True):
         assert torch.equal(part.args[0], wanted)
@@ -66,7 +66,7 @@ def test_rows_are_divided_as_tensor_split_does():
 
 def test_nested_inputs_are_divided_and_whole_ones_are_not():
     ids, image, table = torch.arange(8), torch.arange(48).view(24, 2), torch.arange(5)
-    batch = axis_of(IDS, ("others.images.0", 0, "*8x3"), whole=("more.0",))
+    batch = axis_of(IDS, ("others.images.0", 0, "*8x3"), whole=("more.0",), plain=("others.flags.on=True",))
     parts = split(batch, Takes(), (ids, None, table), {"images": [image], "flags": {"on": True}}, [5, 3])
     assert [part.kwargs["images"][0].shape[0] for part in parts] == [15, 9]
     assert torch.equal(torch.cat([part.kwargs["images"][0] for part in parts]), image)
@@ -182,8 +182,9 @@ def test_targets_are_divided_as_the_rows_are():
     ("args", "kwargs", "parts", "words"),
     [
         ((torch.zeros(3),), {}, 4, "3 rows can't be divided into 4 parts"),
-        ((torch.zeros(4), torch.zeros(4)), {}, 2, "the tensor mask, which was not among the inputs"),
-        ((torch.zeros(4),), {"labels": nn.Identity()}, 2, "others.labels, an object of Identity"),
+        ((torch.zeros(4), torch.zeros(4)), {}, 2, "the plan was made without the argument mask"),
+        ((torch.zeros(4),), {"labels": nn.Identity()}, 2, "nobody knows how to divide others.labels, a Identity"),
+        ((torch.zeros(4),), {"scale": 2.0}, 2, "was made with no other value, and this call has scale=2.0"),
         ((None,), {}, 2, "divided along ids, others.pixels, of which this call gives none"),
         ((torch.zeros(4),), {"pixels": torch.zeros(13)}, 2, "others.pixels has 13 in its dimension 0"),
         ((torch.tensor(1.0),), {}, 2, r"ids has the shape \[\]"),

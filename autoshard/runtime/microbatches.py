@@ -1,0 +1,125 @@
+"""A pipeline in one process: each call of the model runs in parts of its batch, one after another.
+
+    call of the root ── RootHook: inputs go to the first device
+                     ── Divide:   forward(part 0), forward(part 1) …        the first parts, inside this very call
+                     ── forward(last part)
+                     ── Together: the outputs of all parts become one       gradients go back to each part
+                     ── Leave:    it goes to where the inputs were
+
+Kernels and copies between accelerators are only queued, so that the first device is at part 1 while the second one
+computes part 0. What is not known to be divisible runs whole, with equal results.
+"""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
+from autoshard.runtime.state import Division, Runtime
+
+
+def division_of(plan: Plan) -> Division | None:
+    """How a plan divides the batch of a model that one process runs, None if it does not."""
+    if plan.batch is None or plan.num_microbatches < 2:
+        return None
+    return Division(
+        batch=plan.batch,
+        count=plan.num_microbatches,
+        stages=plan.mesh.pipeline if plan.mesh is not None else 1,
+        schedule=plan.schedule,
+        training=plan.workload.training,
+    )
+
+
+def hook_division(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
+    """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
+    return [
+        model.register_forward_pre_hook(Divide(runtime, division), with_kwargs=True),
+        model.register_forward_hook(Together(runtime, division), prepend=True),
+    ]
+
+
+class Divide:
+    """Pre-hook of the root: runs all parts of the batch but the last one, which it leaves to the call."""
+
+    __slots__ = ("division", "runtime", "said")
+    uncounted = True
+
+    def __init__(self, runtime: Runtime, division: Division) -> None:
+        self.runtime = runtime
+        self.division = division
+        self.said: set[str] = set()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
+            return None
+        local = self.runtime.local
+        call, *around = reversed(local.calls)
+        if local.stepping:  # the loss is computed where the last stage is
+            call.output_device = None
+            return None
+        if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
+            return None
+        parts = self.parts(module, args, kwargs)
+        if len(parts) < 2:
+            return None
+        call.parts = parts, [module.forward(*part.args, **part.kwargs) for part in parts[:-1]]
+        return parts[-1].args, parts[-1].kwargs
+
+    def parts(self, module: nn.Module, args: tuple, kwargs: dict) -> list[Part]:
+        """Divide a call; none where it has to run whole."""
+        division = self.division
+        try:
+            bound = bind(module, args, kwargs)
+        except TypeError:
+            return []  # the forward itself says what is wrong with its arguments
+        if state_in(bound):
+            return []
+        problem = why_whole(division, module) or unlike(division.batch, module, bound)
+        try:
+            rows = 0 if problem else count_rows(division.batch, bound)
+            if not problem:
+                return split(division.batch, module, args, kwargs, min(rows, division.count)) if rows > 1 else []
+        except PlanError as error:
+            problem = str(error).removesuffix(f" {AS_CALLED}").rstrip(".")
+        if problem not in self.said:
+            self.said.add(problem)
+            text = f"this call of {type(module).__name__} runs undivided, one device after another"
+            warnings.warn(f"autoshard: {text}: {problem}. {AS_CALLED}", RuntimeWarning, stacklevel=5)
+        return []
+
+    def __getstate__(self) -> tuple[Runtime, Division]:
+        return self.runtime, self.division
+
+    def __setstate__(self, state: tuple[Runtime, Division]) -> None:
+        (self.runtime, self.division), self.said = state, set()
+
+
+class Together:
+    """Post-hook of the root: puts the outputs of the parts together."""
+
+    __slots__ = ("division", "runtime")
+    uncounted = True
+
+    def __init__(self, runtime: Runtime, division: Division) -> None:
+        self.runtime = runtime
+        self.division = division
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self.runtime.local.calls[-1]
+        if call.parts is None:
+            return None
+        (parts, outputs), call.parts = call.parts, None
+        return merge(self.division.batch, [*outputs, output], parts)
+
+
+def why_whole(division: Division, model: nn.Module) -> str:
+    """Say why no call of a model may be divided as it is now, "" if calls may be."""
+    if not division.training and any(module.training for module in model.modules()):
+        path = next(path for path, module in model.named_modules() if module.training)
+        return f"the plan was made for inference, and {path or 'the model'} is in training mode"
+    return ""

@@ -1,0 +1,103 @@
+"""Stages whose activations are not kept: their modules run a second time in backward.
+
+This is torch's activation checkpointing, begun in a pre-hook and ended in a post-hook of each module, so that forwards
+stay the user's own. Random numbers are drawn again as they were.
+"""
+
+import threading
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.plan import Plan
+
+
+def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that run twice: those of the stages that say so; of a list of modules, each in it."""
+    modules = dict(model.named_modules())
+    found: list[str] = []
+    waiting = [path for stage in reversed(plan.stages) if stage.recompute for path in reversed(stage.paths)]
+    while waiting:
+        path = waiting.pop()
+        module = modules.get(path)
+        if module is None:
+            continue  # a parameter, or another name of a shared module
+        if type(module).forward is not nn.Module.forward:
+            found.append(path)
+        else:
+            waiting += [f"{path}.{name}".lstrip(".") for name, _ in reversed(list(module.named_children()))]
+    return tuple(found)
+
+
+def hook_recompute(modules: Mapping[str, nn.Module], paths: tuple[str, ...]) -> list[Any]:
+    """Hook modules, behind what moves their arguments; returns handles."""
+    handles: list[Any] = []
+    for path in paths:
+        hook = Recompute()
+        handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(modules[path].register_forward_hook(Kept(hook), prepend=True, always_call=True))
+    return handles
+
+
+class _Local(threading.local):
+    """Per thread: checkpoints of this module in progress, and whether it runs again now."""
+
+    def __init__(self) -> None:
+        self.open: list[Generator] = []
+        self.again = 0
+
+
+class Recompute:
+    """Pre-hook of a module: what autograd saves from here on is computed again when backward needs it."""
+
+    __slots__ = ("local",)
+    uncounted = True
+
+    def __init__(self) -> None:
+        self.local = _Local()
+
+    def __reduce__(self) -> tuple:  # a copy or a saved model starts without calls
+        return Recompute, ()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
+            return
+        local = self.local
+        while local.open:  # cut short by an interrupt, for which torch runs no hooks
+            local.open.pop().close()
+        if not torch.is_grad_enabled() or local.again:
+            return
+
+        def run(*values: Any) -> Any:
+            return module(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+        values = (*args, *kwargs.values())  # torch looks for devices with random numbers in positional ones only
+        begun = torch_private.begin_checkpoint(run, self, values)
+        local.open.append(begun)
+        next(begun)
+
+    def __enter__(self) -> None:
+        """The module runs again, in backward: nothing is to be saved for a third time."""
+        self.local.again += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.local.again -= 1
+
+
+class Kept:
+    """Post-hook of a module with a `Recompute`, also called when its forward raises."""
+
+    __slots__ = ("hook",)
+    uncounted = True
+
+    def __init__(self, hook: Recompute) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
+        local = self.hook.local
+        if local.again or not local.open:
+            return
+        next(local.open.pop(), None)

@@ -1,0 +1,198 @@
+"""Pipelines in one process: calls run in parts of their batch, and give what one call of the whole model gives."""
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import PlanError
+from tests.runtime.pipelines import LABELLED, pipeline, sentences, words
+
+INFERENCE = autoshard.Workload(batch_size=8)
+
+
+def counted(model):
+    """Rows with which the first block is called, call by call."""
+    rows = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    return rows
+
+
+def close(found, wanted):
+    """Equal to the rounding of float64, told from the largest value."""
+    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-12 * float(wanted.detach().abs().max()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("rows", [8, 7])
+def test_outputs_and_gradients_are_those_of_the_whole_batch(recompute, rows):
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs, recompute=recompute))
+        inputs = {name: tensor[:rows] for name, tensor in inputs.items()}
+        seen = counted(model)
+        wanted, found = original(**inputs), model(**inputs)
+        assert seen == [2, 2, 2, rows - 6]
+        assert found["logits"].device == torch.device("cpu")
+        close(found["logits"], wanted["logits"])
+        close(found["loss"], wanted["loss"])
+        wanted["loss"].backward()
+        found["loss"].backward()
+        assert len(seen) == (8 if recompute else 4)
+        for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+            if theirs.grad is not None:
+                close(ours.grad, theirs.grad)
+        del found
+        autoshard.remove(model)
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in model.modules()
+        if module is not model.blocks[0]
+    )
+
+
+def test_one_part_is_bit_for_bit_the_same():
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, inputs, count=1))
+        assert torch.equal(model(**inputs)["logits"], original(**inputs)["logits"])
+
+
+def test_recomputed_stages_keep_less():
+    """What a device holds between forward and backward, and dropout that falls out as it did."""
+    held, gradients = {}, {}
+    inputs = sentences(8, 18)
+    for recompute in (False, True):
+        model = words(dropout=0.5)
+        plan = pipeline(model, inputs, recompute=recompute)
+        with autoshard.simulate("3x16MiB") as devices:
+            autoshard.apply(model, plan)
+            torch.manual_seed(5)
+            loss = model(**inputs)["loss"]
+            held[recompute] = devices.memory("cpu:1")[0]
+            loss.backward()
+            gradients[recompute] = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+            del loss, model
+    assert held[True] < 0.5 * held[False]
+    assert all(torch.equal(*pair) for pair in zip(gradients[False], gradients[True], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words_of"),
+    [
+        ({"positions": torch.arange(6)[None]}, "the plan was made without the argument positions"),
+        ({"scale": 2.0}, "the plan was made with no other value, and this call has scale=2.0"),
+        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "ids has 8, labels has 2"),
+    ],
+)
+def test_calls_of_another_kind_run_whole_and_say_so_once(call, words_of):
+    original, model, inputs = words(), words(), sentences()
+    batch = replace(LABELLED, whole=())
+    call = {"ids": inputs["ids"], **call}
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, inputs, batch))
+        seen = counted(model)
+        if "labels" in call:
+            with pytest.raises(ValueError, match="batch_size"), pytest.warns(RuntimeWarning, match=words_of):
+                model(**call)
+            assert seen == [8]
+            return
+        with pytest.warns(RuntimeWarning, match=words_of):
+            found = model(**call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**call)
+        assert seen == [8, 8]
+        assert torch.equal(found["logits"], original(**call)["logits"])
+
+
+def test_a_cache_belongs_to_all_rows():
+    model, inputs = words(), sentences()
+    with autoshard.simulate("3x16MiB"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autoshard.apply(model, pipeline(model, inputs))
+        seen = counted(model)
+        model(inputs["ids"], cache=nn.Identity())
+        model(inputs["ids"][:1])
+        model(inputs["ids"][:3])
+    assert seen == [8, 1, 1, 1, 1]
+
+
+def test_a_plan_for_inference_does_not_train():
+    """Its proof says nothing of modules that behave otherwise in training."""
+    model, inputs = words().eval(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs, workload=INFERENCE))
+        seen = counted(model)
+        model(**inputs)
+        model.blocks[1][2].train()
+        with pytest.warns(RuntimeWarning, match=r"made for inference, and blocks\.1\.2 is in training mode"):
+            model(**inputs)
+    assert seen == [2, 2, 2, 2, 8]
+
+
+def test_arguments_for_all_parts_are_copied_once_per_device():
+    model, inputs = words(), sentences()
+    inputs["positions"] = torch.arange(6)[None]
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, inputs))
+        given = []
+        model.places.register_forward_hook(lambda module, args, output: given.append(args[0]))
+        model(**inputs)
+    assert len({id(one) for one in given}) == 1 and len(given) == 4
+
+
+def test_an_error_in_one_part_leaves_the_model_as_it_was():
+    model, inputs = words(), sentences()
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, inputs))
+        wanted = model(**inputs)["logits"]
+        broken = inputs["ids"].clone()
+        broken[5, 0] = 99  # in the third part
+        with pytest.raises(IndexError):
+            model(broken)
+        assert torch.equal(model(**inputs)["logits"], wanted)
+
+
+def test_an_output_nobody_knows_is_refused():
+    model, inputs = words(), sentences()
+    batch = replace(LABELLED, outputs=LABELLED.outputs[:1])
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, inputs, batch))
+        with pytest.raises(PlanError, match="the output loss was not there at planning"):
+            model(**inputs)
+        assert model(inputs["ids"])["logits"].shape[0] == 8
+
+
+def test_copies_of_the_model_run_in_parts_too():
+    model, inputs = words(), sentences()
+    plan = pipeline(model, inputs, recompute=True)
+    here = dict.fromkeys(plan.placements, "cpu")
+    with torch.no_grad():
+        autoshard.apply(model, replace(plan, placements=here))
+        wanted = model(**inputs)["logits"]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            seen = counted(other)
+            assert list(other.state_dict()) == list(words().state_dict())
+            assert torch.equal(other(**inputs)["logits"], wanted)
+            assert seen == [2, 2, 2, 2]
+
+
+def test_modules_that_are_added_later_run_in_parts_too():
+    """Not in the very call that finds them, which runs whole."""
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs, recompute=True))
+        for one in (original, model):
+            torch.manual_seed(1)
+            one.blocks.append(nn.Linear(16, 16).double())
+        seen = counted(model)
+        for _ in range(2):
+            wanted, found = original(**inputs), model(**inputs)
+            close(found["loss"], wanted["loss"])
+        assert seen == [8, 2, 2, 2, 2]
