@@ -33,9 +33,9 @@ class StreamCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A call of a streamed module in the last pass played, and the fetch that begins when it ends; seconds from its begin.
+    """A call of a streamed module in the last pass played, and the fetch that begins when it ends.
 
-    `call` and `brought` count the calls of modules that are fetched, in order.
+    Seconds from the begin of that pass. `call` and `brought` count the calls of modules that are fetched, in order.
     """
 
     call: int

@@ -96,7 +96,7 @@ def _folded(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
     position, last = -1, ""  # of the number that counts up, and the last path in the current run
     for row in rows:
         head = folded[-1] if folded else None
-        step = _counts_up(last, row.path)
+        step = counts_up(last, row.path)
         alike = head is not None and (head.device, head.class_name) == (row.device, row.class_name)
         if head is not None and alike and step >= 0 and (head.count == 1 or step == position):
             first = head.path.split(".")[step].partition("-")[0]
@@ -111,7 +111,7 @@ def _folded(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
     return folded
 
 
-def _counts_up(before: str, after: str) -> int:
+def counts_up(before: str, after: str) -> int:
     """Return which part of a path is one more than before, all others being equal; -1 if none is."""
     a, b = before.split("."), after.split(".")
     different = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
@@ -146,7 +146,7 @@ def module_rows(profile: Profile, depth: int) -> list[ModuleRow]:
             while (
                 end < len(siblings)
                 and signatures[siblings[end].path] == signatures[siblings[start].path]
-                and _counts_up(siblings[end - 1].path, siblings[end].path) >= 0
+                and counts_up(siblings[end - 1].path, siblings[end].path) >= 0
             ):
                 end += 1
             first, last = siblings[start], siblings[end - 1]

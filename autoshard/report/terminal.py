@@ -100,8 +100,8 @@ def print_plan(
     print_section(console, "Predicted")
     _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
-    print_sentences(console, "Why", [_sentence(reason) for reason in plan.reasons])
-    print_sentences(console, "Notes", [*_capture_notes(profile), *_estimate_notes(estimate), *notes])
+    print_sentences(console, "Why", [as_sentence(reason) for reason in plan.reasons])
+    print_sentences(console, "Notes", [*capture_notes(profile), *estimate_notes(estimate), *notes])
 
 
 def print_profile(
@@ -150,7 +150,7 @@ def print_profile(
     lines.append(["in all, at the peak", Text(format_bytes(profile.peak_bytes), style="bold")])
     lines.append(["compute", f"{format_flops(profile.flops)}, mostly in {profile.dtype}"])
     print_table(console, [Column(), Column()], lines, INDENT)
-    print_sentences(console, "Notes", [*_capture_notes(profile), *notes])
+    print_sentences(console, "Notes", [*capture_notes(profile), *notes])
 
 
 def describe_workload(workload: Workload, dtype: str) -> str:
@@ -246,9 +246,9 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
 def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None:
     lines: list[list[str | Text]] = [
         [
-            _what_is_timed(profile),
+            what_is_timed(profile),
             Text(format_seconds(estimate.latency_seconds), style="bold"),
-            _rate(profile, estimate.latency_seconds),
+            rate(profile, estimate.latency_seconds),
         ]
     ]
     if estimate.streaming is not None:
@@ -258,8 +258,8 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
         lines.append(["collectives", format_seconds(estimate.collective_seconds), count])
     elif sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:
         busiest = max(estimate.devices, key=lambda d: d.compute_seconds + d.transfer_seconds)
-        rate = _rate(profile, estimate.bottleneck_seconds)
-        overlapped = f"{busiest.name}; {rate} if passes overlap" if rate else busiest.name
+        overlapping = rate(profile, estimate.bottleneck_seconds)
+        overlapped = f"{busiest.name}; {overlapping} if passes overlap" if overlapping else busiest.name
         lines.append(["busiest device", format_seconds(estimate.bottleneck_seconds), overlapped])
     if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
         gap = "proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
@@ -267,13 +267,14 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
     print_table(console, [Column(), Column(right=True), Column(flexible=True)], lines, INDENT)
 
 
-def _what_is_timed(profile: Profile) -> str:
+def what_is_timed(profile: Profile) -> str:
+    """Say what a pass of the workload is."""
     if any(name == "decode" for name, _, _ in profile.graph.phases):
         return "prompt and one new token"
     return "one training step" if profile.workload.training else "one pass"
 
 
-def _rate(profile: Profile, seconds: float) -> str:
+def rate(profile: Profile, seconds: float) -> str:
     """Tokens, or samples, or passes per second; nothing where a prompt and a new token are timed together."""
     workload = profile.workload
     if seconds <= 0 or any(name == "decode" for name, _, _ in profile.graph.phases):
@@ -317,17 +318,19 @@ def _print_transfers(console: Console, estimate: Estimate) -> None:
     print_left_off(console, len(rows) - len(shown), "pairs of devices", "the slowest are shown, --json lists all")
 
 
-def _capture_notes(profile: Profile) -> list[str]:
+def capture_notes(profile: Profile) -> list[str]:
+    """Say how the model was captured, as far as it matters."""
     levels = {
         "fake": "",
         "real": "The model was captured by running it with values.",
         "invented": "The model was captured with invented values where it branches on them: good for planning only.",
     }
     notes = (levels[profile.graph.level], *profile.graph.notes)
-    return [_sentence(note) for note in notes if note]
+    return [as_sentence(note) for note in notes if note]
 
 
-def _estimate_notes(estimate: Estimate) -> list[str]:
+def estimate_notes(estimate: Estimate) -> list[str]:
+    """Say what the runtime does beside placing modules."""
     notes = []
     if estimate.aligned:
         some = _some(estimate.aligned)
@@ -344,7 +347,7 @@ def _some(paths: tuple[str, ...]) -> str:
     return f"{shown} and {len(paths) - 3} more" if len(paths) > 3 else shown
 
 
-def _sentence(text: str) -> str:
+def as_sentence(text: str) -> str:
     """End with a full stop. The beginning may be the name of a module or a device and stays."""
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,134 @@
+"""report and trace: a plan as a page to look at, and its predicted pass as a trace."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli.console import errors, reports_errors, step
+from autoshard.cli.options import (
+    BatchOption,
+    DevicesOption,
+    MaxMemoryOption,
+    MicroBatchesOption,
+    NewTokensOption,
+    ObjectiveOption,
+    OptimizerOption,
+    PinOption,
+    ScheduleOption,
+    SeqOption,
+    StrategyOption,
+    TrainOption,
+)
+from autoshard.cli.steps import check_same_model, devices_of, load, pairs, profile_of, workload_of
+from autoshard.errors import SpecError
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+
+PlanOrTarget = Annotated[
+    str, typer.Argument(metavar="TARGET|PLAN", help="What to plan, or a plan file followed by TARGET.")
+]
+SecondTarget = Annotated[
+    str | None, typer.Argument(metavar="[TARGET]", help="The model of the plan file.", show_default=False)
+]
+
+
+@reports_errors
+def report_command(
+    first: PlanOrTarget,
+    second: SecondTarget = None,
+    devices: DevicesOption = "auto",
+    strategy: StrategyOption = "auto",
+    objective: ObjectiveOption = "latency",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    max_memory: MaxMemoryOption = None,
+    pin: PinOption = None,
+    micro_batches: MicroBatchesOption = None,
+    schedule: ScheduleOption = None,
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+) -> None:
+    """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
+    from autoshard.api import estimate
+    from autoshard.report.page import make_page
+
+    loaded, plan, profile, cluster = _planned(
+        first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
+        strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
+        pins=pairs(pin, "--pin", "model.layers.0=cuda:0"), num_microbatches=micro_batches, schedule=schedule,
+    )  # fmt: skip
+    with step("drawing"):
+        notes = (*loaded.notes, *cluster.notes)
+        figures = estimate(plan, profile, cluster)
+        page = make_page(plan, figures, profile, cluster, title=loaded.title, notes=notes)
+    _write(out, page)
+
+
+@reports_errors
+def trace_command(
+    plan_file: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.")],
+    target: SecondTarget = None,
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The trace.")] = Path("trace.json"),
+) -> None:
+    """Write the predicted pass of a plan as a trace for ui.perfetto.dev or chrome://tracing."""
+    from autoshard.report.trace import trace_document
+    from autoshard.timeline import events
+
+    loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
+    with step("laying out the pass"):
+        document = trace_document(events(plan, profile, cluster), cluster, title=loaded.title)
+    _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False))
+
+
+def _planned(
+    first: str, second: str | None, devices: str, workload: Workload, **settings: object
+) -> "tuple[Target, Plan, Profile, Cluster]":
+    """Read the plan of a model, or make one; `settings` are those of `plan_measured`."""
+    from autoshard.api import plan_measured
+    from autoshard.cli.plans import is_plan, read_plan
+    from autoshard.cluster.parse import cluster_of
+
+    if second is None and not is_plan(first):
+        limits = settings.get("max_memory")
+        cluster = devices_of(devices, limits if isinstance(limits, dict) else {})
+        loaded = load(first, workload)
+        profile = profile_of(loaded)
+        with step("planning"):
+            plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)  # type: ignore[arg-type]
+        return loaded, plan, profile, cluster.with_memory({row.name: row.memory_bytes for row in plan.devices})
+    plan = read_plan(first)
+    if not (second or plan.target):
+        raise SpecError(f"{first} is a plan: say of which model, as in `autoshard report {first} model.py`.")
+    cluster = cluster_of(plan.devices) if devices == "auto" else devices_of(devices, {})
+    loaded = load(second or plan.target, plan.workload if workload.assumed else workload)
+    profile = profile_of(loaded)
+    check_same_model(plan, profile, first)
+    return loaded, plan, profile, cluster
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        raise SpecError(f"cannot write to {path}: {error.strerror}. Choose a folder that exists.") from None
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        raise SpecError(f"cannot write to {path}: {error.strerror}. Choose another path.") from None
+    errors().print(f"written to {path}", style="bright_black", soft_wrap=True)

@@ -1,0 +1,39 @@
+"""The colours of pictures: parts of memory, kinds of events, devices. Each is used beside a word, never alone."""
+
+PARTS = {
+    "weights": "#3b7dd8",
+    "gradients": "#d1495b",
+    "optimizer": "#8e5fc2",
+    "activations": "#e0a030",
+    "cache": "#3aa76d",
+    "streamed": "#2aa5b5",
+    "overhead": "#8a8f98",
+}
+KINDS = {
+    "forward": "#3b7dd8",
+    "backward": "#d1495b",
+    "weight": "#b36bd0",
+    "recompute": "#7fb2ee",
+    "optimizer": "#8e5fc2",
+    "transfer": "#e0a030",
+    "fetch": "#2aa5b5",
+    "all-reduce": "#3aa76d",
+    "all-gather": "#7bc47f",
+}
+_DEVICES = (
+    "#3b7dd8",
+    "#e0a030",
+    "#3aa76d",
+    "#d1495b",
+    "#8e5fc2",
+    "#2aa5b5",
+    "#c96f2e",
+    "#7a8b2f",
+    "#c2559a",
+    "#5b6b8c",
+)
+
+
+def device_colours(names: "tuple[str, ...] | list[str]") -> dict[str, str]:
+    """Return a colour per device. Beyond ten they begin again: names tell devices apart."""
+    return {name: _DEVICES[i % len(_DEVICES)] for i, name in enumerate(names)}

@@ -1,0 +1,153 @@
+"""Put the page together: figures as the template shows them, and the data that its script draws from."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.report.layout import format_number
+from autoshard.report.page.assumptions import assumptions
+from autoshard.report.page.colours import KINDS, PARTS, device_colours
+from autoshard.report.page.lanes import timeline_data
+from autoshard.report.page.summary import headline, key_figures, sentences
+from autoshard.report.page.tree import Node, flatten, module_tree
+from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows
+from autoshard.report.terminal import describe_workload
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.timeline import events
+
+
+def make_page(
+    plan: Plan,
+    estimate: Estimate,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    title: str = "",
+    notes: Iterable[str] = (),
+    alternatives: Sequence[Mapping[str, Any]] = (),
+    what_if: Mapping[str, Any] | None = None,
+) -> str:
+    """Return one HTML document that needs no other file and no network.
+
+    `alternatives`: rows of other plans, as `alternatives.rows` makes them. `what_if`: see `report.whatif`.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("autoshard.report.page", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": format_number}
+    colours = device_colours([device.name for device in cluster.devices])
+    root = module_tree(plan, profile)
+    data = {
+        "timeline": timeline_data(events(plan, profile, cluster), cluster.names),
+        "kinds": KINDS,
+        **({"whatif": what_if} if what_if is not None else {}),
+    }
+    tied = tied_modules(profile)
+    return environment.get_template("page.html.j2").render(
+        title=title or profile.modules[0].class_name,
+        headline=headline(plan, estimate),
+        workload=describe_workload(profile.workload, profile.dtype),
+        figures=key_figures(estimate, profile),
+        sentences=sentences(plan, estimate, profile),
+        lanes=_lanes(estimate, cluster),
+        legend=[part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)],
+        part_colours=PARTS,
+        kind_colours=KINDS,
+        device_colours=colours,
+        tree=root,
+        rows=_rows(root, profile, tied),
+        tied=tied,
+        pinned=set(plan.pins),
+        plan=plan,
+        estimate=estimate,
+        profile=profile,
+        transfers=_transfers(estimate),
+        alternatives=alternatives,
+        assumptions=assumptions(plan, estimate, profile, cluster, notes),
+        what_if=what_if,
+        plan_json=plan.to_json(),
+        data=embedded(data),
+        style=_file("page.css"),
+        script=_file("page.js") + (_file("whatif.js") if what_if is not None else ""),
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand inside a script element: no "</" in it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _file(name: str) -> str:
+    return resources.files("autoshard.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _lanes(estimate: Estimate, cluster: Cluster) -> list[dict[str, Any]]:
+    """One lane per device, equal neighbours folded: what fills its memory, as shares of the lane."""
+    lanes = []
+    for device, label in device_runs(estimate.devices):
+        full = max(device.memory_bytes, device.peak_bytes, 1)
+        parts = [
+            {"name": name, "nbytes": nbytes, "percent": 100 * nbytes / full}
+            for name, nbytes in device_parts(device).items() if nbytes
+        ]  # fmt: skip
+        lanes.append(
+            {
+                "label": label,
+                "name": device.name,
+                "hardware": cluster.device(device.name).kind,
+                "device": device,
+                "parts": parts,
+                "limit_percent": 100 * device.memory_bytes / full,
+                "words": _words(device),
+            }
+        )
+    return lanes
+
+
+def _words(device: DeviceEstimate) -> str:
+    """What fills a device, for those who don't see the bar."""
+    parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in device_parts(device).items() if nbytes]
+    rest = f"free {format_bytes(device.free_bytes)}" if device.free_bytes >= 0 else "over full"
+    return ", ".join([*parts, rest])
+
+
+def _rows(root: Node, profile: Profile, tied: set[str]) -> list[dict[str, Any]]:
+    """The tree as a flat table."""
+    rows = []
+    for node, depth, times in flatten(root):
+        module = node.module
+        rows.append(
+            {
+                "node": node,
+                "path": module.path or "(whole model)",
+                "depth": depth,
+                "times": times,
+                "devices": ", ".join(node.devices),
+                "tied": module.path in tied,
+                "share": module.flops / profile.flops if profile.flops else 0.0,
+            }
+        )
+    return rows
+
+
+def _transfers(estimate: Estimate) -> dict[str, Any]:
+    """Rows of what moves per pass, with the largest for the bars."""
+    rows: list[TransferRow] = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
+    links = estimate.streaming.links if estimate.streaming is not None else ()
+    return {
+        "rows": rows,
+        "links": links,
+        "most": max([row.nbytes for row in rows] + [link.nbytes for link in links], default=0),
+        "nbytes": sum(row.nbytes for row in rows),
+        "seconds": sum(row.seconds for row in rows),
+        "backward": any(row.backward for row in rows),
+    }

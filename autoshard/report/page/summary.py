@@ -1,0 +1,90 @@
+"""A plan in words: what a person who reads nothing else should know."""
+
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.report.layout import format_count, format_flops
+from autoshard.report.rows import device_parts
+from autoshard.report.terminal import rate, what_is_timed
+from autoshard.sizes import format_bytes, format_seconds
+
+
+def headline(plan: Plan, estimate: Estimate) -> str:
+    """Whether it fits, on how many devices."""
+    used = sum(1 for device in estimate.devices if device.peak_bytes > 0)
+    devices = f"{used} of {len(estimate.devices)} devices" if len(estimate.devices) > 1 else estimate.devices[0].name
+    if not estimate.fits:
+        short = sum(max(0, -device.free_bytes) for device in estimate.devices)
+        return f"Does not fit on {devices}: {format_bytes(short)} too little"
+    return f"Fits on {devices}"
+
+
+def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, str]]:
+    """(what, figure, remark) of the few figures that count."""
+    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
+    moved = sum(transfer.nbytes for transfer in estimate.transfers)
+    latency, bottleneck = estimate.latency_seconds, estimate.bottleneck_seconds
+    overlapped = rate(profile, bottleneck)
+    found = [
+        (what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency)),
+        ("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"),
+        ("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"),
+    ]
+    if moved:
+        found.append(("Moved per pass", format_bytes(moved), f"{len(estimate.transfers)} tensors"))
+    elif estimate.collective_seconds:
+        count = estimate.all_reduces + estimate.all_gathers
+        found.append(("In collectives", format_seconds(estimate.collective_seconds), f"{count} of them"))
+    if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
+        gap = "reached: proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
+        found.append(("Lower bound", format_seconds(estimate.lower_bound_seconds), gap))
+    return found
+
+
+def sentences(plan: Plan, estimate: Estimate, profile: Profile) -> list[str]:
+    """The summary."""
+    by_storage = {t.storage: t for t in reversed(profile.graph.tensors) if t.kind == "parameter"}
+    parameters = sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())
+    weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
+    found = [
+        f"{profile.modules[0].class_name} has {format_count(parameters)} parameters, {weights}; "
+        f"{what_is_timed(profile)} takes {format_flops(profile.flops)}, mostly in {profile.dtype}.",
+        _how(plan, estimate),
+        _memory(estimate),
+    ]
+    if estimate.streaming is not None:
+        stall = estimate.streaming.stall_seconds / estimate.latency_seconds if estimate.latency_seconds else 0.0
+        found.append(
+            f"{format_bytes(estimate.streaming.nbytes)} of parameters are brought to their devices in every pass; "
+            f"devices wait for them {stall:.0%} of the time."
+        )
+    if estimate.pipelining is not None:
+        found.append(
+            f"{estimate.pipelining.num_microbatches} micro-batches go through {len(estimate.pipelining.stages)} stages "
+            f"({estimate.pipelining.schedule}); devices wait {estimate.pipelining.bubble:.0%} of the time."
+        )
+    return found
+
+
+def _how(plan: Plan, estimate: Estimate) -> str:
+    used = [device.name for device in estimate.devices if device.peak_bytes > 0]
+    if plan.mesh is not None:
+        mesh = plan.mesh
+        kinds = ((mesh.data, "replicas"), (mesh.pipeline, "stages"), (mesh.tensor, "tensor-parallel ranks"))
+        shape = " × ".join(f"{count} {kind}" for count, kind in kinds if count > 1)
+        return f"The devices form {shape or 'one group'}."
+    if plan.cuts:
+        return f"Parameters are cut over {len(plan.devices)} devices, which all work on the same pass."
+    if len(used) == 1:
+        return f"Everything computes on {used[0]}." if not plan.streamed else f"{used[0]} computes everything."
+    return f"Whole modules are on {len(used)} devices, which take turns on one input."
+
+
+def _memory(estimate: Estimate) -> str:
+    totals: dict[str, int] = {}
+    for device in estimate.devices:
+        for part, nbytes in device_parts(device).items():
+            totals[part] = totals.get(part, 0) + nbytes
+    parts = sorted(((nbytes, part) for part, nbytes in totals.items() if nbytes), reverse=True)
+    return f"At their peaks the devices hold {', '.join(f'{format_bytes(n)} of {part}' for n, part in parts)}."

@@ -1,0 +1,135 @@
+"""The module tree of a plan, repeated blocks folded where their devices are alike too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cut_cost import trace_cuts
+from autoshard.placement import covering_entry
+from autoshard.plan import Plan
+from autoshard.profile.profile import ModuleProfile, Profile
+from autoshard.report.rows import counts_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """`count` equal neighbours in the tree, shown once; `module` is the first of them, and the figures are its own.
+
+    Attributes:
+        devices: device -> bytes of parameters and buffers there; tied ones count at their first name.
+        cut_bytes: of these, bytes of tensors of which every device has a share.
+        store: where parameters are kept between calls, if the module is streamed.
+    """
+
+    label: str
+    count: int
+    module: ModuleProfile
+    devices: Mapping[str, int]
+    cut_bytes: int = 0
+    store: str = ""
+    children: "tuple[Node, ...]" = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one of them."""
+        return self.module.parameter_bytes + self.module.buffer_bytes
+
+
+@dataclass(slots=True)
+class _Where:
+    """Bytes per device and cut bytes of every module's subtree, and the order of devices in it."""
+
+    devices: dict[str, dict[str, int]] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+
+
+def module_tree(plan: Plan, profile: Profile) -> Node:
+    """Return the root with everything below it. Children are equal if their figures, places and children are."""
+    children: dict[str, list[ModuleProfile]] = {}
+    for module in profile.modules:
+        if module.path:
+            children.setdefault(module.path.rpartition(".")[0], []).append(module)
+    where = _find(plan, profile)
+    signatures = _signatures(plan, profile, children, where)
+
+    def build(module: ModuleProfile, label: str, count: int) -> Node:
+        below = [build(first, name, n) for first, name, n in _runs(children.get(module.path, []), signatures)]
+        return Node(
+            label=label,
+            count=count,
+            module=module,
+            devices=where.devices.get(module.path, {}),
+            cut_bytes=where.cut.get(module.path, 0),
+            store=plan.streamed.get(module.path, ""),
+            children=tuple(below),
+        )
+
+    root = profile.modules[0]
+    return build(root, root.class_name, 1)
+
+
+def _runs(siblings: Sequence[ModuleProfile], signatures: Mapping[str, int]) -> list[tuple[ModuleProfile, str, int]]:
+    """(first module, label, how many) of equal neighbours under consecutive numbers."""
+    found: list[list[ModuleProfile]] = []
+    for module in siblings:
+        last = found[-1][-1] if found else None
+        alike = last is not None and signatures[last.path] == signatures[module.path]
+        if last is not None and alike and counts_up(last.path, module.path) >= 0:
+            found[-1].append(module)
+        else:
+            found.append([module])
+    rows = []
+    for run in found:
+        label, end = (module.path.rpartition(".")[2] for module in (run[0], run[-1]))
+        rows.append((run[0], label if len(run) == 1 else f"{label}–{end}", len(run)))
+    return rows
+
+
+def _find(plan: Plan, profile: Profile) -> _Where:
+    """Add every tensor's bytes up the tree, storages once."""
+    where, seen = _Where(), set()
+    parts = trace_cuts(profile.graph, plan.cuts).parts if plan.cuts else {}
+    for tensor in profile.graph.tensors:
+        entry = covering_entry(plan.placements, tensor.name)
+        device = "" if entry is None else plan.placements[entry]
+        nbytes = 0 if tensor.storage in seen else profile.graph.storages[tensor.storage].nbytes
+        seen.add(tensor.storage)
+        path = tensor.module
+        while True:
+            held = where.devices.setdefault(path, {})
+            held[device] = held.get(device, 0) + nbytes
+            if tensor.value in parts:
+                where.cut[path] = where.cut.get(path, 0) + nbytes
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+    return where
+
+
+def _signatures(
+    plan: Plan, profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], where: _Where
+) -> dict[str, int]:
+    """A number for every module that is equal where the modules would look the same."""
+    signatures: dict[str, int] = {}
+    known: dict[tuple, int] = {}
+    for module in reversed(profile.modules):
+        figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
+        below = tuple(
+            (child.path.rpartition(".")[2], signatures.get(child.path, -1)) for child in children.get(module.path, ())
+        )
+        places = (*where.devices.get(module.path, {}).items(), plan.streamed.get(module.path), module.path in plan.pins)
+        key = (*figures, where.cut.get(module.path, 0), places, below)
+        signatures[module.path] = known.setdefault(key, len(known))
+    return signatures
+
+
+def flatten(root: Node) -> list[tuple[Node, int, int]]:
+    """Return (node, depth, how many there are in the whole model) in the order of the tree."""
+    found: list[tuple[Node, int, int]] = []
+
+    def walk(node: Node, depth: int, times: int) -> None:
+        found.append((node, depth, times))
+        for child in node.children:
+            walk(child, depth + 1, times * child.count)
+
+    walk(root, 0, 1)
+    return found

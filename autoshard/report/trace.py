@@ -1,0 +1,76 @@
+"""Events in the trace format of Chrome and Perfetto: JSON that ui.perfetto.dev and chrome://tracing open.
+
+One process per machine, one thread per device and one for the links into it; times in microseconds. The format is that
+of "Trace Event Format" (Google, 2016): complete events ("X") and metadata ("M").
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.estimate import Event
+from autoshard.report.page.lanes import lane_of, lanes_of
+
+MICROSECONDS = 1e6
+
+
+def trace_document(events: Sequence[Event], cluster: Cluster, *, title: str = "", what: str = "predicted") -> Any:
+    """Return a trace of a pass as plain data."""
+    return {
+        "traceEvents": trace_events(events, cluster, what=what),
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title, "made by": "autoshard"},
+    }
+
+
+def trace_events(
+    events: Sequence[Event], cluster: Cluster, *, what: str = "predicted", first_process: int = 1
+) -> list[dict[str, Any]]:
+    """Return metadata of every process and thread, then the events. Processes are numbered from `first_process`."""
+    hosts = {name: i for i, name in enumerate(dict.fromkeys(device.host for device in cluster.devices), first_process)}
+    process = {device.name: hosts[device.host] for device in cluster.devices}
+    found: list[dict[str, Any]] = []
+    for host, number in hosts.items():
+        found.append(_name("process_name", number, 0, f"{host}, {what}"))
+    threads: dict[tuple[str, bool], int] = {}
+    for lane in lanes_of(events, cluster.names):
+        threads[lane] = len(threads) + 1
+        name, link = lane
+        found.append(_name("thread_name", process[name], threads[lane], f"to {name}" if link else name))
+        found.append(
+            {"ph": "M", "name": "thread_sort_index", "pid": process[name], "tid": threads[lane],
+             "args": {"sort_index": threads[lane]}}
+        )  # fmt: skip
+    for event in events:
+        arguments: dict[str, Any] = {"kind": event.kind, "module": event.label}
+        if event.nbytes:
+            arguments["bytes"] = event.nbytes
+        if event.source:
+            arguments["from"] = event.source
+        if event.stage >= 0:
+            arguments["stage"] = event.stage
+        if event.microbatch >= 0:
+            arguments["micro-batch"] = event.microbatch
+        found.append(
+            {
+                "ph": "X",
+                "name": _label(event),
+                "cat": event.kind,
+                "pid": process[event.device],
+                "tid": threads[lane_of(event)],
+                "ts": event.begin_seconds * MICROSECONDS,
+                "dur": (event.end_seconds - event.begin_seconds) * MICROSECONDS,
+                "args": arguments,
+            }
+        )
+    return found
+
+
+def _label(event: Event) -> str:
+    if event.microbatch >= 0:
+        return f"{event.kind} {event.microbatch}"
+    return event.label or event.kind
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

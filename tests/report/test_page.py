@@ -1,0 +1,119 @@
+"""The page without a browser: one file, its figures those of the estimate, repeated blocks folded, names escaped."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.cluster.parse import parse_devices
+from autoshard.report.page import make_page
+from autoshard.report.page.lanes import fold, timeline_data
+from autoshard.report.page.tree import flatten, module_tree
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.timeline import events
+from tests.timeline.test_timeline import CASES, made
+
+VOID = {"meta", "link", "br", "input"}
+
+
+class Structure(HTMLParser):
+    """Open elements, ids and everything that would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.ids += [given["id"]] if "id" in given else []
+        for name in ("src", "href"):
+            if name in given and not given[name].startswith(("#", "data:")):
+                self.fetched.append(given[name])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def page(case: str, **more) -> str:
+    plan, profile, cluster = made(case)
+    return make_page(plan, autoshard.estimate(plan, profile, cluster), profile, cluster, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_page_is_whole_and_fetches_nothing(case):
+    text = page(case)
+    structure = Structure()
+    structure.feed(text)
+    assert not structure.open and not structure.fetched
+    assert len(structure.ids) == len(set(structure.ids))
+    assert "http:" not in text.replace("http://www.w3.org/2000/svg", "") and "https:" not in text
+    for target in re.findall(r'href="#([^"]*)"', text):
+        assert target in structure.ids
+
+
+def test_figures_are_those_of_the_estimate():
+    plan, profile, cluster = made("placements")
+    estimate = autoshard.estimate(plan, profile, cluster)
+    text = make_page(plan, estimate, profile, cluster, title="net")
+    assert format_seconds(estimate.latency_seconds) in text
+    for device in estimate.devices:
+        assert f"<b>{format_bytes(device.peak_bytes)}</b> of {format_bytes(device.memory_bytes)}" in text
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+    assert len(data["timeline"]["events"]) == len(events(plan, profile, cluster))
+    assert max(row[3] for row in data["timeline"]["events"]) == pytest.approx(estimate.latency_seconds, rel=1e-8)
+
+
+def test_the_same_plan_gives_the_same_bytes():
+    assert page("training") == page("training")
+
+
+def test_what_users_name_is_escaped():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("</script><script>alert(1)</script>", nn.Linear(4, 4))
+
+        def forward(self, x):
+            return next(self.children())(x)
+
+    x = torch.zeros(2, 4)
+    plan = autoshard.plan(Odd(), "2xT4", inputs=x)
+    profile, cluster = autoshard.profile(Odd(), x), parse_devices("2xT4")
+    text = make_page(plan, autoshard.estimate(plan, profile, cluster), profile, cluster, title="<b>&")
+    assert "<script>alert" not in text and "&lt;b&gt;&amp;" in text
+
+
+def test_equal_blocks_on_one_device_are_one_line():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    x = torch.zeros(2, 8)
+    profile = autoshard.profile(model, x)
+    plan = autoshard.Plan.from_device_map({str(i): i // 4 for i in range(6)}, profile)
+    rows = flatten(module_tree(plan, profile))
+    assert [(node.label, node.count, list(node.devices.values())) for node, _, _ in rows[1:]] == [
+        ("0–3", 4, [288]), ("4–5", 2, [288]),
+    ]  # fmt: skip
+    assert [times for _, _, times in rows] == [1, 4, 2]
+
+
+def test_a_long_timeline_is_folded_and_keeps_its_seconds():
+    plan, profile, cluster = made("training")
+    found = events(plan, profile, cluster)
+    few = fold(found, 12)
+    assert len(few) < len(found)
+
+    def busy(rows):
+        totals = {}
+        for row in rows:
+            totals[row.device, row.kind] = totals.get((row.device, row.kind), 0) + row.end_seconds - row.begin_seconds
+        return totals
+
+    assert busy(few) == pytest.approx(busy(found))
+    assert timeline_data(found, cluster.names)["lanes"][0] == cluster.names[0]
