@@ -222,6 +222,29 @@ def lower_bound(profile: Profile, cluster: Cluster, objective: str, units: Units
     return relaxed_bound(seconds, held, capacity, objective)
 
 
+def divided_bound(profile: Profile, cluster: Cluster) -> float:
+    """Return seconds of a pass that no plan of any kind on these devices goes below.
+
+    Every op may be divided over the devices in any way, without copies, sums or launches. A device then takes for its
+    part of an op at least that part of the roofline, whatever the op is divided along:
+
+        min L   sum_i x[d, i] t[d, i] <= L   for every device d,    sum_d x[d, i] = 1   for every op i
+    """
+    devices = [replace(device, launch_seconds=0.0) for device in cluster.devices if device.name != "disk"]
+    trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
+    seconds: dict[object, np.ndarray] = {}
+    count: dict[object, int] = {}
+    for device in devices:
+        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second)
+        count[key] = count.get(key, 0) + 1
+        if key not in seconds:
+            step = optimizer_seconds(trained, profile.workload, device)
+            seconds[key] = np.append(op_seconds(profile, device), step)
+    # n equal devices are as one that is n times as fast
+    table = np.array([own / count[key] for key, own in seconds.items()])
+    return relaxed_bound(table, np.zeros(table.shape[1]), np.ones(len(table)), "divided")
+
+
 def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray:
     """Return [devices, units] seconds of one pass, the optimizer step included."""
     table = np.zeros((len(cluster.devices), len(units.paths)))

@@ -1,14 +1,32 @@
-"""What a plan over a mesh of devices costs: replicas of pipelines of tensor-parallel ranks."""
+"""What a plan over a mesh of devices costs: replicas of pipelines of tensor-parallel ranks.
 
-from autoshard.cluster.cluster import Cluster
-from autoshard.cost import estimate
-from autoshard.cut_cost import estimate_cuts
+    replica 0   stage 0 [cuda:0 cuda:1]  ──▶  stage 1 [cuda:2 cuda:3]     every [ ] shares the parameters of a stage
+    replica 1   stage 0 [cuda:4 cuda:5]  ──▶  stage 1 [cuda:6 cuda:7]     gradients are summed over columns at the end
+
+A rank's part of a stage is priced from the recorded run with the sizes of its slices and of its rows. A stage takes as
+long as its slowest rank and the all-reduces between its ranks. Each replica runs its schedule by the clock. Then the
+gradients of every rank are summed over the replicas, in buckets, with nothing to hide behind, and the optimizer steps.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.batching import BatchAxis
+from autoshard.capture.stages import stage_of_ops
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.cost import check_devices, divided_bound, estimate, optimizer_seconds
+from autoshard.cut_cost import Traced, estimate_cuts, local_profile, trace_cuts
 from autoshard.errors import PlanError
-from autoshard.estimate import Estimate
-from autoshard.pipeline_cost import estimate_pipeline
-from autoshard.plan import Plan
+from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
+from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, rows_of_part, run_schedule
+from autoshard.pipeline_cost import price as price_pipeline
+from autoshard.plan import Mesh, Plan, Stage
+from autoshard.profile.part import carriers_of_rows, part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.replica_cost import estimate_replicas
+from autoshard.replica_cost import BUCKET_BYTES, estimate_replicas, rows_per_replica
+from autoshard.stage_cost import Figures, stage_figures
 from autoshard.stream_cost import estimate_streamed
 
 
@@ -29,4 +47,233 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         return estimate_pipeline(plan, profile, cluster)
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster)
-    raise PlanError("plans that combine replicas, stages and tensor-parallel ranks can't be priced yet.")
+    return _Combined(plan=plan, mesh=mesh, profile=profile, cluster=cluster).estimate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replica:
+    """One replica by the clock. `ranks`: per tensor rank, its figures; `sums`: per stage, seconds of collectives."""
+
+    run: Run
+    ranks: tuple[Figures, ...]
+    sums: tuple[float, ...]
+    estimate: Estimate
+
+
+@dataclass(slots=True, kw_only=True)
+class _Combined:
+    """Prices a plan; what equal ranks and equal groups share is computed once."""
+
+    plan: Plan
+    mesh: Mesh
+    profile: Profile
+    cluster: Cluster
+    traced: Traced = field(init=False)
+    op_stage: list[int] = field(init=False)
+    carrying: frozenset[int] = field(init=False)
+    local: dict[tuple[int, ...], Profile] = field(default_factory=dict)
+    figures: dict[object, Figures] = field(default_factory=dict)
+    collectives: dict[object, float] = field(default_factory=dict)
+
+    def estimate(self) -> Estimate:
+        plan, mesh, batch = self.plan, self.mesh, self.plan.batch
+        check_devices((device.name for device in plan.devices), self.cluster, "has stages and replicas on")
+        if mesh.sharded:
+            raise PlanError(
+                "replicas that keep a part of all parameters each can't have stages or tensor-parallel ranks."
+            )
+        if batch is None and (mesh.data > 1 or plan.num_microbatches > 1):
+            raise PlanError("this plan does not say how the batch is divided. Plan again.")
+        graph = self.profile.graph
+        self.traced = trace_cuts(graph, plan.cuts)
+        self.op_stage = stage_of_ops(graph, [stage.paths for stage in self.stages])
+        self.carrying = frozenset() if batch is None else carriers_of_rows(graph, batch)
+        rows = [0] if batch is None else rows_per_replica(batch, mesh.shares, mesh.data)
+        replicas = [self._replica(index, batch, share) for index, share in enumerate(rows)]
+        return self._joined(replicas)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.plan.stages or (Stage(paths=("",)),)
+
+    def _name(self, data: int, pipeline: int, tensor: int) -> str:
+        return self.plan.devices[self.mesh.rank(data=data, pipeline=pipeline, tensor=tensor)].name
+
+    def _replica(self, index: int, batch: BatchAxis | None, rows: int) -> _Replica:
+        """Run the schedule of one replica, whose batch has so many rows."""
+        mesh, count = self.mesh, self.plan.num_microbatches
+        part = rows if batch is None else rows_of_part(rows, count)
+        ranks = tuple(self._rank(index, tensor, batch, part) for tensor in range(mesh.tensor))
+        share = 1.0 if batch is None else part / batch.size
+        sums = tuple(
+            self._sums(stage, [self._name(index, stage % mesh.pipeline, t) for t in range(mesh.tensor)], share)
+            for stage in range(len(self.stages))
+        )
+        backward = 1 if self.profile.workload.training else 0
+        slowest = []
+        for i, own in enumerate(zip(*(figures.stages for figures in ranks), strict=True)):
+            back = max(one.backward_seconds for one in own) + backward * sums[i] * (2 if own[0].recompute else 1)
+            weight = back if i == 0 else max(one.weight_seconds for one in own)
+            forward = max(one.forward_seconds for one in own) + sums[i]
+            slowest.append(replace(own[0], forward_seconds=forward, backward_seconds=back, weight_seconds=weight))
+        names = tuple(self._name(index, position, 0) for position in range(mesh.pipeline))
+        figures = replace(ranks[0], stages=tuple(slowest))
+        run = run_schedule(figures, names, self.cluster, self.plan.schedule, count, self.profile.workload)
+        return _Replica(
+            run=run, ranks=ranks, sums=sums, estimate=price_pipeline(run, self.plan, self.profile, self.cluster, 0.0)
+        )
+
+    def _rank(self, data: int, tensor: int, batch: BatchAxis | None, rows: int) -> Figures:
+        """What the stages cost one tensor rank."""
+        mesh, stages = self.mesh, self.stages
+        devices = [self.cluster.device(self._name(data, i % mesh.pipeline, tensor)) for i in range(len(stages))]
+        shares = tuple(cut.shares[tensor] for cut in self.plan.cuts)
+        key = (rows, shares, *map(_kind, devices))
+        if key not in self.figures:
+            if shares not in self.local:
+                cut = bool(self.plan.cuts)
+                self.local[shares] = local_profile(self.profile, self.traced, tensor) if cut else self.profile
+            local = self.local[shares]
+            part = local if batch is None else part_of_batch(local, batch, rows, carrying=self.carrying)
+            self.figures[key] = stage_figures(local, part, stages, devices, processes=True)
+        return self.figures[key]
+
+    def _sums(self, stage: int, names: Sequence[str], share: float) -> float:
+        """Seconds of the all-reduces and gathers of one forward of a stage, with a part of the batch."""
+        if len(names) < 2:
+            return 0.0
+        graph = self.profile.graph
+        devices = [self.cluster.device(name) for name in names]
+        key = (stage, share, *((_kind(device), device.host == devices[0].host) for device in devices))
+        if key not in self.collectives:
+            sizes: Counter[tuple[bool, float]] = Counter()
+            for one in self.traced.collectives:
+                if self.op_stage[one.op] == stage:
+                    with_rows = not self.carrying.isdisjoint(graph.ops[one.op].outputs)
+                    sizes[one.gathers, one.nbytes * (share if with_rows else 1.0)] += 1
+            self.collectives[key] = sum(
+                count * (all_gather_seconds if gathers else all_reduce_seconds)(self.cluster, names, nbytes)
+                for (gathers, nbytes), count in sizes.items()
+            )
+        return self.collectives[key]
+
+    def _joined(self, replicas: Sequence[_Replica]) -> Estimate:
+        """All devices of all replicas, the sums of gradients over replicas, and the end of the pass."""
+        mesh, training = self.mesh, self.profile.workload.training
+        rows: dict[str, DeviceEstimate] = {}
+        events: list[Event] = []
+        latency = summed = 0.0
+        reduces = 0
+        for position in range(mesh.pipeline):
+            firsts = [self._name(data, position, 0) for data in range(mesh.data)]
+            ready = max(_done(one.estimate, name) for one, name in zip(replicas, firsts, strict=True))
+            for tensor in range(mesh.tensor):
+                names = [self._name(data, position, tensor) for data in range(mesh.data)]
+                nbytes = self._trained(replicas[0].ranks[tensor], position) if training else 0
+                buckets = max(1, -(-nbytes // BUCKET_BYTES)) if nbytes and mesh.data > 1 else 0
+                seconds = buckets * all_reduce_seconds(self.cluster, names, nbytes / max(buckets, 1))
+                summed, reduces = max(summed, seconds), max(reduces, buckets)
+                for one, name, first in zip(replicas, names, firsts, strict=True):
+                    device = self.cluster.device(name)
+                    step = optimizer_seconds(nbytes, self.profile.workload, device)
+                    rows[name] = self._device(one, position, tensor, device, step, seconds, first)
+                    begin = ready if seconds else _done(one.estimate, first)
+                    latency = max(latency, begin + seconds + step)
+                    events += _moved(one.estimate, first, name, dict(zip(one.run.names, self._row(name), strict=True)))
+                    if seconds:
+                        events.append(_event(name, "all-reduce", begin, begin + seconds, nbytes))
+                    if step:
+                        events.append(_event(name, "optimizer", begin + seconds, begin + seconds + step, 0))
+        return self._estimate(replicas, rows, events, latency, summed, reduces)
+
+    def _row(self, name: str) -> list[str]:
+        """The devices of all stages that work with one device: of its replica and tensor rank."""
+        rank = next(i for i, device in enumerate(self.plan.devices) if device.name == name)
+        data, _, tensor = self.mesh.place(rank)
+        return [self._name(data, position, tensor) for position in range(self.mesh.pipeline)]
+
+    def _trained(self, figures: Figures, position: int) -> int:
+        mine = range(position, len(figures.stages), self.mesh.pipeline)
+        return sum(nbytes for stage in mine for _, nbytes in figures.stages[stage].trained)
+
+    def _device(
+        self, one: _Replica, position: int, tensor: int, device: Device, step: float, reduce: float, first: str
+    ) -> DeviceEstimate:
+        """Bytes and seconds of one rank: its own computing, and what it waits for links and other ranks."""
+        workload, count = self.profile.workload, self.plan.num_microbatches
+        mine = range(position, len(self.stages), self.mesh.pipeline)
+        run = replace(one.run, figures=one.ranks[tensor])
+        own = [one.ranks[tensor].stages[i] for i in mine]
+        passes = 2 if workload.training else 1
+        sums = sum(one.sums[i] * (passes + (one.run.figures.stages[i].recompute and workload.training)) for i in mine)
+        incoming = next(row.transfer_seconds for row in one.estimate.devices if row.name == first)
+        figures = device_estimate(run, position, device, count, workload, step, incoming + count * sums + reduce)
+        seconds = count * sum(stage.forward_seconds + stage.backward_seconds * workload.training for stage in own)
+        return replace(figures, compute_seconds=seconds + step)
+
+    def _estimate(
+        self, replicas: Sequence[_Replica], rows: dict[str, DeviceEstimate], events: list[Event], latency: float,
+        summed: float, reduces: int,
+    ) -> Estimate:  # fmt: skip
+        plan, training, first = self.plan, self.profile.workload.training, replicas[0]
+        devices = tuple(rows.get(device.name) or _unused(device) for device in self.cluster.devices)
+        bound = divided_bound(self.profile, self.cluster)
+        busiest = max(row.compute_seconds + row.transfer_seconds for row in rows.values())
+        value = latency if training or plan.objective == "latency" else busiest
+        gathers = sum(one.gathers for one in self.traced.collectives)
+        passes = plan.num_microbatches * (2 if training else 1)
+        pipelining = first.estimate.pipelining
+        assert pipelining is not None
+        bubble = sum(one.run.simulated.bubble for one in replicas) / len(replicas)
+        return Estimate(
+            devices=devices,
+            transfers=first.estimate.transfers,
+            objective=plan.objective,
+            latency_seconds=latency,
+            bottleneck_seconds=min(busiest, latency),
+            lower_bound_seconds=bound,
+            gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
+            fits=all(device.free_bytes >= 0 for device in devices),
+            notes=self.profile.graph.notes,
+            collective_seconds=max(sum(one.sums) for one in replicas) * passes + summed,
+            all_reduces=(len(self.traced.collectives) - gathers) * passes + reduces,
+            all_gathers=gathers * passes,
+            pipelining=Pipelining(
+                schedule=plan.schedule, num_microbatches=plan.num_microbatches, stages=pipelining.stages, bubble=bubble,
+                events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),
+            ),
+        )  # fmt: skip
+
+
+def _kind(device: Device) -> tuple[object, ...]:
+    """What makes devices alike to the model of cost."""
+    rates = tuple(sorted(device.flops_per_second.items()))
+    return rates, device.bytes_per_second, device.launch_seconds, device.block_bytes, device.overhead_bytes
+
+
+def _done(figures: Estimate, name: str) -> float:
+    """When a device is done with a replica's schedule, before its optimizer step."""
+    assert figures.pipelining is not None
+    ends = (e.end_seconds for e in figures.pipelining.events if e.device == name and e.kind != "optimizer")
+    return max(ends, default=0.0)
+
+
+def _moved(figures: Estimate, first: str, name: str, partner: dict[str, str]) -> list[Event]:
+    """What the device of tensor rank 0 does, as another rank of its group does at the same time."""
+    assert figures.pipelining is not None
+    return [
+        replace(event, device=name, source=partner.get(event.source, event.source))
+        for event in figures.pipelining.events if event.device == first and event.kind != "optimizer"
+    ]  # fmt: skip
+
+
+def _event(device: str, kind: str, begin: float, end: float, nbytes: int) -> Event:
+    return Event(device=device, kind=kind, begin_seconds=begin, end_seconds=end, nbytes=nbytes)
+
+
+def _unused(device: Device) -> DeviceEstimate:
+    return DeviceEstimate(
+        name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
+        optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
+        compute_seconds=0.0, transfer_seconds=0.0,
+    )  # fmt: skip

@@ -109,7 +109,7 @@ def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
     from autoshard.strategies.compare import compare as price_all
 
-    return price_all(_candidates(request), request.profile, request.limited, request.objective, request.processes)
+    return price_all(_candidates(request), request.profile, request.limited, request.objective)
 
 
 def _auto(request: Request) -> Plan:

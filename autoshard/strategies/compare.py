@@ -10,15 +10,12 @@ What is compared, lower is better:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import op_seconds, optimizer_seconds, relaxed_bound
+from autoshard.cost import divided_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.mesh_cost import price
 from autoshard.plan import Plan
-from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_seconds
 
@@ -74,9 +71,7 @@ class Comparison:
         return max(0.0, self.chosen.value / self.bound - 1) if self.bound > 0 else 0.0
 
 
-def compare(
-    candidates: Sequence[Candidate], profile: Profile, cluster: Cluster, objective: str, processes: int = 0
-) -> Comparison:
+def compare(candidates: Sequence[Candidate], profile: Profile, cluster: Cluster, objective: str) -> Comparison:
     """Plan with every strategy, price the plans, and take the best one that can be carried out.
 
     Raises what the first strategy raised if none gives a plan.
@@ -108,7 +103,7 @@ def compare(
         except (PlanError, SpecError) as error:
             first_error = first_error or error
             rows[best] = Alternative(name=candidates[best].name, refused=str(error))
-    bound = lowest(profile, cluster, objective, processes)
+    bound = lowest(profile, cluster, objective)
     return Comparison(
         objective=objective, training=training, alternatives=tuple(rows), chosen=rows[best], bound=bound,
     )  # fmt: skip
@@ -137,35 +132,17 @@ def value_of(figures: Estimate, objective: str, training: bool) -> float:
     return figures.latency_seconds
 
 
-def lowest(profile: Profile, cluster: Cluster, objective: str, processes: int = 0) -> float:
-    """Return a value that no plan of any strategy on these devices goes below.
-
-    Every op may be divided over the devices in any way, without copies, sums or launches. A device then takes
-    for its part of an op at least that part of the roofline, whatever the op is divided along:
-
-        min L   sum_i x[d, i] t[d, i] <= L   for every device d,    sum_d x[d, i] = 1   for every op i
+def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:
+    """Return a value that no plan of any strategy on these devices goes below: see `cost.divided_bound`.
 
     For memory, what is held anyway is spread over all devices in proportion to their memory.
     """
-    devices = [device for device in cluster.devices if device.name != "disk"]
+    if objective != "memory":
+        return divided_bound(profile, cluster)
     graph = profile.graph
-    if objective == "memory":
-        held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}
-        state = profile.optimizer_bytes if profile.workload.training else 0
-        return (sum(held.values()) + state) / max(sum(device.memory_bytes for device in cluster.devices), 1)
-    seconds = np.zeros((len(devices), len(graph.ops) + 1))
-    known: dict[object, np.ndarray] = {}
-    trained = sum(nbytes for _, nbytes in trained_sizes(graph)) if profile.workload.training else 0
-    for row, device in enumerate(devices):
-        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second)
-        if key not in known:
-            free = replace(device, launch_seconds=0.0)
-            known[key] = np.append(op_seconds(profile, free), optimizer_seconds(trained, profile.workload, free))
-        seconds[row] = known[key]
-    # n equal devices are as one that is n times as fast
-    kinds, counts = np.unique(seconds, axis=0, return_counts=True)
-    nothing, room = np.zeros(seconds.shape[1]), np.ones(len(kinds))
-    return relaxed_bound(kinds / counts[:, None], nothing, room, "divided")
+    held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}
+    state = profile.optimizer_bytes if profile.workload.training else 0
+    return (sum(held.values()) + state) / max(sum(device.memory_bytes for device in cluster.devices), 1)
 
 
 def explained(comparison: Comparison) -> Plan:
