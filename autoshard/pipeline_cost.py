@@ -50,6 +50,13 @@ def estimate_pipeline(
     `processes`: whether every device has a process of its own; by default what the schedule and the hosts say. Raises
     `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
     """
+    run = run_plan(plan, profile, cluster, processes=processes)
+    bound = lower_bound(profile, cluster, "throughput") if lower_bound_seconds is None else lower_bound_seconds
+    return price(run, plan, profile, cluster, bound)
+
+
+def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
+    """Work out the stages of a plan and run them by the clock; as `estimate_pipeline`, which also prices them."""
     mesh = plan.mesh or Mesh()
     check_devices((device.name for device in plan.devices), cluster, "has stages on")
     if plan.batch is None or len(plan.stages) < mesh.pipeline:
@@ -60,9 +67,7 @@ def estimate_pipeline(
     part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
     figures = stage_figures(profile, part, plan.stages, devices, processes=processes)
-    run = run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
-    bound = lower_bound(profile, cluster, "throughput") if lower_bound_seconds is None else lower_bound_seconds
-    return price(run, plan, profile, cluster, bound)
+    return run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
 
 
 def needs_processes(plan: Plan, cluster: Cluster) -> bool:
@@ -130,6 +135,8 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
         lower_bound_seconds=bound,
         gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
         fits=all(device.free_bytes >= 0 for device in devices),
+        aligned=figures.aligned,
+        written_back=figures.written_back,
         notes=profile.graph.notes,
         collective_seconds=reduce_seconds,
         all_reduces=len(figures.shared),

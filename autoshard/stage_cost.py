@@ -49,12 +49,16 @@ class Figures:
     """All stages of a pipeline for one micro-batch.
 
     `borders`: between each stage and the next. `shared`: (bytes, stages) of trained parameters that several stages
-    hold, whose gradients are summed at the end of a step.
+    hold, whose gradients are summed at the end of a step. `aligned`, `unfolded`, `written_back`: as in `Plan`, in one
+    process.
     """
 
     stages: tuple[StageFigures, ...]
     borders: tuple[Border, ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...]
+    aligned: tuple[str, ...] = ()
+    unfolded: tuple[str, ...] = ()
+    written_back: tuple[str, ...] = ()
 
 
 def stage_figures(
@@ -92,7 +96,15 @@ def stage_figures(
             )
         )
     shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)
-    return Figures(stages=tuple(found), borders=_borders(graph, staged, len(stages)), shared=shared)
+    moves = memory.moves
+    return Figures(
+        stages=tuple(found),
+        borders=_borders(graph, staged, len(stages)),
+        shared=shared,
+        aligned=moves.aligned,
+        unfolded=moves.unfolded,
+        written_back=moves.written_back,
+    )
 
 
 def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[list[np.ndarray], ...]:
@@ -100,7 +112,7 @@ def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[
     graph = part.graph
     of_op = np.array(staged.op_stage, np.int64)
     is_forward = np.arange(len(graph.ops)) < graph.backward_begin
-    for_weights = _weight_ops(graph)
+    for_weights = weight_ops(graph)
     known: dict[tuple, np.ndarray] = {}
     forward, backward, weight = [], [], []
     for stage, device in enumerate(devices):
@@ -114,7 +126,7 @@ def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[
     return forward, backward, weight
 
 
-def _weight_ops(graph: ModelGraph) -> np.ndarray:
+def weight_ops(graph: ModelGraph) -> np.ndarray:
     """Which ops do nothing but make gradients of parameters."""
     ends = {graph.values[value].storage for _, value in graph.gradients}
     for node in graph.nodes:

@@ -1,15 +1,341 @@
-"""Pipeline: stages, micro-batches and their schedule, chosen together."""
+"""Pipeline: stages, micro-batches, schedule and recomputing chosen together, then checked by the exact estimate."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
-from autoshard.errors import PlanError
-from autoshard.plan import Plan
+from autoshard.cost import tensor_units
+from autoshard.errors import PlanError, SpecError
+from autoshard.estimate import Estimate
+from autoshard.module_paths import above, parent
+from autoshard.pipeline_cost import price, run_plan
+from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.profile import Profile
+from autoshard.profile.units import Units, find_units
+from autoshard.schedules.orders import SCHEDULES, check_schedule
+from autoshard.sizes import format_bytes
+from autoshard.strategies.lines import Lines
+from autoshard.strategies.paths import collapse
+from autoshard.strategies.stage_search import Found, Search, with_capacity
+
+OBJECTIVES = ("latency", "throughput", "memory")
+_TRIES = 5
+"""Rounds of searching and checking exactly; a device that came out too full has less to hold in the next."""
+_AS_GOOD = 1.002
+"""Schedules and numbers of micro-batches that are so little slower count as equal: then the simpler one is taken."""
+_MOST_PARTS = 8
+"""Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
+_PER_DEVICE = (2, 3, 4)
+"""Stages per device that are tried where they are interleaved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to run a pipeline: `order` is how much it is preferred among equals, less is better."""
+
+    positions: int
+    microbatches: int
+    schedule: str
+    per_device: int = 1
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best of the choices, and a figure of the objective that none of them goes below."""
+
+    choice: Choice
+    found: Found
+    bound: float
 
 
 def pipeline(
     profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput",
     num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
 ) -> Plan:  # fmt: skip
-    """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one."""
-    raise PlanError("not there yet.")
+    """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one.
+
+    Raises `SpecError` for numbers and names that make no sense, `PlanError` if nothing fits.
+    """
+    _check(cluster, batch, objective, num_microbatches, schedule, processes)
+    computing = replace(cluster, devices=tuple(d for d in cluster.devices if d.name != "disk"))
+    units = find_units(profile)
+    if len(units.paths) < 2:
+        raise PlanError(
+            "a pipeline needs at least two modules with parameters, one per stage: this model has "
+            f'{len(units.paths)}. Use strategy="balanced".'
+        )
+    lines = Lines(profile, computing, batch, units)
+    choices = list(choices_for(len(computing.devices), batch.size, lines, num_microbatches, schedule, processes))
+    if not choices:
+        raise PlanError(_no_choice(len(computing.devices), len(units.paths), num_microbatches, schedule, processes))
+    capacity = np.array([float(device.budget_bytes) for device in computing.devices])
+    short: dict[str, int] = {}
+    for _ in range(_TRIES):
+        best = choose(lines, choices, capacity, objective)
+        if best is None:
+            break
+        plan = _plan(profile, computing, batch, units, best, objective)
+        run = run_plan(plan, profile, computing, processes=processes > 0)
+        figures = price(run, plan, profile, computing, best.bound)
+        if figures.fits:
+            plan = replace(plan, reasons=_explain(computing, lines, best, figures, processes))
+            if processes:
+                return plan
+            marks = run.figures
+            return replace(plan, aligned=marks.aligned, unfolded=marks.unfolded, written_back=marks.written_back)
+        short = {d.name: -d.free_bytes for d in figures.devices if d.free_bytes < 0}
+        over = np.array([max(-d.free_bytes, 0) * 1.02 for d in figures.devices])
+        capacity = np.maximum(capacity - over, 0.0)
+    raise PlanError(_refusal(lines, choices, capacity, short, computing))
+
+
+def _check(
+    cluster: Cluster, batch: BatchAxis, objective: str, num_microbatches: int | None, schedule: str | None,
+    processes: int,
+) -> None:  # fmt: skip
+    if objective not in OBJECTIVES:
+        raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise SpecError(f"unknown schedule {schedule!r}: use one of {', '.join(SCHEDULES)}.")
+    devices = sum(device.name != "disk" for device in cluster.devices)
+    if devices < 2:
+        raise SpecError('a pipeline needs at least two devices that compute. Give more devices, or use "balanced".')
+    if processes > 1 and processes != devices:
+        raise SpecError(f"a pipeline over {devices} devices needs as many processes; {processes} run.")
+    if not processes and schedule in ("interleaved", "zero-bubble"):
+        raise SpecError(
+            f'the schedule "{schedule}" needs a process per device: run under torchrun, or use "gpipe" or "1f1b".'
+        )
+    if num_microbatches is None:
+        return
+    if num_microbatches < 1:
+        raise SpecError(f"num_microbatches must be at least 1, got {num_microbatches}.")
+    if num_microbatches > batch.size:
+        raise SpecError(
+            f"a batch of {batch.size} can't be divided into {num_microbatches} micro-batches: use at most "
+            f"{batch.size}, or a larger batch."
+        )
+    if processes and batch.size % num_microbatches:
+        good = max(m for m in range(1, num_microbatches) if batch.size % m == 0)
+        raise SpecError(
+            f"under torchrun all micro-batches have equally many rows: a batch of {batch.size} is not a multiple of "
+            f"{num_microbatches}. Use {good} micro-batches, or another batch."
+        )
+
+
+def choices_for(
+    devices: int, size: int, lines: Lines, num_microbatches: int | None, schedule: str | None, processes: int
+) -> Iterable[Choice]:
+    """Yield the ways to run a pipeline that make sense here, the simplest first."""
+    training = lines.training
+    every = [processes] if processes > 1 else range(2, min(devices, lines.count) + 1) if devices <= 8 else [
+        *(p for p in (2, 4, 8, 16, 32, 64, 128) if p < devices), devices
+    ]  # fmt: skip
+    names = [schedule] if schedule else ["gpipe"] if not training else ["gpipe", "1f1b"]
+    if processes and training and schedule is None:
+        names = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
+    for positions in every:
+        if positions > min(devices, lines.count):
+            continue
+        parts = [num_microbatches] if num_microbatches else _parts(size, positions)
+        for order, name in enumerate(names):
+            several = _PER_DEVICE if name == "interleaved" else (1, 2) if name == "zero-bubble" else (1,)
+            for per_device in several:
+                if positions * per_device > lines.count:
+                    continue
+                for microbatches in parts:
+                    try:
+                        check_schedule(name, positions, microbatches, stages_per_device=per_device, training=training)
+                    except SpecError:
+                        if schedule and num_microbatches and len(every) == 1:
+                            raise
+                        continue
+                    yield Choice(positions=positions, microbatches=microbatches, schedule=name,
+                                 per_device=per_device, order=order)  # fmt: skip
+
+
+def _parts(size: int, positions: int) -> list[int]:
+    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win."""
+    found = [m for m in range(1, size + 1) if size % m == 0 and m <= max(_MOST_PARTS * positions, 1)]
+    return found if len(found) <= 8 else found[-8:]
+
+
+def choose(lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, objective: str) -> Best | None:
+    """Find the best choice on devices with so much memory for tensors; None if none fits.
+
+    Choices are searched in the order of their lower bounds, until those exceed what was found.
+    """
+
+    def figure(found: Found) -> float:
+        return found.load if objective == "memory" else found.seconds
+
+    made = {}
+    for choice in choices:
+        key = (choice.microbatches, choice.positions * choice.per_device)
+        if key not in made:
+            made[key] = with_capacity(lines.line(*key), capacity)
+    searches = []
+    devices = range(len(capacity))
+    for number, choice in enumerate(choices):
+        line = made[choice.microbatches, choice.positions * choice.per_device]
+        search = Search(line, choice.schedule, choice.positions, choice.per_device)
+        searches.append((0.0 if objective == "memory" else search.bound(devices), number, choice, search))
+    best: tuple[float, Choice, Found] | None = None
+    for bound, _, choice, search in sorted(searches, key=lambda one: one[:2]):
+        if best is not None and bound > best[0] * _AS_GOOD:
+            break
+        found = search.best(devices, figure)
+        if found is None:
+            continue
+        if best is None or _is_better(figure(found), choice, best[0], best[1]):
+            best = figure(found), choice, found
+    if best is None:
+        return None
+    least = min(one[0] for one in searches)
+    return Best(choice=best[1], found=best[2], bound=min(least, best[0]))
+
+
+def _is_better(value: float, choice: Choice, best: float, known: Choice) -> bool:
+    """Faster; or about as fast and simpler: no second stage per device, fewer micro-batches."""
+    if value < best / _AS_GOOD:
+        return True
+    simpler = (choice.per_device, choice.order, choice.microbatches) < (
+        known.per_device, known.order, known.microbatches
+    )  # fmt: skip
+    return value <= best * _AS_GOOD and simpler
+
+
+def _plan(
+    profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units, best: Best, objective: str
+) -> Plan:  # fmt: skip
+    """Write down what was decided."""
+    found, choice, graph = best.found, best.choice, profile.graph
+    stage_of_unit = np.searchsorted(np.array(found.cuts[1:-1]), np.arange(len(units.paths)), side="right")
+    stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
+    placed = collapse(stage_of, graph) if stage_of else {"": "0"}
+    paths: list[list[str]] = [[] for _ in found.recompute]
+    for path, stage in placed.items():
+        again = found.recompute[int(stage)]
+        paths[int(stage)] += opened(path, graph) if again else [path]
+    names = [cluster.devices[d].name for d in found.devices]
+    devices = [cluster.device(name) for name in names]
+    return Plan(
+        strategy="pipeline",
+        objective=objective,
+        workload=profile.workload,
+        devices=tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in devices),
+        placements={path: names[i % len(names)] for i, own in enumerate(paths) for path in own},
+        num_microbatches=choice.microbatches,
+        schedule=choice.schedule,
+        fingerprint=graph.fingerprint,
+        mesh=Mesh(pipeline=choice.positions),
+        batch=batch,
+        stages=tuple(
+            Stage(paths=tuple(own), recompute=again) for own, again in zip(paths, found.recompute, strict=True)
+        ),
+    )
+
+
+def opened(path: str, graph: ModelGraph) -> list[str]:
+    """The largest modules at or below a path that have no list of modules in them, except inside its elements.
+
+    "decoder"   ->   "decoder.embed", "decoder.layers.0", "decoder.layers.1", "decoder.norm"
+    """
+    numbered = {module.path for module in graph.modules if module.numbered}
+    if path in numbered or any(one in numbered for one in above(path)):
+        return [path]
+    prefix = f"{path}." if path else ""
+    if not any(one.startswith(prefix) for one in numbered):
+        return [path]
+    names = [tensor.name for tensor in graph.tensors if tensor.name.startswith(prefix)]
+    own = [name for name in names if parent(name) == path]
+    below = dict.fromkeys(prefix + name[len(prefix) :].partition(".")[0] for name in names if name not in own)
+    return [*own, *(one for child in below for one in opened(child, graph))]
+
+
+def _explain(cluster: Cluster, lines: Lines, best: Best, figures: Estimate, processes: int) -> tuple[str, ...]:
+    """Say what was chosen and why, in sentences."""
+    choice, found, pipelining, objective = best.choice, best.found, figures.pipelining, figures.objective
+    assert pipelining is not None
+    used = [cluster.devices[d].name for d in found.devices]
+    stages = choice.positions * choice.per_device
+    size = lines.batch.size
+    reasons = [
+        f"{stages} stages on {len(used)} devices, the batch of {size} in {choice.microbatches} micro-batches, schedule "
+        f"{choice.schedule}: devices wait {pipelining.bubble:.0%} of the time"
+    ]
+    again = [i for i, yes in enumerate(found.recompute) if yes]
+    if again:
+        which = "all stages" if len(again) == stages else f"stage{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
+        reasons.append(
+            f"{which} compute activations again in backward instead of keeping them: else the activations of "
+            f"{max(s.in_flight for s in pipelining.stages)} micro-batches don't fit"
+        )
+    if choice.schedule == "1f1b" and not processes:
+        reasons.append(
+            "keeping all micro-batches' activations is slower or too much here: train with autoshard.schedule(model), "
+            "which runs backwards in between; output.backward() would keep them all"
+        )
+    fullest = max(figures.devices, key=lambda d: d.peak_bytes / max(d.memory_bytes, 1))
+    reasons.append(
+        f"{fullest.name} is fullest: {format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.memory_bytes)}"
+    )
+    unused = [device.name for device in cluster.devices if device.name not in used]
+    if unused:
+        reasons.append(f"{', '.join(unused)} not used: more stages would wait for each other longer")
+    single = _one_device(lines)
+    if objective != "memory" and single is not None and single < figures.latency_seconds:
+        reasons.append(
+            f"one device alone would be faster ({single / figures.latency_seconds:.0%} of the time): a pipeline was "
+            "asked for"
+        )
+    if objective != "memory":
+        reasons.append(
+            f"no pipeline of these devices is more than {figures.latency_seconds / best.bound - 1:.1%} faster by the "
+            "lower bound" if best.bound > 0 else "no speed of the devices is known"
+        )  # fmt: skip
+    return tuple(reasons)
+
+
+def _one_device(lines: Lines) -> float | None:
+    """Seconds of the whole batch on the fastest device that has room for it; None if there is none."""
+    line = lines.line(1, 1)
+    need = float((line.static + line.kept + line.lasting).sum() + line.transient.max(initial=0.0))
+    able = [d for d in range(len(line.capacity)) if need <= line.capacity[d]]
+    return min((float((line.forward[d] + line.backward[d]).sum()) for d in able), default=None)
+
+
+def _no_choice(
+    devices: int, units: int, num_microbatches: int | None, schedule: str | None, processes: int
+) -> str:  # fmt: skip
+    if processes > units:
+        return (
+            f"{processes} stages need as many modules with parameters, and the model has {units}: a stage would be "
+            f"without parameters. Use at most {units} processes."
+        )
+    asked = f"{num_microbatches} micro-batches" if num_microbatches else "this batch"
+    return (
+        f"no pipeline over {devices} devices can run {asked}{f' with the schedule {schedule!r}' if schedule else ''}: "
+        'use another number of micro-batches, or schedule="gpipe".'
+    )
+
+
+def _refusal(
+    lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, short: dict[str, int], cluster: Cluster
+) -> str:
+    """Say what is lacking, and one change."""
+    if short:
+        lack = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in short.items())
+        start = f"no pipeline fits: in the last one tried there is too little on {lack}"
+    else:
+        line = lines.line(max(choice.microbatches for choice in choices), 2)
+        start = (
+            f"no pipeline fits: its stages need at least {format_bytes(float(line.static.sum()))} for what is always "
+            f"there, and the devices have {format_bytes(sum(d.budget_bytes for d in cluster.devices))} together"
+        )
+    return start + '. Use more micro-batches, more devices, a smaller batch, or strategy="balanced".'
