@@ -6,12 +6,16 @@ One walk over all ops of a graph that was captured with `composite=True`. An op 
 (a sort by expert that is undone behind it): that is for a proof by numbers to say. An op that doesn't keeps them apart.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.axes.axis import Axis, Leaf, describe, leaves
-from autoshard.axes.walk import Walk
+from autoshard.axes.walk import Walk, name_of, where
 from autoshard.capture.graph import Call, ModelGraph
+
+_LOSSES = ("cross_entropy_loss", "nll_loss")
+IGNORED = -100
+"""The label that does not count where nothing else is said, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class Rows:
         inputs, outputs: (place in `graph.inputs` or `graph.outputs`, dimension, axis with the leaf starred).
         parameter: a parameter or buffer that has the leaf, "" if none does.
         blocked: (op, reason) of what works along it, in the order of the run.
+        summed: (op, reason) of what takes a sum or a mean over it.
     """
 
     leaf: Leaf
@@ -41,6 +46,7 @@ class Rows:
     outputs: tuple[tuple[int, int, str], ...]
     parameter: str
     blocked: tuple[tuple[int, str], ...]
+    summed: tuple[tuple[int, str], ...]
 
 
 def walk_all(graph: ModelGraph) -> BatchWalk:
@@ -65,6 +71,7 @@ def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
         outputs=tuple(_found(walk, graph.outputs, leaf)),
         parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, leaf)), ""),
         blocked=tuple((op, why) for op, axis, why in walk.blocks if leaf in leaves(axis)),
+        summed=tuple((c.op, where(graph, graph.ops[c.op])) for c in walk.contractions if leaf in leaves(c.axis)),
     )
 
 
@@ -74,6 +81,32 @@ def _found(walk: BatchWalk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple
             yield place, dim, describe(walk.axes[value][dim], leaf)
 
 
-def blocked_in(rows: Rows, call: Call) -> str:
-    """What works along the leaf inside one call of a module, "" if nothing does."""
-    return next((why for op, why in rows.blocked if call.begin <= op < call.end), "")
+def mixing_in(rows: Rows, call: Call, inside: Collection[Call] = ()) -> str:
+    """The first op that works along the leaf in a call of a module, outside of other calls; "" if there is none."""
+    ops = set(range(call.begin, call.end)).difference(*(range(one.begin, one.end) for one in inside))
+    return next((why for op, why in sorted((*rows.blocked, *rows.summed)) if op in ops), "")
+
+
+def labels_of(graph: ModelGraph) -> Iterator[tuple[int, int]]:
+    """Integers that a loss compares with: (place in `graph.inputs`, the label that does not count)."""
+    found = {}
+    for op in graph.ops:
+        if not name_of(op).startswith(_LOSSES) or len(op.inputs) < 2 or op.node is None:
+            continue
+        arguments = op.target._schema.arguments
+        names = [argument.name for argument in arguments]
+        given = {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
+        source = _source(graph, op.inputs[1])
+        if source in graph.inputs:
+            found[graph.inputs.index(source)] = int(given.get("ignore_index", IGNORED))
+    yield from found.items()
+
+
+def _source(graph: ModelGraph, value: int) -> int:
+    """Where the numbers of a value come from, through views, paddings and casts."""
+    while graph.values[value].op >= 0:
+        inputs = graph.ops[graph.values[value].op].inputs
+        if len(inputs) != 1:
+            break
+        value = inputs[0]
+    return value

@@ -20,16 +20,18 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.batch import BatchWalk, Rows, follow, walk_all
+from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, walk_all
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.errors import CaptureError, PlanError
-from autoshard.prove.parts import Mixed, Trial, check_parts
-from autoshard.prove.rows import NotRun, alike, enlarged, shortened, varied, with_rows
+from autoshard.module_paths import parent
+from autoshard.prove.culprit import Key, find_mixer
+from autoshard.prove.parts import Division, Mixed, Trial, check_parts
+from autoshard.prove.rows import NotRun, alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
 from autoshard.prove.sample import random_like
-from autoshard.runtime.chunks import bind
+from autoshard.runtime.chunks import bind, plain_arguments
 from autoshard.workload import Workload
 
 ROWS = 4
@@ -69,8 +71,9 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload) -> BatchA
             except Mixed as error:
                 refused, tried = refused or str(error), batch.inputs[0].dim
             except NotRun as error:
-                refused = refused or str(error)
-    raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused or 'no input has one'}.")
+                refused = refused or f"with other rows the model could not be run: {error}"
+    name = type(model).__name__
+    raise PlanError(f"the batch of {name} can't be divided: {refused or 'no input has a dimension for it'}.")
 
 
 def _captured(model: nn.Module, inputs: Any, workload: Workload) -> Question:
@@ -127,7 +130,8 @@ def _guess(question: Question, size: int, chosen: Mapping[int, tuple[int, str]],
     }
     whole = tuple(path for path, _ in nested.tensors_in(question.bound) if path not in items)
     outputs = _hints(question.graph, rows) if rows else ()
-    return BatchAxis(size=size, inputs=tuple(items.values()), outputs=outputs, whole=whole)
+    plain = plain_arguments(question.model, question.bound)
+    return BatchAxis(size=size, inputs=tuple(items.values()), outputs=outputs, whole=whole, plain=plain)
 
 
 def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
@@ -138,36 +142,78 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
 def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Run the numbers. Raises `Mixed` or `NotRun`."""
     try:
-        trial = _trial(question, torch.float64)
-        return _compared(question, trial, batch, rows)
+        return _compared(question, _trial(question, torch.float64), batch, rows)
     except NotRun:  # code that asks for single precision
         return _compared(question, _trial(question, torch.float32), batch, rows)
 
 
 def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
-    small = _with_rows(batch, ROWS)
-    bound = enlarged(question.bound, batch.inputs, batch.size, ROWS)
-    other = varied(bound, small.inputs, 0)
-    try:
-        found, draws = check_parts(trial, small, *question.call(other), rows=(ROWS - 1, 1))
-        bound = other
-    except NotRun:
-        found, draws = check_parts(trial, small, *question.call(bound), rows=(ROWS - 1, 1))
-    others = [shortened(bound, small.inputs, ROWS)]
-    if rows is None or rows.blocked:
-        others.append(alike(bound, small.inputs, ROWS))
-    for one in others:
-        if one is not None:
-            try:
-                again, _ = check_parts(trial, found, *question.call(one), rows=(1, ROWS - 1))
-            except NotRun:  # such rows are not for this model
-                continue
-            if again.outputs != found.outputs:
-                raise Mixed("outputs are made of those of parts in one way for some inputs, and in another for others")
+    """Compare the whole with parts for every kind of rows that the model takes."""
+    found = _with_rows(batch, ROWS)
+    labels = _labels(question)
+    stopped: NotRun | None = None
+    draws, kinds = 0, 0
+    for bound, parts in _kinds(question, batch, rows, labels):
+        masks = {item.path: 0 for item in found.inputs if is_mask(nested.tensor_at(bound, item.path))}
+        args, kwargs = question.call(bound)
+        division = Division(
+            model=trial.model, batch=found, args=args, kwargs=kwargs, rows=parts, labels={**labels, **masks}
+        )
+        try:
+            again, drawn = check_parts(trial, division)
+        except NotRun as error:
+            stopped = stopped or error
+            continue
+        except Mixed as error:
+            raise Mixed(f"{_named(question, rows, find_mixer(trial, division))}{error}") from None
+        if kinds and again.outputs != found.outputs:
+            raise Mixed("outputs are made of those of parts in one way for some inputs, and in another for others")
+        found, draws, kinds = again, draws + drawn, kinds + 1
+    if stopped is not None and not kinds:
+        raise stopped
     proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
     if draws:
         proof += "; it draws random numbers, which were taken to be the same for all rows"
     return replace(_with_rows(found, batch.size), proof=proof)
+
+
+def _kinds(
+    question: Question, batch: BatchAxis, rows: Rows | None, labels: Mapping[str, int]
+) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+    """Arguments of several kinds of rows, and how they are divided. A model may refuse some of them."""
+    inputs = _with_rows(batch, ROWS).inputs
+    same = enlarged(question.bound, batch.inputs, batch.size, ROWS)
+    other = unlabelled(varied(same, inputs, 0), inputs, labels)
+    masked = shortened(other, inputs, ROWS)
+    if masked is not None:
+        yield masked, (1, ROWS - 1)
+    yield other, (ROWS - 1, 1)
+    yield unlabelled(same, inputs, labels), (1, ROWS - 1)
+    if rows is None or rows.blocked:
+        yield alike(other, inputs, ROWS), (1, ROWS - 1)
+
+
+def _labels(question: Question) -> dict[str, int]:
+    """Inputs that a loss compares with, and which number says that a label does not count."""
+    paths = {id(tensor): path for path, tensor in nested.tensors_in(question.bound)}
+    given = [tensor for _, tensor in nested.tensors_in(question.given)]
+    return {paths[id(given[place])]: ignored for place, ignored in labels_of(question.graph)}
+
+
+def _named(question: Question, rows: Rows | None, mixer: tuple[Key, bool] | None) -> str:
+    """Who mixes rows, in words that end where a reason may follow."""
+    if mixer is None:
+        return ""
+    (path, time), inside = mixer
+    graph = question.graph
+    calls = [call for call in graph.calls if call.path == (path if inside else parent(path))]
+    if not calls:
+        return ""
+    call = calls[min(time, len(calls) - 1)]
+    why = mixing_in(rows, call) if rows is not None else ""
+    kind = next(module.class_name for module in graph.modules if module.path == call.path)
+    place = f"{call.path} ({kind})" if call.path else "the model's own forward"
+    return f"{place} mixes its rows{f' ({why})' if why else ''}: "
 
 
 def _with_rows(batch: BatchAxis, rows: int) -> BatchAxis:

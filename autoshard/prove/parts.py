@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.prove.draws import SteadyDraws
 from autoshard.prove.rows import NotRun
-from autoshard.runtime.chunks import Part, bind, merge, split
+from autoshard.runtime.chunks import Part, merge, split
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-4}
 """Largest difference relative to the largest value of a tensor. Models compute parts in single precision anyhow."""
@@ -75,125 +75,103 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     return Result(output=output, written=written, draws=draws.count)
 
 
-def find_outputs(batch: BatchAxis, whole: Any, outputs: Sequence[Any], parts: Sequence[Part]) -> list[BatchOutput]:
-    """How every tensor of an output is made from those of the parts, by trial. Raises `Mixed` for one that is not."""
-    tensors = dict(nested.tensors_in(whole))
-    pieces = [dict(nested.tensors_in(output)) for output in outputs]
-    if any(set(piece) != set(tensors) for piece in pieces):
-        raise Mixed("parts have other outputs than the whole")
-    hints = {one.path: one for one in batch.outputs}
-    return [
-        _output(batch, path, tensor, [piece[path] for piece in pieces], parts, hints.get(path))
-        for path, tensor in tensors.items()
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """A call of a model, and into parts of how many rows it is divided.
+
+    `labels`: inputs that a loss may be weighted by, and what in them does not count.
+    """
+
+    model: nn.Module
+    batch: BatchAxis
+    args: tuple
+    kwargs: dict[str, Any]
+    rows: tuple[int, ...]
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    def parts(self, outputs: Sequence[BatchOutput] = ()) -> list[Part]:
+        """The calls of the parts, with what counts in each for outputs that are weighted by it."""
+        batch = replace(self.batch, outputs=tuple(outputs))
+        return split(batch, self.model, self.args, self.kwargs, self.rows)
 
 
-def _output(
-    batch: BatchAxis, path: str, whole: torch.Tensor, pieces: list[torch.Tensor], parts: Sequence[Part],
-    hint: BatchOutput | None,
-) -> BatchOutput:  # fmt: skip
-    for how in _ways(batch, path, whole, pieces, parts, hint):
-        counted = _counted(parts, how) if how.how == "weighted" else parts
-        try:
-            found = merge(replace(batch, outputs=(how,)), [_nest(path, piece) for piece in pieces], counted)
-        except PlanError:
-            continue
-        if not _difference(whole, nested.tensor_at(found, path)):  # type: ignore[arg-type]
-            return how
-    name = path or "its output"
-    sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
-    raise Mixed(
-        f"{name} {list(whole.shape)} is not made of what parts give ({sizes})"
-        if all(piece.shape != whole.shape for piece in pieces)
-        else f"{name} is neither a sum nor a mean of what parts give"
-    )
-
-
-def _ways(
-    batch: BatchAxis, path: str, whole: torch.Tensor, pieces: list[torch.Tensor], parts: Sequence[Part],
-    hint: BatchOutput | None,
-) -> Iterator[BatchOutput]:  # fmt: skip
-    """Ways to make an output that its shapes allow, the likeliest first."""
-    rows = [part.rows for part in parts]
-    total = sum(rows)
-    if hint is not None:
-        yield hint
-    if all(piece.shape == whole.shape for piece in pieces):
-        yield BatchOutput(path=path, how="same")
-        if whole.is_floating_point() or whole.is_complex():
-            yield BatchOutput(path=path, how="sum")
-            yield BatchOutput(path=path, how="mean")
-            for weights in parts[0].labels:
-                for skipped in (0, 1):
-                    yield BatchOutput(path=path, how="weighted", weights=weights, skipped=skipped)
-        else:
-            yield BatchOutput(path=path, how="sum")
-    for dim, size in enumerate(whole.shape):
-        if size % total == 0 and all(
-            piece.dim() == whole.dim() and piece.shape[dim] * total == size * own
-            for piece, own in zip(pieces, rows, strict=True)
-        ):
-            beside = size // total
-            for major in (m for m in range(1, beside + 1) if beside % m == 0):
-                minor = beside // major
-                axis = "x".join(
-                    [*([str(major)] if major > 1 else []), f"*{total}", *([str(minor)] if minor > 1 else [])]
-                )
-                yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
-
-
-def check_parts(
-    trial: Trial, batch: BatchAxis, args: tuple, kwargs: dict[str, Any], rows: Sequence[int]
-) -> tuple[BatchAxis, int]:
-    """Run a call whole and in parts of so many rows, and compare.
+def check_parts(trial: Trial, division: Division) -> tuple[BatchAxis, int]:
+    """Run a call whole and in parts, and compare.
 
     Returns the batch with its outputs and the buffers that are written, and how often a run drew random numbers. Raises
     `NotRun` or `Mixed`.
     """
     try:
-        whole = run(trial, args, kwargs)
+        whole = run(trial, division.args, division.kwargs)
     except Exception as error:
-        raise NotRun(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    parts = [_with_labels(batch, trial.model, part) for part in split(batch, trial.model, args, kwargs, list(rows))]
+        raise NotRun(_in_short(error)) from error
     results = []
-    for part in parts:
+    for part in division.parts():
         try:
             results.append(run(trial, part.args, part.kwargs))
         except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            raise Mixed(
-                f"a part of {part.rows} of {sum(rows)} rows can't be run: {type(error).__name__}: {text}"
-            ) from error
+            what = f"a part of {part.rows} of {sum(division.rows)} rows can't be run"
+            raise Mixed(f"{what}: {_in_short(error)}") from error
     outputs = [result.output for result in results]
-    found = replace(batch, outputs=tuple(find_outputs(batch, whole.output, outputs, parts)))
+    hows = find_outputs(whole.output, outputs, division)
     written = _check_written(whole, results)
+    found = replace(division.batch, outputs=hows, written=tuple(sorted({*division.batch.written, *written})))
     if trial.training:
-        counted = parts
-        for how in found.outputs:
-            counted = _counted(counted, how) if how.how == "weighted" else counted
-        _check_gradients(trial.model, whole.output, merge(found, outputs, counted))
-    return replace(found, written=tuple(sorted({*batch.written, *written}))), whole.draws
+        _check_gradients(trial.model, whole.output, merge(found, outputs, division.parts(hows)))
+    return found, whole.draws
 
 
-def _with_labels(batch: BatchAxis, model: nn.Module, part: Part) -> "Part":
-    """A part with its integers, any of which may be the labels that a loss counts."""
-    bound = bind(model, part.args, part.kwargs)
-    labels = {}
-    for item in batch.inputs:
-        tensor = nested.tensor_at(bound, item.path)
-        if tensor is not None and tensor.dtype in (torch.int64, torch.int32) and tensor.dim():
-            labels[item.path] = tensor
-    return replace(part, labels=labels)  # type: ignore[arg-type]
+def find_outputs(whole: Any, outputs: Sequence[Any], division: Division) -> tuple[BatchOutput, ...]:
+    """How every tensor of an output is made from those of the parts, by trial. Raises `Mixed` for one that is not."""
+    tensors = dict(nested.tensors_in(whole))
+    pieces = [dict(nested.tensors_in(output)) for output in outputs]
+    if any(set(piece) != set(tensors) for piece in pieces):
+        raise Mixed("parts have other outputs than the whole")
+    return tuple(
+        find_output(path, tensor, [piece[path] for piece in pieces], division) for path, tensor in tensors.items()
+    )
 
 
-def _counted(parts: Sequence[Part], how: BatchOutput) -> list[Part]:
-    """The same parts with the number of labels in place of the labels."""
-    made = []
-    for part in parts:
-        labels: Any = part.labels[how.weights]
-        count = labels if isinstance(labels, int) else int((labels[..., how.skipped :] != how.ignored).sum())
-        made.append(replace(part, labels={**part.labels, how.weights: count}))
-    return made
+def find_output(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> BatchOutput:
+    """How one tensor is made from those of the parts. Raises `Mixed`."""
+    for how in ways(path, whole, pieces, division):
+        batch = replace(division.batch, outputs=(how,))
+        try:
+            parts = division.parts((how,))
+            found = merge(batch, [{path: piece} if path else piece for piece in pieces], parts)
+        except PlanError:
+            continue
+        made = nested.tensor_at(found, path)
+        if made is not None and not _difference(whole, made):
+            return how
+    name = path or "its output"
+    if all(piece.shape == whole.shape for piece in pieces):
+        raise Mixed(f"{name} is neither a sum nor a mean of what parts give")
+    sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
+    raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})")
+
+
+def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> Iterator[BatchOutput]:
+    """Ways to make an output that its shapes allow, the likeliest first."""
+    yield from (hint for hint in division.batch.outputs if hint.path == path)
+    if all(piece.shape == whole.shape for piece in pieces):
+        yield BatchOutput(path=path, how="same")
+        yield BatchOutput(path=path, how="sum")
+        if whole.is_floating_point() or whole.is_complex():
+            yield BatchOutput(path=path, how="mean")
+            for weights, ignored in division.labels.items():
+                for skipped in (0, 1):
+                    yield BatchOutput(path=path, how="weighted", weights=weights, ignored=ignored, skipped=skipped)
+    total = sum(division.rows)
+    for dim, size in enumerate(whole.shape):
+        if size % total == 0 and all(
+            piece.dim() == whole.dim() and piece.shape[dim] * total == size * own
+            for piece, own in zip(pieces, division.rows, strict=True)
+        ):
+            beside = size // total
+            for major in (major for major in range(1, beside + 1) if beside % major == 0):
+                axis = f"{major}x*{total}x{beside // major}".removeprefix("1x").removesuffix("x1")
+                yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
 
 
 def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
@@ -250,9 +228,9 @@ def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape != right.shape or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _nest(path: str, tensor: torch.Tensor) -> Any:
-    return tensor if not path else {path: tensor}
-
-
 def _cast(dtype: torch.dtype) -> Any:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

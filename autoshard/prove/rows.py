@@ -64,10 +64,10 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], seed: int) ->
     return made
 
 
-def is_mask(tensor: torch.Tensor) -> bool:
+def is_mask(tensor: torch.Tensor | None) -> bool:
     """Whether there is nothing but zeros and ones in a tensor, and more than one number for each row."""
-    if tensor.dtype is torch.bool:
-        return True
+    if tensor is None or tensor.dtype is torch.bool:
+        return tensor is not None
     return (
         tensor.dim() > 1 and tensor.numel() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
     )
@@ -101,6 +101,25 @@ def alike(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> 
         for row in range(rows):
             index[kept(item.axis, (1,) * rows, row)] = kept(item.axis, (1,) * rows, 0)
         made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index)))
+    return made
+
+
+def unlabelled(bound: Mapping[str, Any], inputs: Iterable[BatchInput], labels: Mapping[str, int]) -> dict[str, Any]:
+    """Let some labels not count, another number of them in every row; `labels`: which inputs, and what says so."""
+    made = dict(bound)
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        if tensor is None or item.path not in labels or item.dim:
+            continue
+        tensor = tensor.clone()
+        for row in range(len(tensor)):
+            if tensor.dim() == 1 and row == 1:
+                tensor[row] = labels[item.path]
+            elif tensor.dim() > 1:
+                flat = tensor[row].reshape(-1)
+                flat[1 : 1 + min(row, len(flat) // 2)] = labels[item.path]
+                tensor[row] = flat.view(tensor[row].shape)
+        made = replace_at(made, item.path, tensor)
     return made
 
 

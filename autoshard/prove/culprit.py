@@ -1,0 +1,83 @@
+"""Where rows mix: the first module whose outputs on parts of a batch are not parts of its outputs on the whole."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import nested
+from autoshard.prove.parts import Division, Mixed, Trial, find_output, run, ways
+
+Key = tuple[str, int]
+"""(module path, how-manieth call of it)"""
+Seen = dict[Key, dict[str, torch.Tensor]]
+
+
+def find_mixer(trial: Trial, division: Division) -> tuple[Key, bool] | None:
+    """The innermost call of a module that is given rows of their own and mixes them; None if there is none.
+
+    False beside it: what it is given is mixed already, by code of the module around it.
+    """
+    try:
+        given, made = _watched(trial, division.args, division.kwargs)
+        pieces = [_watched(trial, part.args, part.kwargs) for part in division.parts()]
+    except Exception:  # what a part raises is told as it is
+        return None
+    for wanted in (False, None):  # other values where shapes go together; then shapes that don't
+        for key, tensors in made.items():
+            if _apart(tensors, [piece[1].get(key) for piece in pieces], division) is wanted:
+                before = _apart(given[key], [piece[0].get(key) for piece in pieces], division)
+                if before is not None:
+                    return key, before
+    return None
+
+
+def _watched(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> tuple[Seen, Seen]:
+    """What every call of a module was given, and what it made, in the order in which they ended."""
+    given: Seen = {}
+    made: Seen = {}
+    with _hooks(trial.model, given, made):
+        run(trial, args, kwargs)
+    return given, made
+
+
+@contextmanager
+def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
+    handles = []
+    for path, module in model.named_modules():
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            key = path, sum(1 for known, _ in made if known == path)
+            given[key], made[key] = _copies((args, kwargs)), _copies(output)
+
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copies(value: Any) -> dict[str, torch.Tensor]:
+    return {path: tensor.detach().clone() for path, tensor in nested.tensors_in(value)}
+
+
+def _apart(
+    whole: dict[str, torch.Tensor], pieces: Sequence[dict[str, torch.Tensor] | None], division: Division
+) -> bool | None:
+    """Whether the tensors of parts are parts of those of the whole; None if their shapes are not."""
+    answer: bool | None = True
+    for path, tensor in whole.items():
+        own = [piece[path] for piece in pieces if piece is not None and path in piece]
+        if len(own) < len(pieces):
+            continue
+        if not any(True for _ in ways(path, tensor, own, division)):
+            answer = None
+            continue
+        try:
+            find_output(path, tensor, own, division)
+        except Mixed:
+            return False
+    return answer
