@@ -9,7 +9,7 @@ import autoshard.plan
 import autoshard.profile
 import autoshard.simulate
 import autoshard.verify  # noqa: F401
-from autoshard.api import apply, capture, estimate, load, plan, profile, remove, save, simulate, verify
+from autoshard.api import apply, capture, estimate, load, plan, profile, remove, save, schedule, simulate, verify
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import (
     ApplyError,
@@ -48,6 +48,7 @@ __all__ = [
     "profile",
     "remove",
     "save",
+    "schedule",
     "simulate",
     "verify",
 ]

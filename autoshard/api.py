@@ -18,6 +18,8 @@ from autoshard.workload import Workload
 if TYPE_CHECKING:
     from autoshard.capture.graph import ModelGraph
     from autoshard.profile.profile import Profile
+    from autoshard.runtime.losses import Loss, Reduction
+    from autoshard.runtime.schedule import LocalSchedule
     from autoshard.verify import Verification
 
 
@@ -131,6 +133,21 @@ def remove(model: nn.Module) -> nn.Module:
     from autoshard.runtime import remove as undo
 
     return undo(model)
+
+
+def schedule(model: nn.Module, loss: "Loss | None" = None, *, reduction: "Reduction" = "mean") -> "LocalSchedule":
+    """Return what trains an applied model in micro-batches, in the order that its plan names.
+
+    `.step(*args, target=None, losses=None, **kwargs)` runs forwards and backwards; gradients are those of the whole
+    batch in one piece. Returns the outputs put together; `losses` is a list that gets the loss of each micro-batch.
+    `.eval(…)` runs forwards only. `loss`: a function of the output and the target; None takes the model's own loss.
+    `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives the
+    weight of a micro-batch from its target (how many labels count); every step checks it with a few rows. Raises
+    `ApplyError` if nothing is applied, and `SpecError`.
+    """
+    from autoshard.runtime.schedule import LocalSchedule
+
+    return LocalSchedule(model, loss, reduction)
 
 
 def load(

@@ -139,7 +139,7 @@ def split(
         for item in batch.inputs:
             tensor = tensor_at(bound, item.path)
             if tensor is not None:
-                own = replace_at(own, item.path, _piece(tensor, item, batch.size, shares, part))
+                own = replace_at(own, item.path, piece_of(tensor, item, shares, part))
         signature.arguments.update(own)
         weighted = [one for one in batch.outputs if one.how == "weighted" and tensor_at(own, one.weights) is not None]
         labels = {one.weights: _labels(own, one) for one in weighted}
@@ -214,13 +214,13 @@ def _check_dim(tensor: torch.Tensor, item: BatchInput) -> None:
         )
 
 
-def _piece(tensor: torch.Tensor, item: BatchInput, planned: int, shares: tuple[int, ...], part: int) -> torch.Tensor:
-    """One part of an input: a view where its indices follow one another."""
+def piece_of(tensor: torch.Tensor, item: BatchInput | BatchOutput, shares: tuple[int, ...], part: int) -> torch.Tensor:
+    """One part of a tensor whose batch is divided into `shares`: a view where its indices follow one another."""
     axis = _axis_with(item.axis, sum(shares), tensor.shape[item.dim])
     if axis is None:
         raise PlanError(
             f"{item.path} has {tensor.shape[item.dim]} in its dimension {item.dim}, which does not go with a batch of "
-            f"{sum(shares)} rows: at planning it was {item.axis.replace('*', '')}, with {planned} rows."
+            f"{sum(shares)} rows: at planning it was {item.axis}."
         )
     indices = kept(axis, shares, part)
     if len(indices) == 0 or indices[-1] - indices[0] + 1 == len(indices):
@@ -323,6 +323,8 @@ class Unmerged:
 def _same(path: str, leaves: list[Any]) -> Any:
     """What is no tensor must be the same in all parts; objects with state can't be put together."""
     first = leaves[0]
+    if isinstance(first, Unmerged):
+        return first
     if not isinstance(first, PLAIN):
         return Unmerged(path, type(first).__name__)
     if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):

@@ -15,6 +15,8 @@ Under autograd the bytes are shared as well, but each module call is handed an a
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +69,12 @@ class Copies:
         self._entries: dict[Key, _Entry] = {}
         self.in_run = False
         self.runs = 0  # begun so far
+        self._joined = False
 
     def begin(self) -> None:
         """Forget, at the start of a run, what may have changed since the last one."""
+        if self._joined and self.in_run:
+            return
         training = (
             torch.is_grad_enabled()
         )  # weights will change after it, perhaps through `.data`, which leaves no trace
@@ -82,10 +87,22 @@ class Copies:
 
     def end(self) -> None:
         """Let go, at the end of a run, of copies with autograd history; the graph holds those it needs."""
+        if self._joined:
+            return
         for key in list(self._entries):
             if key[2]:
                 self._entries.pop(key, None)
         self.in_run = False
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Take the runs in this context as one: nobody writes parameters between them, and copies are shared."""
+        self._joined = True
+        try:
+            yield
+        finally:
+            self._joined = False
+            self.end()
 
     def clear(self) -> None:
         """Forget all copies."""

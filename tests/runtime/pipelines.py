@@ -78,12 +78,11 @@ def pipeline(
 ) -> Plan:
     """A plan over simulated devices "cpu:0" and so on, the children of the lists in the model dealt out in order."""
     workload = workload or autoshard.Workload(mode="training", batch_size=8)
-    blocks = [path for path, module in model.named_modules() if path.rpartition(".")[2].isdecimal()]
-    outer = [path for path in blocks if not any(path.startswith(f"{other}.") for other in blocks)]
-    pins = {path: f"cpu:{index * devices // len(outer)}" for index, path in enumerate(outer)}
-    sizes = {f"cpu:{index}": "16MiB" for index in range(devices)}
-    plan = autoshard.plan(model, sizes, inputs=inputs, strategy="balanced", workload=workload, pins=pins)
-    stages: dict[str, list[str]] = {device: [] for device in sizes}
+    key = tuple((name, tensor.shape) for name, tensor in inputs.items()), workload, devices, len(list(model.modules()))
+    if key not in _PLANNED:
+        _PLANNED[key] = _dealt_out(model, inputs, workload, devices)
+    plan = _PLANNED[key]
+    stages: dict[str, list[str]] = {device.name: [] for device in plan.devices}
     for path, device in plan.placements.items():
         stages[device].append(path)
     return replace(
@@ -95,3 +94,14 @@ def pipeline(
         num_microbatches=count,
         schedule=schedule,
     )
+
+
+_PLANNED: dict[tuple, Plan] = {}  # planning takes longer than most tests that need it
+
+
+def _dealt_out(model: nn.Module, inputs: dict[str, torch.Tensor], workload: autoshard.Workload, devices: int) -> Plan:
+    blocks = [path for path, module in model.named_modules() if path.rpartition(".")[2].isdecimal()]
+    outer = [path for path in blocks if not any(path.startswith(f"{other}.") for other in blocks)]
+    pins = {path: f"cpu:{index * devices // len(outer)}" for index, path in enumerate(outer)}
+    sizes = {f"cpu:{index}": "16MiB" for index in range(devices)}
+    return autoshard.plan(model, sizes, inputs=inputs, strategy="balanced", workload=workload, pins=pins)

@@ -1,0 +1,138 @@
+"""The loss of a batch from the losses of its parts: which factor each has, and whether that is true of a function.
+
+loss = sum over parts of factor x loss of the part         "mean": rows / all rows      "sum": 1
+                                                           a callable: its value for the part's target / their sum
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+
+from autoshard.batching import BatchAxis
+from autoshard.errors import PlanError, SpecError
+from autoshard.nested import map_tensors, replace_at, tensors_in
+from autoshard.runtime.chunks import Part, merge, part_weights, piece_of
+
+Loss = Callable[..., torch.Tensor]
+Reduction = Literal["mean", "sum"] | Callable[[Any], Any]
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def check_arguments(loss: Loss | None, reduction: Reduction) -> None:
+    """Raise `SpecError` for a loss or a reduction that makes no sense."""
+    if loss is not None and not callable(loss):
+        raise SpecError(f"loss is a function of the output and the target, got {type(loss).__name__}.")
+    if not callable(reduction) and reduction not in ("mean", "sum"):
+        raise SpecError(
+            f'reduction is "mean", "sum" or a function that weighs a part by its target, got {reduction!r}.'
+        )
+
+
+def factors_of(reduction: Reduction, parts: Sequence[Part], targets: Sequence[Any]) -> list[float]:
+    """What the loss of each part is multiplied with, for a loss function that reduces so."""
+    if reduction == "sum":
+        return [1.0] * len(parts)
+    if callable(reduction):
+        sizes = [float(reduction(target)) for target in targets]
+    else:
+        sizes = [float(part.rows) for part in parts]
+    if not any(sizes):
+        sizes = [1.0] * len(parts)
+    return [size / sum(sizes) for size in sizes]
+
+
+def own_loss(output: Any) -> tuple[str, torch.Tensor]:
+    """The (path, tensor) of the loss in an output: what is called so, else its only scalar. Raises `PlanError`."""
+    found = [(path, tensor) for path, tensor in tensors_in(output) if tensor.requires_grad and tensor.dim() == 0]
+    named = [row for row in found if row[0].rpartition(".")[2] == "loss"]
+    if len(named or found) != 1:
+        what = "several" if found else "no"
+        raise PlanError(
+            f"the output of the model has {what} scalars to differentiate, so none is known to be its loss. Give the "
+            "model labels, or pass a function: autoshard.schedule(model, loss)."
+        )
+    return (named or found)[0]
+
+
+def own_factors(batch: BatchAxis, path: str, parts: Sequence[Part]) -> list[float]:
+    """What the model's own loss of each part is multiplied with. Raises `PlanError` where the plan doesn't know it."""
+    how = next((one for one in batch.outputs if one.path == path), None)
+    if how is None or how.how == "cat":
+        raise PlanError(
+            f"the plan does not know how the losses of parts of the batch make up the output {path!r}. Plan with "
+            "inputs= that have labels, so that the model computes its loss."
+        )
+    return part_weights(replace(how, how="mean") if how.how == "same" else how, parts)
+
+
+def check_reduction(
+    batch: BatchAxis, loss: Loss, reduction: Reduction, outputs: Sequence[Any], targets: Sequence[Any],
+    parts: Sequence[Part], step: int,
+) -> None:  # fmt: skip
+    """Raise `PlanError` unless a loss function reduces as was said, judged by one row of each part.
+
+    A mean over labels that are not ignored is no mean over rows, and a contrastive loss is no sum over parts; their
+    gradients would be wrong without a sign of it. `step`: other rows are looked at in every step.
+    """
+    rows = [step % part.rows for part in parts]
+    with torch.no_grad():
+        singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]
+        few = [_row(batch, output, part, row) for output, part, row in zip(outputs, parts, rows, strict=True)]
+        wanted = [_target_row(target, part, row) for target, part, row in zip(targets, parts, rows, strict=True)]
+        values = [_value(loss, output, target) for output, target in zip(few, wanted, strict=True)]
+        together = _value(loss, merge(batch, few, singles), _joined(wanted))
+        factors = factors_of(reduction, singles, wanted)
+        terms = [float(value) * factor for value, factor in zip(values, factors, strict=True) if factor]
+        found, expected = float(together), sum(terms)
+    close = _CLOSE.get(together.dtype, 2e-2) * max(map(abs, terms), default=0.0)
+    if isfinite(found) and not abs(found - expected) <= close:  # not where rows have no label at all
+        said = f"what reduction={reduction!r} makes of" if not callable(reduction) else "the weighted mean of"
+        raise PlanError(
+            f"the loss of {len(rows)} rows together is {found:.6g}, and {said} their losses one by one is "
+            f"{expected:.6g}: this loss function does not reduce so, and gradients would be wrong. Pass "
+            "reduction=lambda target: … that gives the weight of a part (how many labels of it count), "
+            "or let the model compute its loss."
+        )
+
+
+def call_loss(loss: Loss, output: Any, target: Any) -> torch.Tensor:
+    """The loss of one part, on the device of its output. Raises `SpecError` unless it is one number."""
+    value = _value(loss, output, target)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise SpecError(f"the loss function returned {what}; it should return one number.")
+    return value
+
+
+def _value(loss: Loss, output: Any, target: Any) -> torch.Tensor:
+    return loss(output) if target is None else loss(output, target)
+
+
+def _row(batch: BatchAxis, output: Any, part: Part, row: int) -> Any:
+    """The output of a part for one of its rows; what is not divided by rows is left as it is."""
+    known = {one.path: one for one in batch.outputs}
+    made = output
+    for path, tensor in tensors_in(output):
+        how = known.get(path)
+        if how is not None and how.how == "cat":
+            made = replace_at(made, path, piece_of(tensor, how, (row, 1, part.rows - row - 1), 1))
+    return made
+
+
+def _target_row(target: Any, part: Part, row: int) -> Any:
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        several = tensor.shape[0] // part.rows
+        return tensor.narrow(0, row * several, several)
+
+    return map_tensors(target, pick)
+
+
+def _joined(targets: list[Any]) -> Any:
+    made = targets[0]
+    columns = zip(*([tensor for _, tensor in tensors_in(target)] for target in targets), strict=True)
+    for (path, _), column in zip(tensors_in(targets[0]), columns, strict=True):
+        made = replace_at(made, path, torch.cat(column))
+    return made

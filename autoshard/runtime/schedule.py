@@ -1,0 +1,160 @@
+"""A training step of a pipeline in one process: forwards and backwards of micro-batches in the order of the plan.
+
+    gpipe    F0 F1 F2 F3 B0 B1 B2 B3        the activations of all parts are there at once
+    1f1b     F0 F1 B0 F2 B1 F3 B2 B3        those of as many parts as there are stages (2 here)
+
+Each B is the backward through all stages. Devices work at the same time because kernels are only queued.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import join_leaves, tensors_in
+from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge, split, split_rows
+from autoshard.runtime.hooks import RootHook, to_device
+from autoshard.runtime.losses import (
+    Loss,
+    Reduction,
+    call_loss,
+    check_arguments,
+    check_reduction,
+    factors_of,
+    own_factors,
+    own_loss,
+)
+from autoshard.runtime.microbatches import why_whole
+from autoshard.runtime.state import Division, Runtime
+
+
+class LocalSchedule:
+    """Steps of a model to which a plan is applied in this process; see `autoshard.schedule`."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None = None, reduction: Reduction = "mean") -> None:
+        check_arguments(loss, reduction)
+        self.model = model
+        self.loss = loss
+        self.reduction = reduction
+        self._steps = 0
+        self._runtime()
+
+    def step(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+        """Run forward and backward on a batch, which adds to `.grad` what one call and `loss.backward()` would.
+
+        `target`: divided along its first dimension and given to the loss function with the output. `losses`: a list to
+        which the loss of each micro-batch is appended. Returns the outputs put together, where the last stage made
+        them. Raises `PlanError` for a batch that can't be divided and for a loss that does not reduce as was said.
+        """
+        return self._run(args, kwargs, target, losses, training=True)
+
+    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+        """Run the forwards only, without gradients; arguments and result as of `step`."""
+        with torch.no_grad():
+            return self._run(args, kwargs, target, losses, training=False)
+
+    def _run(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, training: bool) -> Any:
+        runtime = self._runtime()
+        division = runtime.record.division
+        parts = self._parts(division, args, kwargs)
+        targets = split_rows(target, parts, "target") if target is not None else [None] * len(parts)
+        factors = factors_of(self.reduction, parts, targets) if self.loss is not None else []
+        outputs: list[Any] = []
+        values: list[torch.Tensor | None] = []
+        ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
+        with runtime.copies.joined():
+            for kind, index in _order(len(parts), ahead):
+                if kind == "F":
+                    outputs.append(self._forward(runtime, parts[index]))
+                    value = self._loss_of(outputs[index], targets[index]) if training or losses is not None else None
+                    values.append(value)
+                    if not training:
+                        outputs[index] = _without_history(outputs[index])
+                elif training:
+                    if index == 0:
+                        factors = factors or self._own_factors(division, outputs[0], parts)
+                        self._check(division, outputs, targets, parts)
+                    outputs[index] = _without_history(outputs[index])
+                    value = values[index]
+                    assert value is not None
+                    if factors[index]:  # a part without a label has a loss of NaN, and no share in that of the batch
+                        torch.autograd.backward(value, torch.full_like(value, factors[index]))
+                    values[index] = value.detach()
+        self._steps += 1
+        if losses is not None:
+            losses.extend(value.detach() for value in values if value is not None)
+        return outputs[0] if division is None else merge(division.batch, outputs, parts)
+
+    def _runtime(self) -> Runtime:
+        for hook in torch_private.forward_pre_hooks(self.model):
+            if isinstance(hook, RootHook):
+                return hook.runtime
+        raise ApplyError(
+            "a schedule runs a model to which a plan is applied: call autoshard.apply(model, plan) first, with "
+            'strategy="pipeline".'
+        )
+
+    def _parts(self, division: Division | None, args: tuple, kwargs: dict[str, Any]) -> list[Part]:
+        if division is None:
+            return [Part(args=args, kwargs=kwargs, rows=1, labels={})]
+        problem = why_whole(division, self.model)
+        if problem:
+            raise PlanError(
+                f'this batch can\'t be divided: {problem}. Plan with workload=autoshard.Workload(mode="training").'
+            )
+        return split(division.batch, self.model, args, kwargs, division.count)
+
+    def _forward(self, runtime: Runtime, part: Part) -> Any:
+        """Run the model on one part and leave its output where it was made, if that is one device."""
+        runtime.local.stepping = True
+        try:
+            output = self.model(*part.args, **part.kwargs)
+        finally:
+            runtime.local.stepping = False
+        devices = list(dict.fromkeys(tensor.device for _, tensor in tensors_in(output)))
+        return to_device(output, devices[-1]) if len(devices) > 1 else output
+
+    def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
+        if self.loss is None:
+            return own_loss(output)[1] if torch.is_grad_enabled() else dict(tensors_in(output)).get("loss")
+        if target is not None:
+            device = next((tensor.device for _, tensor in tensors_in(output)), None)
+            target = target if device is None else to_device(target, device)
+        return call_loss(self.loss, output, target)
+
+    def _own_factors(self, division: Division | None, output: Any, parts: list[Part]) -> list[float]:
+        return [1.0] if division is None else own_factors(division.batch, own_loss(output)[0], parts)
+
+    def _check(self, division: Division | None, outputs: list[Any], targets: list[Any], parts: list[Part]) -> None:
+        """Look whether the loss function reduces as was said, by the parts that have run before the first backward."""
+        if self.loss is None or division is None or len(outputs) < 2:
+            return
+        device = next((tensor.device for _, tensor in tensors_in(outputs[0])), None)
+        moved = [target if device is None else to_device(target, device) for target in targets[: len(outputs)]]
+        check_reduction(
+            division.batch, self.loss, self.reduction, outputs, moved, parts[: len(outputs)], self._steps
+        )  # fmt: skip
+
+
+def _order(count: int, ahead: int) -> Iterator[tuple[str, int]]:
+    """Forwards and backwards of `count` parts, of which at most `ahead` are between the two."""
+    for index in range(count + ahead):
+        if index >= ahead:
+            yield "B", index - ahead
+        if index < count:
+            yield "F", index
+
+
+def _without_history(output: Any) -> Any:
+    """The output with tensors that hold no graph, and without objects that may (a cache)."""
+
+    def light(path: str, leaves: list[Any]) -> Any:
+        leaf = leaves[0]
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach()
+        return leaf if isinstance(leaf, (*PLAIN, Unmerged)) else Unmerged(path, type(leaf).__name__)
+
+    return join_leaves([output], light)
