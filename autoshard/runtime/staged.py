@@ -20,6 +20,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.devices import META
+from autoshard.runtime.follow import install
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
 
@@ -63,6 +64,8 @@ def apply_stages(
             undo()
         raise
     record.handles.append(model.register_forward_pre_hook(Marked(record)))
+    stages = stage_of_tensors(plan, tensors)
+    record.handles.append(install(model, record, {name: at % plan.mesh.pipeline for name, at in stages.items()}))
     return model
 
 

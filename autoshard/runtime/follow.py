@@ -1,0 +1,102 @@
+"""Let the forward of a model run in every process of a pipeline, each of which computes its own stages.
+
+model            parts at several positions: its code runs everywhere
+  embed          position 0: a Follower runs it there, others follow
+  layers         a list: never called
+    0, 1         position 0
+    2, 3         position 1
+  head           position 1
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.module_paths import above
+from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.stage_calls import Follower, Following, Table
+from autoshard.runtime.stage_moves import Wire
+
+
+@dataclass(slots=True)
+class Installed:
+    """Undoes `install`."""
+
+    followers: list[Follower]
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        for follower in self.followers:
+            module = follower.module()
+            if module is None or vars(module).get("forward") is not follower:
+                continue
+            del vars(module)["forward"]
+            if follower.usual is not None:
+                vars(module)["forward"] = follower.usual
+
+
+def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int]) -> Installed:
+    """Let the forward of a model run in every process; all of them call it.
+
+    `positions`: name of every parameter and buffer -> pipeline position of its stage.
+    """
+    following = Following(record=record, wire=Wire(record, _control_group(record)))
+    outermost, mixed = _places(model, positions)
+    followers = []
+    for path, module in model.named_modules():
+        names = [*vars(module)["_parameters"], *vars(module)["_buffers"]]
+        if names:
+            own = {name: positions.get(f"{path}.{name}" if path else name) for name in names}
+            following.tables.append(
+                Table(weakref.ref(module), {name: at for name, at in own.items() if at is not None})
+            )
+        if path in outermost or path in mixed:
+            followers.append(Follower(module, path, outermost.get(path), following))
+    for follower in followers:
+        module = follower.module()
+        assert module is not None
+        vars(module)["forward"] = follower
+        if follower.position == record.position:
+            below = {id(one) for one in module.modules()}
+            follower.tables = [table for table in following.tables if id(table.module()) in below]
+    record.extras["inference"] = following
+    return Installed(followers)
+
+
+def _places(model: nn.Module, positions: dict[str, int]) -> tuple[dict[str, int], set[str]]:
+    """The outermost modules that are at one position, with it, and the modules around them that can be called."""
+    below: dict[str, set[int]] = {"": set()}
+    for name, position in positions.items():
+        for path in above(name):
+            below.setdefault(path, set()).add(position)
+    outermost: dict[str, int] = {}
+    mixed: set[str] = set()
+    for path, module in model.named_modules():
+        callable_ = type(module).forward is not nn.Module.forward
+        found = below.get(path, set())
+        if any(outer in outermost for outer in above(path)) or not callable_ or (not found and path):
+            continue
+        if len(found) == 1:
+            outermost[path] = next(iter(found))
+        else:
+            mixed.add(path)
+    return outermost, mixed
+
+
+def _control_group(record: PipelineRecord) -> object:
+    """A group for headers and words, which are on the CPU; all processes of the plan call it."""
+    group = record.across.group
+    if dist.get_backend(group) == "gloo":
+        return group
+    mesh = record.plan.mesh
+    assert mesh is not None
+    own: object = None
+    for data in range(mesh.data):
+        for tensor in range(mesh.tensor):
+            members = [mesh.rank(data=data, pipeline=at, tensor=tensor) for at in range(mesh.pipeline)]
+            made = dist.new_group(members, backend="gloo")
+            if record.ranks.rank in members:
+                own = made
+    return own

@@ -1,0 +1,425 @@
+"""Run a model's own forward in every process of a pipeline: modules of this position compute, the others are followed.
+
+    process 0: embed, layers.0 compute                        process 1: the same program
+      for layer in self.layers: h = layer(h, mask)              layers.0: only shapes; h is remote
+      layers.1 is at position 1: h and mask are sent            layers.1: h and mask are received, it computes
+    all: logits are broadcast by position 1, so that the code around (`generate`) goes on alike everywhere
+
+Inside a module of this position everything is ordinary. It runs in inference mode, so what it makes can be told from
+what all processes have, wherever it keeps it (a cache). Reads of values (`.item()`, a mask as an index) are looked for
+while a module runs with arguments of a new kind; where there are any, its process tells the others, each time.
+"""
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import ApplyError, RankError
+from autoshard.nested import map_tensors, tensors_in
+from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.remote_tensor import (
+    StageTensor,
+    outline,
+    reads_values,
+    run_at,
+    staged,
+    traits_of,
+    written_of,
+)
+from autoshard.runtime.shape_rules import shape_of
+from autoshard.runtime.stage_moves import Wire
+from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes
+
+
+@dataclass(slots=True)
+class Kind:
+    """What is known of calls of one module with one kind of arguments.
+
+    Attributes:
+        reads: Python reads values, or shapes that depend on them; `writes`: arguments are written into.
+        may_draw: there are ops that can draw random numbers (attention, with its dropout); `draws`: they do.
+    """
+
+    reads: bool = False
+    may_draw: bool = False
+    draws: bool = False
+    writes: bool = False
+
+
+@dataclass(slots=True)
+class Table:
+    """Parameters and buffers of one module of a position, as it has them and as code between modules sees them."""
+
+    module: "weakref.ref[nn.Module]"
+    positions: Mapping[str, int]
+    plain: tuple[dict, dict] = ({}, {})
+    shown: tuple[dict, dict] = ({}, {})
+    known: tuple[int, ...] = ()
+
+    def show(self, wire: Wire) -> None:
+        """Let code between modules see tensors of a position."""
+        module = self.module()
+        if module is None:
+            return
+        own = vars(module)
+        self.plain = own["_parameters"], own["_buffers"]
+        known = (*map(id, self.plain[0].values()), *map(id, self.plain[1].values()))
+        if known != self.known:
+            self.known = known
+            parameters, buffers = self.plain
+            self.shown = self._as_staged(wire, parameters), self._as_staged(wire, buffers)
+        own["_parameters"], own["_buffers"] = self.shown
+
+    def _as_staged(self, wire: Wire, tensors: dict) -> dict:
+        shown: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            position = self.positions.get(name)
+            value = tensor if position == wire.position else None
+            shown[name] = (
+                tensor if tensor is None or position is None else staged(wire, position, value, shape_of(tensor))
+            )
+        return shown
+
+    def hide(self) -> None:
+        """Undo `show`."""
+        module = self.module()
+        if module is not None:
+            vars(module)["_parameters"], vars(module)["_buffers"] = self.plain
+
+
+@dataclass(slots=True, kw_only=True)
+class Following:
+    """What the calls of one applied model share."""
+
+    record: PipelineRecord
+    wire: Wire
+    tables: list[Table] = field(default_factory=list)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the ops of a module of this position when values that they give must be told to others."""
+
+    def __init__(self, wire: Wire, kind: Kind, arguments: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.wire, self.kind = wire, kind
+        self.arguments = {tensor.untyped_storage()._cdata for tensor in arguments}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, StageTensor) for kind in types):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        traits = traits_of(func)
+        self.kind.may_draw |= traits.draws
+        if traits.written and not self.kind.writes:
+            written = written_of(func, args, kwargs)
+            self.kind.writes = any(one.untyped_storage()._cdata in self.arguments for one in written)
+        if not traits.composite and reads_values(func, args):
+            self.kind.reads = True
+            self.wire.told(self.wire.position, outline(result))
+        return result
+
+
+class _Follow(TorchDispatchMode):
+    """Sees the ops of a module of another position: all that comes out of them is remote."""
+
+    def __init__(self, wire: Wire, position: int, path: str, kind: Kind, watched: bool) -> None:
+        super().__init__()
+        self.wire, self.position, self.path, self.kind, self.watched = wire, position, path, kind, watched
+        self.arguments: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        traits = traits_of(func)
+        if traits.composite:
+            from autoshard.torch_private import run_composite
+
+            with self:
+                return run_composite(func, args, kwargs)
+        if traits.written:
+            for one in written_of(func, args, kwargs):
+                if not isinstance(one, StageTensor):
+                    raise RankError(
+                        f"{self.path} writes into a tensor that all processes have ({func}), but runs in one only. "
+                        "Use autoshard.schedule(model), or a plan without a pipeline."
+                    )
+                self.kind.writes |= id(one.writes) in self.arguments
+        self.kind.may_draw |= traits.draws
+        if reads_values(func, args):
+            self.kind.reads = True
+            if not self.watched:
+                raise RankError(
+                    f"{self.path} reads values of its tensors ({func}) in this call, which it did not in others like "
+                    "it. Call it with arguments of one kind, or use a plan without a pipeline."
+                )
+        return run_at(self.wire, self.position, func, args, kwargs)
+
+
+@contextlib.contextmanager
+def _values_told(wire: Wire, position: int) -> Iterator[None]:
+    """Inside, `tolist` and `numpy`, which no mode sees, tell what they give, or ask for it."""
+
+    def telling(name: str) -> Callable[..., Any]:
+        usual = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            own = None if wire.position != position else usual(self, *args, **kwargs)
+            return wire.told(position, own)
+
+        return read
+
+    for name in ("tolist", "numpy"):
+        setattr(torch.Tensor, name, telling(name))
+    try:
+        yield
+    finally:
+        for name in ("tolist", "numpy"):
+            delattr(torch.Tensor, name)
+
+
+class Follower:
+    """The `forward` of one module: it runs where it belongs. `position` is None for one with parts at several."""
+
+    def __init__(self, module: nn.Module, path: str, position: int | None, following: Following) -> None:
+        self.module, self.path, self.position, self.following = weakref.ref(module), path, position, following
+        self.usual: Any = vars(module).get("forward")
+        self.kinds: dict[Any, Kind] = {}
+        self.tables: list[Table] = []  # of the module and those below it
+
+    @property
+    def __wrapped__(self) -> Any:  # who asks for the signature of a forward means the model's own
+        module = self.module()
+        return self.usual or types.MethodType(type(module).forward, module)  # type: ignore[union-attr]
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        module = memo.get(id(self.module()))
+        if module is None:
+            raise ApplyError("a part of a model that runs as a pipeline can't be copied alone. Copy the whole model.")
+        return Follower(module, self.path, self.position, self.following)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        forward = self.__wrapped__
+        wire, record = self.following.wire, self.following.record
+        if record.silent:
+            return forward(*args, **kwargs)
+        if wire.depth == 0:
+            return self._begin(module, forward, args, kwargs)
+        if self.position is None or wire.inside == self.position:
+            return forward(*args, **kwargs)
+        if wire.inside is None:
+            return self._stage(forward, args, kwargs)
+        with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            return self._stage(forward, args, kwargs)
+
+    def _begin(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run the outermost call: what comes out of it, all processes have."""
+        following, wire = self.following, self.following.wire
+        if torch.is_grad_enabled() and module.training:
+            raise ApplyError(
+                "this model runs as a pipeline over processes, where a forward alone can't be trained: call "
+                "autoshard.schedule(model, loss).step(…), or model.eval() for inference."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = map_tensors(args, _ordinary), map_tensors(kwargs, _ordinary)
+            wire.begin([tensor for _, tensor in tensors_in((args, kwargs))])
+            wire.depth = 1
+            for table in following.tables:
+                table.show(wire)
+            try:
+                if self.position is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    output = self._stage(forward, args, kwargs)
+                return publish(wire, output)
+            finally:
+                wire.depth = 0
+                for table in following.tables:
+                    table.hide()
+
+    def _stage(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run a module of one position, here or there."""
+        wire, position = self.following.wire, self.position
+        assert position is not None
+        key = _kind_of(args, kwargs)
+        kind = self.kinds.get(key)
+        watched = kind is None or kind.reads or kind.draws
+        if kind is None:
+            kind = self.kinds[key] = Kind()
+        before, wire.inside = wire.inside, position
+        entry = Entry(wire, position)
+        drawn = False
+        try:
+            given = entry.brought((args, kwargs))
+            if position == wire.position:
+                generator = torch.get_rng_state() if watched else None
+                output = self._compute(forward, given, entry, kind, watched)
+                drawn = generator is not None and not torch.equal(generator, torch.get_rng_state())
+            else:
+                mode = _Follow(wire, position, self.path, kind, watched)
+                mode.arguments = {id(one.writes) for one in entry.staged}
+                with mode, _values_told(wire, position) if watched else contextlib.nullcontext():
+                    output = forward(*given[0], **given[1])
+        finally:
+            wire.inside = before
+        output = entry.taken_out(output)
+        if watched and kind.may_draw:
+            kind.draws = wire.told(position, drawn)
+        if kind.draws:
+            wire.share_generator(position)
+        if kind.writes:
+            entry.written()
+        return output
+
+    def _compute(self, forward: Callable[..., Any], given: Any, entry: "Entry", kind: Kind, watched: bool) -> Any:
+        wire = self.following.wire
+        for table in self.tables:
+            table.hide()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.inference_mode())
+                if watched:
+                    values = [one.value for one in entry.staged if one.value is not None]
+                    stack.enter_context(_Watch(wire, kind, values))
+                    stack.enter_context(_values_told(wire, wire.position))
+                return forward(*given[0], **given[1])
+        finally:
+            for table in self.tables:
+                table.show(wire)
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """An input that can be told from what a module makes."""
+    if tensor.is_meta:
+        raise RankError(
+            "the model is given a tensor without values (on meta). Parameters of other stages are there: don't use the "
+            "device of a parameter for inputs."
+        )
+    return tensor.clone() if tensor.is_inference() and type(tensor) is torch.Tensor else tensor
+
+
+def _kind_of(args: tuple, kwargs: dict) -> Any:
+    """What kind of arguments these are: the same in all processes, and for most calls of a module."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, tuple(min(size, 2) for size in value.shape), isinstance(value, StageTensor)
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(kind(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((name, kind(item)) for name, item in value.items())
+        return value if isinstance(value, (bool, str, type(None))) else type(value)
+
+    return kind(args), kind(kwargs)
+
+
+class Entry:
+    """What one call of a module is given: its tensors, brought to its position, and the way back of each."""
+
+    def __init__(self, wire: Wire, position: int) -> None:
+        self.wire, self.position = wire, position
+        self.here = wire.position == position
+        self.staged: list[StageTensor] = []  # arguments, at the position
+        self.originals: dict[int, torch.Tensor] = {}  # id of what the module is given -> what the caller gave
+        self.kept: list[Any] = []
+        self.containers: list[Any] = []
+
+    def brought(self, value: Any) -> Any:
+        """Bring the tensors of nested arguments; lists and dicts stay the objects they are."""
+        if isinstance(value, torch.Tensor):
+            return self._brought(value)
+        if type(value) is list:
+            self.containers.append(value)
+            for number, item in enumerate(value):
+                value[number] = self.brought(item)
+            return value
+        if isinstance(value, dict) and type(value) is dict:
+            if value is not None:
+                self.containers.append(value)
+            for name, item in list(value.items()):
+                value[name] = self.brought(item)
+            return value
+        if isinstance(value, tuple):
+            items = [self.brought(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return map_tensors(value, self._brought)
+
+    def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        wire = self.wire
+        tensor = wire.settled(tensor)
+        if isinstance(tensor, StageTensor):
+            moved = wire.moved(tensor, self.position)
+            self.staged.append(moved)
+            given: torch.Tensor = moved
+            if self.here:
+                assert moved.value is not None
+                given = moved.value
+        else:
+            given = wire.at_home(tensor) if self.here else tensor
+        self.originals[id(given)] = tensor
+        self.kept.append(given)
+        return given
+
+    def taken_out(self, output: Any) -> Any:
+        """Return an output as code between modules sees it; so become the lists and dicts that were given."""
+        for container in self.containers:
+            for key, item in enumerate(container) if type(container) is list else list(container.items()):
+                container[key] = map_tensors(item, self._taken_out)
+        return map_tensors(output, self._taken_out)
+
+    def _taken_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        original = self.originals.get(id(tensor))
+        if original is not None:
+            return original
+        if isinstance(tensor, StageTensor):
+            return tensor
+        made = staged(self.wire, self.position, tensor if self.here else None, shape_of(tensor))
+        self.originals[id(tensor)] = made
+        self.kept.append(tensor)
+        return made
+
+    def written(self) -> None:
+        """Arguments may have been written: copies of them elsewhere are stale, and copies of others' go back."""
+        wire = self.wire
+        for one in self.staged:
+            one.writes[0] += 1
+            original = self.originals.get(id(one.value if self.here else one))
+            if isinstance(original, StageTensor) and original is not one:
+                back = wire.moved(one, original.position)
+                if original.value is not None:
+                    with torch.inference_mode():
+                        assert back.value is not None
+                        original.value.copy_(back.value)
+                original.writes[0] += 1
+
+
+def publish(wire: Wire, output: Any) -> Any:
+    """Return an output with tensors that all processes have."""
+    known: dict[int, torch.Tensor] = {}
+    kept = []
+
+    def public(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            kept.append(tensor)
+            settled = wire.settled(tensor)
+            known[id(tensor)] = wire.published(settled) if isinstance(settled, StageTensor) else tensor
+        return known[id(tensor)]
+
+    return map_tensors(output, public)
