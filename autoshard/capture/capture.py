@@ -23,6 +23,7 @@ from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
+from autoshard.capture.tape import Tape
 from autoshard.errors import CaptureError, SpecError
 from autoshard.packed import stored_bytes
 from autoshard.workload import Workload
@@ -74,6 +75,25 @@ def observe_calls(
     workload = dataclasses.replace(workload or Workload(), mode="inference")
     _captured(model, inputs, workload, None, True, observer)
     return observer.calls
+
+
+def record_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool) -> tuple[ModelGraph, Tape]:
+    """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
+
+    `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
+    and the tape says where. Raises as `capture` does.
+    """
+    tape = Tape(grad)
+    run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape)
+    try:
+        graph = _at(run, "fake", ())
+    except VALUE_ERRORS:
+        graph = _forced(run, "invented")
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _refusal(run, error) from error
+    return graph, tape
 
 
 def _captured(
@@ -152,6 +172,8 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
     def assume(what: str) -> None:
         assumed.setdefault(f"{what} ({_caller()})")
+        if run.tape is not None:
+            run.tape.assumed(f"{what} ({_caller()})")
 
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":

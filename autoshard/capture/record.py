@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
         state: values of the state that the last step of a generation returned.
         histories: set if gradients are wanted: where those of the inputs of every op go.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
+        tape: set if calls and readings are noted, too.
     """
 
     def __init__(self, engine: Engine, *, composite: bool = False) -> None:
@@ -88,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self.moving = False
         self.busy = False
         self.unpacked: int | None = None
+        self.tape: Any = None
         self._detached: weakref.ref | None = None
         self._stack: list[int] = []
         self._root = 0
@@ -145,6 +147,10 @@ class Recorder(TorchDispatchMode):
         out = self.engine.run(func, traits, inputs, args, kwargs)
         if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
             self._record(func, traits, inputs, values, out, args, kwargs)
+            if self.tape is not None:
+                self.tape.op()
+        elif self.tape is not None and traits.reads_value:
+            self.tape.read(args, func, out)
         return out
 
     def value_of(self, tensor: torch.Tensor) -> int:

@@ -29,6 +29,7 @@ from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
+from autoshard.capture.tape import Tape
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import stored_bytes
@@ -40,7 +41,7 @@ from autoshard.workload import Workload
 class Run:
     """What is run: a model, its arguments and what for; `composite` keeps composite ops whole.
 
-    `observer` is told of every call of a module.
+    `observer` is told of every call of a module; `tape`, of a forward, of more (see there).
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class Run:
     workload: Workload
     composite: bool = False
     observer: Observer | None = None
+    tape: Tape | None = None
 
 
 def record_run(
@@ -66,11 +68,13 @@ def record_run(
     ledger = recorder.ledger
     if run.observer is not None:
         run.observer.begin(recorder)
+    if run.tape is not None:
+        run.tape.begin(recorder)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
         stack.enter_context(stand_ins(model, make))
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(training))
+        stack.enter_context(torch.set_grad_enabled(training if run.tape is None else run.tape.grad))
         if run.composite:
             stack.enter_context(below_autograd())
         tensors = _enter_tensors(model, rows, recorder)
@@ -78,7 +82,9 @@ def record_run(
         if decode is not None:
             given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, engine, recorder)
-        stack.enter_context(_module_calls(model, recorder, run.observer, decode is not None))
+        if run.tape is not None:
+            stack.enter_context(run.tape.watching_functions())
+        stack.enter_context(_module_calls(model, recorder, run, decode is not None))
         stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
@@ -273,13 +279,14 @@ def _is_inference(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | None, generates: bool) -> Iterator[None]:
+def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
     thread = threading.get_ident()
+    observer, tape = run.observer, run.tape
 
     def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self))
@@ -287,6 +294,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | Non
             return call(self, *args, **kwargs)
         if observer is not None:
             observer.note(path, args, kwargs)
+        if tape is not None:
+            tape.note(path, args, kwargs)
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
@@ -298,6 +307,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, observer: Observer | Non
             return output
         finally:
             recorder.end_call(row, output)
+            if tape is not None:
+                tape.ended(row, output)
             if generates:
                 recorder.note_state(self, output)
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from autoshard import nested
 from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
@@ -16,6 +18,9 @@ from autoshard.capture.sources import DeviceSources
 
 PROPERTIES = ("__get__", "__set__", "__delete__")
 """Names of reads and writes of properties: not all of them are seen on fake tensors, so their counts mean nothing."""
+
+_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+"""Methods that read values without running an op."""
 
 
 class Sites(DeviceSources):
@@ -36,6 +41,8 @@ class Sites(DeviceSources):
         for row in recorder.running:
             self._counts[row, name] += 1
         result = super().__torch_function__(func, types_, args, kwargs)
+        if func in _READS and recorder.tape is not None:
+            recorder.tape.read(args[:1], func, result)
         if recorder.ledger.now > begin:
             self.found.append(
                 SiteCall(

@@ -1,0 +1,188 @@
+"""What a composite graph alone doesn't tell, and who runs parts of it must know: how modules were called, and what was
+read out of tensors on the way.
+
+    layer(x, mask, past=cache)         TapedCall    args (Ref 7, Ref 3), kwargs {"past": the cache}      ran ops 20 … 45
+    if mask.all(): …                   Reading      the value 3, bool, True, before op 12
+    with torch.no_grad(): x * 2        an op without gradients
+    Function.apply(x)                  TapedCall    of a function of the user's: its backward is not in any graph
+
+A `Ref` stands for a tensor: it is the number of its value.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from autoshard import nested
+from autoshard.capture.record import Recorder
+from autoshard.torch_private import no_modes
+
+
+class Ref:
+    """Stands for a tensor in arguments and outputs: the index of its value. A leaf, unlike a dataclass."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Ref({self.value})"
+
+
+@dataclass(slots=True, kw_only=True)
+class TapedCall:
+    """A call of a module, or of a user's autograd function (`function`), as it was made.
+
+    Attributes:
+        path: of the module; "" for a function as for the root.
+        row: its row in `ModelGraph.calls`; of a function, that of the module that called it.
+        begin, end: the ops it ran.
+        args, kwargs: with refs in place of tensors; `output` too.
+        grad, autocast: whether gradients and autocast were enabled.
+    """
+
+    path: str
+    row: int
+    begin: int
+    end: int = -1
+    args: tuple = ()
+    kwargs: dict[str, Any]
+    output: Any = None
+    function: Any = None
+    grad: bool = True
+    autocast: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Python took something out of tensors: `function(*args) == result`; op `begin` comes next, in call `row`.
+
+    `assumed`: nothing was known, and this was taken to be so; then `function` is None.
+    """
+
+    row: int
+    begin: int
+    args: tuple = ()
+    function: Any = None
+    result: Any = None
+    assumed: str = ""
+
+
+class Tape:
+    """Notes all of this while a model is recorded. One run fills it; a second one starts anew.
+
+    Attributes:
+        calls: of modules, by row; `functions`: of autograd functions, in order of their end.
+        op_grad, op_autocast: per op, whether gradients and autocast were enabled.
+        drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
+    """
+
+    def __init__(self, grad: bool) -> None:
+        self.grad = grad
+        self._start()
+
+    def _start(self) -> None:
+        self.calls: dict[int, TapedCall] = {}
+        self.functions: list[TapedCall] = []
+        self.readings: list[Reading] = []
+        self.op_grad: list[bool] = []
+        self.op_autocast: list[bool] = []
+        self.drew = False
+
+    def begin(self, recorder: Recorder) -> None:
+        """A run begins; what was noted of another one, which failed, is forgotten."""
+        self._start()
+        self._recorder = recorder
+        self._thread = threading.get_ident()
+        self._random = _generators()
+        recorder.tape = self
+
+    def note(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A module is about to be called."""
+        recorder = self._recorder
+        row = len(recorder.calls)
+        self.calls[row] = TapedCall(
+            path=path,
+            row=row,
+            begin=recorder.ledger.now,
+            args=self._refs(args),
+            kwargs=self._refs(kwargs),
+            grad=torch.is_grad_enabled(),
+            autocast=_autocast(),
+        )
+
+    def ended(self, row: int, output: Any) -> None:
+        """The call of a module is over."""
+        call = self.calls[row]
+        call.end = self._recorder.ledger.now
+        call.output = self._refs(output)
+        self.drew |= not row and _generators() != self._random
+
+    def op(self) -> None:
+        """An op was recorded."""
+        self.op_grad.append(torch.is_grad_enabled())
+        self.op_autocast.append(_autocast())
+
+    def read(self, args: tuple, function: Callable[..., Any], result: Any) -> None:
+        """Python took `result` out of the tensors in `args`."""
+        row, begin = self._recorder.current_call, self._recorder.ledger.now
+        if isinstance(result, numpy.ndarray):
+            result = result.copy()
+        self.readings.append(Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result))
+
+    def assumed(self, what: str) -> None:
+        """Something was taken to be so without knowing."""
+        recorder = self._recorder
+        self.readings.append(Reading(row=recorder.current_call, begin=recorder.ledger.now, assumed=what))
+
+    @contextmanager
+    def watching_functions(self) -> Iterator[None]:
+        """Note the calls of autograd functions that are not torch's own."""
+        apply = torch.autograd.Function.__dict__["apply"]
+        plain = apply.__func__
+
+        def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._recorder.busy:
+                return plain(cls, *args, **kwargs)
+            recorder = self._recorder
+            call = TapedCall(
+                path="",
+                row=recorder.current_call,
+                begin=recorder.ledger.now,
+                args=self._refs(args),
+                kwargs=self._refs(kwargs),
+                function=cls,
+                grad=torch.is_grad_enabled(),
+                autocast=_autocast(),
+            )
+            output = plain(cls, *args, **kwargs)
+            call.end = recorder.ledger.now
+            call.output = self._refs(output)
+            self.functions.append(call)
+            return output
+
+        torch.autograd.Function.apply = classmethod(noted)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    def _refs(self, value: Any) -> Any:
+        with no_modes():
+            return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
+
+
+def _generators() -> tuple[Any, Any]:
+    """The states of the random generators that torch knows nothing of, comparable."""
+    return random.getstate(), tuple(map(str, numpy.random.get_state()))
+
+
+def _autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -1,0 +1,138 @@
+"""The stages of a rank under a schedule of torch, and the sums of gradients that several ranks share."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import SpecError
+from autoshard.pipelines.prepare import Prepared, Spec
+from autoshard.pipelines.stage import Finish, StageModule
+from autoshard.runtime.collectives import lost
+from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.pipeline_record import PipelineRecord
+
+SCHEDULES = {
+    "none": "ScheduleGPipe",
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+}
+"""Names of schedules in plans -> the classes of torch.distributed.pipelining that run them."""
+
+
+class Engine:
+    """Runs this rank's stages for parts of one shape. `has_last`: the last stage is among them."""
+
+    def __init__(self, model: nn.Module, record: PipelineRecord, prepared: Prepared, *, train: bool) -> None:
+        self.record, self.train = record, train
+        count = len(record.plan.stages)
+        self.has_last = count - 1 in record.stages
+        tensors = named_tensors(model)
+        self.modules: list[StageModule] = []
+        stages = []
+        for number in record.stages:
+            own = {
+                id(tensors[name]): tensors[name]
+                for name, holders in prepared.held.items()
+                if number in holders and isinstance(tensors[name], nn.Parameter)
+            }
+            module = StageModule(
+                prepared.programs[number],
+                list(own.values()),  # type: ignore[arg-type]
+                first=number == 0,
+                recompute=record.plan.stages[number].recompute,
+            )
+            self.modules.append(module)
+            stages.append(_stage_of(module, number, count, record, prepared, train))
+        self.schedule = _schedule_of(stages, record, train)
+
+    def run(self, inputs: list[tuple[torch.Tensor, ...]], finish: Finish) -> None:
+        """Run all parts. Raises `RankError` if a rank is gone."""
+        for module in self.modules:
+            module.inputs = inputs
+        if self.has_last:
+            self.modules[-1].finish = finish
+        numbers = torch.arange(len(inputs))
+        self.record.silent = True
+        try:
+            if self.train:
+                self.schedule.step(part=numbers, target=numbers)
+            else:
+                self.schedule.eval(part=numbers, target=numbers)
+        except RuntimeError as error:
+            raise _explained(self.record, error) from error
+        finally:
+            self.record.silent = False
+            for module in self.modules:
+                module.inputs, module.finish = [], None if module.finish is None else _nothing
+
+
+def _nothing(number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    raise AssertionError("no step is running")
+
+
+def _stage_of(
+    module: StageModule, number: int, count: int, record: PipelineRecord, prepared: Prepared, train: bool
+) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    received = () if number == 0 else _blank(prepared.traffic[number - 1], train)
+    sent = (
+        _blank(((torch.Size([1]), torch.float32),), train)
+        if number == count - 1
+        else _blank(prepared.traffic[number], train)
+    )
+    return PipelineStage(
+        module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group
+    )
+
+
+def _blank(specs: tuple[Spec, ...], train: bool) -> tuple[torch.Tensor, ...]:
+    """Tensors without memory for what goes over a boundary; floats may need gradients."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta").requires_grad_(
+            train and (dtype.is_floating_point or dtype.is_complex)
+        )
+        for shape, dtype in specs
+    )
+
+
+def _schedule_of(stages: list[Any], record: PipelineRecord, train: bool) -> Any:
+    from torch.distributed import pipelining
+
+    plan = record.plan
+    name = plan.schedule
+    if name not in SCHEDULES:
+        raise SpecError(f"unknown schedule {name!r} in the plan: use one of {', '.join(SCHEDULES)}.")
+    if len(stages) > 1 and name in ("none", "gpipe", "1f1b"):
+        name = "interleaved"
+    if not train and len(stages) == 1:
+        name = "gpipe"
+    kind = getattr(pipelining, SCHEDULES[name])
+    single = SCHEDULES[name] in ("ScheduleGPipe", "Schedule1F1B")
+    try:
+        return kind(
+            stages[0] if single else stages,
+            plan.num_microbatches,
+            loss_fn=_as_it_is if train or not single else None,
+            scale_grads=False,
+        )
+    except ValueError as error:
+        raise SpecError(f"the schedule {plan.schedule!r} can't be run: {' '.join(str(error).split())}") from None
+
+
+def _as_it_is(loss: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The last stage has computed the loss."""
+    return loss.sum()
+
+
+def _explained(record: PipelineRecord, error: RuntimeError) -> Exception:
+    """What went wrong: an error of the model's own, or a rank that is gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if cause.__class__ is not RuntimeError and isinstance(cause, Exception):
+            return cause
+        cause = cause.__cause__
+    return lost(record.across, error)

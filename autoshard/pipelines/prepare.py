@@ -1,0 +1,138 @@
+"""From a part of the batch to the programs of a rank's stages: record the forward, divide it, write the code.
+
+Done once for each shape of the parts, on every rank alike: a forward that is only recorded needs no weights, so every
+rank finds the same stages without asking the others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.capture import record_forward
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.stages import divide
+from autoshard.capture.tape import Reading
+from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import leaves_in, tensors_in
+from autoshard.pipelines.programs import Program, fill_refs, find_traffic, write_program, write_readings
+from autoshard.pipelines.steps import find_steps
+from autoshard.runtime.chunks import Part
+from autoshard.runtime.pipeline_record import PipelineRecord
+
+Spec = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What runs on one rank for parts of one shape.
+
+    Attributes:
+        programs: stage -> its program, for the stages of this rank.
+        held: name of a parameter or buffer -> the stages that read it, or its own.
+        traffic: per boundary between stages, shape and dtype of what goes over it.
+        readings: what was read out of tensors while the forward was recorded, and the program that makes these tensors.
+    """
+
+    programs: Mapping[int, Program]
+    held: Mapping[str, tuple[int, ...]]
+    traffic: tuple[tuple[Spec, ...], ...]
+    output: Callable[[tuple[torch.Tensor, ...]], Any]
+    readings: tuple[Reading, ...]
+    read: Program
+
+
+def shape_key(part: Part, model: nn.Module) -> tuple:
+    """What the recorded forward depends on besides the values of tensors; equal for parts that run the same way."""
+    seen: dict[int, int] = {}  # one tensor given twice is one value
+    leaves = [
+        (path, leaf.shape, leaf.dtype, seen.setdefault(id(leaf), len(seen)))
+        if isinstance(leaf, torch.Tensor)
+        else (path, type(leaf), leaf)
+        for path, leaf in leaves_in((part.args, part.kwargs))
+    ]
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return *leaves, autocast, tuple(module.training for module in model.modules())
+
+
+def input_tensors(part: Part, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The input tensors of a part, as programs want them."""
+    return tuple(tensor.to(device) for _, tensor in tensors_in((part.args, part.kwargs)))
+
+
+def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool) -> Prepared:
+    """Record the forward on a part and write the programs of this rank.
+
+    Raises `CaptureError` if it does not run, `PlanError` if it can't be run in these stages.
+    """
+    for path, tensor in tensors_in((part.args, part.kwargs)):
+        if tensor.requires_grad and grad:
+            raise PlanError(
+                f"the input {path} requires a gradient, and gradients of inputs don't come back out of a pipeline over "
+                "processes. Give it detached, or make it a parameter of the model."
+            )
+    record.silent = True
+    try:
+        graph, tape = record_forward(model, part.args, part.kwargs, grad=grad)
+    finally:
+        record.silent = False
+    if tape.drew:
+        raise PlanError(
+            f"the forward of {type(model).__name__} draws random numbers of Python's or NumPy's generator, so what it "
+            "runs may differ each time: it can't be divided into stages. Draw with torch, inside of a module."
+        )
+    staged = divide(graph, [stage.paths for stage in record.plan.stages])
+    found = find_steps(graph, tape, staged)
+    _check_assumptions(found)
+    traffic = find_traffic(found, len(record.plan.stages))
+    read, readings = write_readings(found, model, record.device)
+    template = tape.calls[0].output
+    return Prepared(
+        programs={stage: write_program(found, stage, traffic, model, record.device) for stage in record.stages},
+        held=staged.held,
+        traffic=tuple(tuple(_spec(graph, value) for value in border) for border in traffic),
+        output=lambda tensors: fill_refs(template, dict(zip(graph.outputs, tensors, strict=True))),
+        readings=tuple(readings),
+        read=read,
+    )
+
+
+def check_readings(prepared: Prepared, part: Part, index: int, device: torch.device) -> None:
+    """Raise `ApplyError` if Python would read something else out of the tensors of a part than it was recorded with."""
+    if not prepared.readings:
+        return
+    with torch.no_grad():
+        tensors = dict(zip(prepared.read.sent, prepared.read.run((), input_tensors(part, device)), strict=True))
+    for reading in prepared.readings:
+        args = fill_refs(reading.args, tensors)
+        now = reading.function(*args)
+        if not _same(now, reading.result):
+            raise ApplyError(
+                f"the forward reads {reading.function.__name__} of a tensor: {reading.result!r} when the stages were "
+                f"made, {now!r} in part {index} of this batch, so it would run other ops. Batches in which all parts "
+                "take the same way can be run in stages; for others use a plan without a pipeline."
+            )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if hasattr(left, "shape") or hasattr(right, "shape"):
+        return type(left) is type(right) and left.shape == right.shape and bool((left == right).all())
+    return bool(left == right)
+
+
+def _check_assumptions(found: Any) -> None:
+    """Refuse what was recorded with invented values outside of the calls that are taken whole."""
+    whole = [(step.begin, step.end) for step in found.steps if step.call is not None]
+    for reading in found.tape.readings:
+        inside = any(begin < reading.begin < end for begin, end in whole)
+        if reading.assumed and not inside and "finite" not in reading.assumed:
+            raise PlanError(
+                f"the forward decides by values that it computes: {reading.assumed}. What decides so has to be inside "
+                "of a module that runs on one stage; use a plan without a pipeline."
+            )
+
+
+def _spec(graph: ModelGraph, value: int) -> Spec:
+    return torch.Size(graph.values[value].shape), graph.values[value].dtype

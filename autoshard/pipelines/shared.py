@@ -1,0 +1,144 @@
+"""Gradients of parameters that several ranks have: a tied table on two stages, every parameter of a replica.
+
+    position 0   embed.weight  grad a        after the step both have a + b, so that both copies step alike
+    position 1   embed.weight  grad b
+
+What was in `.grad` before the step is put aside and added afterwards: it was summed then.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.moves import named_tensors, set_data
+from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.staged import whole_value
+
+BUCKET = 1 << 25
+"""Elements summed at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """Parameters whose gradients are summed over some ranks."""
+
+    ranks: ProcessRanks
+    parameters: tuple[nn.Parameter, ...]
+
+
+def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tuple[int, ...]]) -> None:
+    """Give every position the parameters that its stages read though others have them; all positions call it.
+
+    `held`: name -> stages. A module that runs in two stages is placed in one.
+    """
+    positions = record.plan.mesh.pipeline if record.plan.mesh is not None else 1
+    tensors = named_tensors(model)
+    for name, stages in held.items():
+        readers = dict.fromkeys(stage % positions for stage in stages)
+        missing = [position for position in readers if position not in record.holders[name]]
+        if not missing:
+            continue
+        value = whole_value(tensors[name], name, record)
+        if record.position in missing and tensors[name].is_meta:
+            set_data(tensors[name], value)
+        for other, tensor in tensors.items():
+            if tensor is tensors[name]:
+                record.holders[other] = (*record.holders[other], *missing)
+
+
+def find_sums(model: nn.Module, record: PipelineRecord) -> list[Sum]:
+    """What this rank sums after a step; all ranks call it, since it makes groups."""
+    tensors = named_tensors(model)
+    together: dict[tuple[int, ...], dict[int, nn.Parameter]] = {}
+    own: dict[int, nn.Parameter] = {}
+    for name, holders in record.holders.items():
+        tensor = tensors[name]
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            continue
+        if len(holders) > 1:
+            together.setdefault(tuple(sorted(holders)), {})[id(tensor)] = tensor
+        if record.position in holders:
+            own[id(tensor)] = tensor
+    sums = []
+    for holders in sorted(together):
+        ranks = _group(record, holders)
+        if ranks is not None:
+            sums.append(Sum(ranks=ranks, parameters=tuple(together[holders].values())))
+    if record.replicas is not None:
+        sums.append(Sum(ranks=record.replicas, parameters=tuple(own.values())))
+    return sums
+
+
+def _group(record: PipelineRecord, holders: tuple[int, ...]) -> ProcessRanks | None:
+    """The ranks at some positions; None if this one is not among them. Made once."""
+    across = record.across
+    if len(holders) == across.size:
+        return across
+    groups = record.extras.setdefault("groups", {})
+    if holders not in groups:
+        members = [dist.get_global_rank(across.group, position) for position in holders]
+        own = record.position in holders
+        group = dist.new_group(members, use_local_synchronization=True) if own else None
+        groups[holders] = ProcessRanks.of(group) if own else None
+        if own:
+            groups[holders].processes[:] = [across.processes[position] for position in holders]
+    return groups[holders]
+
+
+class Aside:
+    """Gradients from before a step, put aside; `add_up` sums what the step made and adds them again."""
+
+    def __init__(self, sums: Sequence[Sum]) -> None:
+        self.sums = sums
+        self.before: dict[nn.Parameter, torch.Tensor | None] = {}
+        for one in sums:
+            for parameter in one.parameters:
+                self.before[parameter] = parameter.grad
+        for parameter in self.before:
+            parameter.grad = None
+
+    def add_up(self) -> None:
+        """Sum over ranks, then add what was there before."""
+        for one in self.sums:
+            _sum(one)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Add what was there before, as autograd does: into the tensor that was there."""
+        for parameter, before in self.before.items():
+            if before is not None:
+                if parameter.grad is not None:
+                    before.add_(parameter.grad)
+                parameter.grad = before
+
+
+def _sum(one: Sum) -> None:
+    """Sum gradients over ranks; a parameter has one afterwards if it has one on any of them."""
+    if not one.parameters:
+        return
+    device = one.parameters[0].device
+    there = torch.tensor([float(parameter.grad is not None) for parameter in one.parameters], device=device)
+    counts = one.ranks.all_reduce(there).tolist()
+    wanted = [parameter for parameter, count in zip(one.parameters, counts, strict=True) if count]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):
+        bucket: list[nn.Parameter] = []
+        for parameter in [parameter for parameter in wanted if parameter.dtype == dtype]:
+            if bucket and sum(other.numel() for other in bucket) + parameter.numel() > BUCKET:
+                _sum_bucket(bucket, one.ranks)
+                bucket = []
+            bucket.append(parameter)
+        if bucket:
+            _sum_bucket(bucket, one.ranks)
+
+
+def _sum_bucket(parameters: list[nn.Parameter], ranks: ProcessRanks) -> None:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    with torch.no_grad():
+        flat = ranks.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+        for parameter, grad, part in zip(parameters, grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view(grad.shape))
+            parameter.grad = grad

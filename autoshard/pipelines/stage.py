@@ -1,0 +1,56 @@
+"""The module that torch's pipelining runs for one stage: a program, and on the last stage the loss.
+
+forward(received …, part=[i])  ──▶  what is sent on              torch gives the number of the part, the rank has
+                               ──▶  loss of part i, as [1]       its inputs and targets already
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.pipelines.programs import Program
+
+Finish = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
+"""(part, outputs of the model) -> what backward begins with, of shape [1]; keeps the outputs."""
+
+
+class StageModule(nn.Module):
+    """One stage on the user's own parameters. `inputs` (per part) and `finish` are set before each step."""
+
+    def __init__(self, program: Program, parameters: Sequence[nn.Parameter], *, first: bool, recompute: bool) -> None:
+        super().__init__()
+        self.program, self.first, self.recompute = program, first, recompute
+        self.inputs: list[tuple[torch.Tensor, ...]] = []
+        self.finish: Finish | None = None
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", parameter)
+
+    def forward(self, *received: torch.Tensor, part: torch.Tensor) -> Any:
+        """Run a part of the batch; `part` is [its number]."""
+        number = int(part)
+        arrived = tuple(_arrive(tensor) for tensor in received)
+        if self.recompute and torch.is_grad_enabled():
+            made = checkpoint(self.program.run, arrived, self.inputs[number], use_reentrant=False)
+        else:
+            made = self.program.run(arrived, self.inputs[number])
+        if self.finish is not None:
+            return self.finish(number, made)
+        return tuple(tensor.contiguous() for tensor in made)
+
+
+def _arrive(tensor: torch.Tensor) -> torch.Tensor:
+    """What the program gets of a received tensor: not the buffer that torch receives into, nor a leaf."""
+    return _Arrive.apply(tensor) if tensor.requires_grad else tensor
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()  # it is sent

@@ -1,0 +1,278 @@
+"""A recorded forward as steps: whole calls of the user's own modules where they can be had, single ops between them.
+
+    forward of the root           steps                               stage
+      ids ──▶ embed               call embed(ids)                     0
+      arange, rotary(x, pos)      op arange, call rotary(…)           none: no parameter in it, so all stages run it
+      layers.0 … layers.3         call layers.0(x, mask=…), …         0 0 1 1
+      x * scale                   op mul                              1
+      head                        call head(x)                        1
+
+A call is taken whole if all it ran is on one stage, all it read came through its arguments (or is its own), and all it
+made that others read is in what it returned. A cache that layers hand on to each other fails that, so such layers are
+taken apart, into their attention's projections and the ops between.
+"""
+
+import enum
+import operator
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.stages import Staged
+from autoshard.capture.tape import Ref, Tape, TapedCall
+from autoshard.errors import PlanError
+from autoshard.nested import leaves_in
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...), type, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, torch.Size, types.FunctionType, types.BuiltinFunctionType,
+    nn.Module, Ref,
+)  # fmt: skip
+"""What a call may be given again in another run; other objects may have changed since."""
+SMALL = 1 << 16
+"""Elements of a buffer up to which every process has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One thing that a stage does: a `call` of a module or function, or an `op`.
+
+    `stage` is None for what depends on no parameter: every stage does it for itself. `reads` and `makes` are values.
+    `blank`: values that a call is given and does not read, from elsewhere: tensors without content do.
+    """
+
+    begin: int
+    end: int
+    stage: int | None
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: frozenset[int] = frozenset()
+    blank: frozenset[int] = frozenset()
+    call: TapedCall | None = None
+    op: Op | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorded:
+    """A forward that was recorded and divided into steps.
+
+    Attributes:
+        steps: in order; `free`: storages that hold nothing that depends on a parameter.
+        node_value: value of every node of the FX graph that is one.
+    """
+
+    graph: ModelGraph
+    tape: Tape
+    staged: Staged
+    free: frozenset[int]
+    node_value: dict[torch.fx.Node, int]
+    steps: list[Step] = field(default_factory=list)
+
+
+def find_steps(graph: ModelGraph, tape: Tape, staged: Staged) -> Recorded:
+    """Divide a recorded forward into steps.
+
+    Raises `PlanError` for what can't be run in stages: values that decide on the way, and writes across stages.
+    """
+    free = _free_storages(graph)
+    found = Recorded(graph=graph, tape=tape, staged=staged, free=free, node_value=_node_values(graph))
+    _check_writes(found)
+    found.steps = _with_blanks(_Division(found).steps(), found)
+    return found
+
+
+def _with_blanks(steps: list[Step], found: Recorded) -> list[Step]:
+    """Sort out which values calls are given without reading them: only those at hand are passed on.
+
+    A rotary embedding wants to know the dtype and the device of the hidden states, which needs none of their values.
+    """
+    maker = {value: step.stage for step in steps for value in step.makes}
+
+    def at_hand(value: int, step: Step) -> bool:
+        return maker.get(value) is None or maker[value] == step.stage
+
+    return [
+        replace(
+            step,
+            reads=tuple(value for value in step.reads if value not in step.blank or at_hand(value, step)),
+            blank=frozenset(value for value in step.blank if not at_hand(value, step)),
+        )
+        for step in steps
+    ]
+
+
+def _free_storages(graph: ModelGraph) -> frozenset[int]:
+    """Storages that depend on no parameter, on no random numbers, and on nothing that only one process has."""
+    written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    bound = set()
+    for tensor in graph.tensors:
+        numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
+        if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
+            bound.add(tensor.storage)
+    while True:  # what is written later with something bound was bound from the start
+        before = len(bound)
+        for op in graph.ops:
+            if _draws(op) or any(graph.values[value].storage in bound for value in op.inputs):
+                bound.update(graph.values[value].storage for value in (*op.outputs, *op.mutates))
+        if len(bound) == before:
+            return frozenset(range(len(graph.storages))) - bound
+
+
+def _draws(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.target.tags
+
+
+def _check_writes(found: Recorded) -> None:
+    """Refuse writes into what another stage made, but for what every stage makes for itself."""
+    graph, stages = found.graph, found.staged.op_stage
+    for op in graph.ops:
+        for value in op.mutates:
+            storage = graph.storages[graph.values[value].storage]
+            if storage.index in found.free:
+                continue
+            where = graph.calls[op.call].path or "the model's own forward"
+            if storage.kind == "activation" and stages[storage.born] != stages[op.index]:
+                raise PlanError(
+                    f"{where}, in stage {stages[op.index]}, writes into a tensor that stage {stages[storage.born]} "
+                    "made. Make the plan again: autoshard plans no such stages."
+                )
+            if storage.kind == "input":
+                raise PlanError(
+                    f"{where} writes into an input of the model, which other stages read. Give it a copy there."
+                )
+
+
+def _node_values(graph: ModelGraph) -> dict[torch.fx.Node, int]:
+    """The value of every FX node that is one."""
+    found = {node: node.meta["value"] for node in graph.fx_graph.nodes if node.op == "placeholder"}
+    for op in graph.ops:
+        new = [value for value in op.outputs if graph.values[value].op == op.index]
+        assert op.node is not None
+        items = item_nodes(op.node)
+        for node, value in zip(items or [op.node], new, strict=False):
+            found[node] = value
+    return found
+
+
+def item_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The nodes that take items out of the result of an op that returns several."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return sorted(items, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
+
+
+class _Division:
+    """Walks the tree of calls from the root and decides which are taken whole."""
+
+    def __init__(self, found: Recorded) -> None:
+        self.found, self.graph = found, found.graph
+        graph = found.graph
+        self.last_read = [-1] * len(graph.values)  # the last op, or len(ops) for the caller of the model
+        for op in graph.ops:
+            for value in op.inputs:
+                self.last_read[value] = op.index
+        for value in graph.outputs:
+            self.last_read[value] = len(graph.ops)
+        self.handed: dict[int, int] = {}  # value -> begin of the last call that is given it
+        for call in (*found.tape.calls.values(), *found.tape.functions):
+            for value in _values(call.args, call.kwargs):
+                self.handed[value] = max(call.begin, self.handed.get(value, -1))
+        self.inner: dict[int, list[TapedCall]] = {}
+        for row, call in found.tape.calls.items():
+            self.inner.setdefault(graph.calls[row].parent, []).append(call)
+        for call in found.tape.functions:
+            self.inner.setdefault(call.row, []).append(call)
+
+    def steps(self) -> list[Step]:
+        root = next(row for row, call in self.found.tape.calls.items() if not call.path)
+        return list(self._inside(self.found.tape.calls[root], root))
+
+    def _inside(self, around: TapedCall, row: int) -> Iterator[Step]:
+        at = around.begin
+        for call in sorted(self.inner.get(row, []), key=lambda one: (one.begin, -one.end)):
+            if call.end <= call.begin or call.begin < at:  # it ran nothing, or is part of the one before
+                continue
+            yield from self._ops(at, call.begin)
+            whole = self._whole(call)
+            if whole is not None:
+                yield whole
+            elif call.function is None:
+                yield from self._inside(call, call.row)
+            else:
+                raise PlanError(
+                    f"{call.function.__name__}, a function with a backward of its own, is called in "
+                    f"{self.graph.calls[call.row].path or 'the model itself'} with more than its arguments tell. "
+                    "Call it inside of a module of its own."
+                )
+            at = call.end
+        yield from self._ops(at, around.end)
+
+    def _ops(self, begin: int, end: int) -> Iterator[Step]:
+        graph, found = self.graph, self.found
+        for op in graph.ops[begin:end]:
+            touched = {graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
+            yield Step(
+                begin=op.index,
+                end=op.index + 1,
+                stage=None if touched <= found.free and not _draws(op) else found.staged.op_stage[op.index],
+                reads=op.inputs,
+                makes=tuple(value for value in op.outputs if graph.values[value].op == op.index),
+                writes=frozenset(graph.values[value].storage for value in op.mutates),
+                op=op,
+            )
+
+    def _whole(self, call: TapedCall) -> Step | None:
+        """The step that a call is, if it can be taken whole."""
+        graph, found = self.graph, self.found
+        ops = graph.ops[call.begin : call.end]
+        if len({found.staged.op_stage[op.index] for op in ops}) > 1:
+            return None
+        if any(not isinstance(leaf, PLAIN) for _, leaf in leaves_in((call.args, call.kwargs))):
+            return None
+        given = set(_values(call.args, call.kwargs))
+        returned = set(_values(call.output))
+        for op in ops:
+            for value in op.inputs:
+                if graph.values[value].op < call.begin and value not in given and not self._own(value, call):
+                    return None
+            for value in op.outputs:
+                later = self.last_read[value] >= call.end or self.handed.get(value, -1) >= call.end
+                if call.begin <= graph.values[value].op and later and value not in returned:
+                    return None
+        touched = {graph.values[v].storage for op in ops for v in (*op.inputs, *op.outputs, *op.mutates)}
+        free = touched <= found.free and not any(map(_draws, ops))
+        made = [value for value in dict.fromkeys(_values(call.output)) if graph.values[value].op >= call.begin]
+        return Step(
+            begin=call.begin,
+            end=call.end,
+            stage=None if free else found.staged.op_stage[call.begin],
+            reads=tuple(given),
+            makes=tuple(made),
+            blank=frozenset(given - self._touched(call, ops)),
+            writes=frozenset(graph.values[value].storage for op in ops for value in op.mutates),
+            call=call,
+        )
+
+    def _touched(self, call: TapedCall, ops: Sequence[Op]) -> set[int]:
+        """The values that a call does something with."""
+        read = {value for op in ops for value in op.inputs}
+        for reading in self.found.tape.readings:
+            if call.begin <= reading.begin <= call.end:
+                read.update(_values(reading.args))
+        return read
+
+    def _own(self, value: int, call: TapedCall) -> bool:
+        """Whether a call has a value without being given it: a parameter, a buffer, or a constant it made itself."""
+        storage = self.graph.storages[self.graph.values[value].storage]
+        if storage.kind == "constant":
+            return call.begin <= storage.born < call.end
+        return storage.kind in ("parameter", "buffer") and self.graph.values[value].op < 0
+
+
+def _values(*nested_refs: Any) -> list[int]:
+    return [leaf.value for _, leaf in leaves_in(nested_refs) if isinstance(leaf, Ref)]

@@ -1,0 +1,61 @@
+"""What every rank of a test does: apply, step, compare with the model itself. Returns what was wrong, "" if nothing."""
+
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.nested import tensors_in
+from autoshard.pipelines.schedule import RankSchedule
+from tests.pipelines.plans import plan_of
+
+TOLERANCE = 1e-5
+"""Of the largest value: parts of a batch are other matrix products than the whole, so the last bits differ."""
+
+
+def token_loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def differences(make, positions, schedule, parts=4, loss=None, target=None, **settings):
+    """Train a step and evaluate; `make`: () -> (model, stages, keyword inputs)."""
+    torch.manual_seed(0)
+    model, stages, inputs = make()
+    model.train()
+    reference = model(**inputs)
+    (loss(reference, target) if loss else reference["loss"]).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = plan_of(model, stages, positions, inputs, parts=parts, schedule=schedule, **settings)
+    autoshard.apply(model, plan)
+    problems, losses = [], []
+    runner = RankSchedule(model, loss)
+    for output in (runner.step(**inputs, target=target, losses=losses), runner.eval(**inputs, target=target)):
+        if output is not None:
+            problems += _unlike("output", tensors_in(output), tensors_in(reference))
+    has_last = output is not None
+    if has_last != bool(losses) or (has_last and len(losses) != parts):
+        problems.append(f"{len(losses)} losses")
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
+    problems += _unlike("gradient", found.items(), [(name, wanted[name]) for name in found])
+    if any(parameter.grad is not None for parameter in model.parameters() if parameter.is_meta):
+        problems.append("a parameter of another stage has a gradient")
+    autoshard.remove(model)
+    if any(not torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items()):
+        problems.append("remove brings back other values")
+    return "; ".join(problems)
+
+
+def _unlike(what, found, wanted):
+    problems = []
+    for (name, one), (_, other) in zip(found, wanted, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                problems.append(f"{what} {name}: {one is not None}, {other is not None}")
+            continue
+        error = float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1e-6))
+        if not error < TOLERANCE:
+            problems.append(f"{what} {name} is off by {error:.1e}")
+    return problems
