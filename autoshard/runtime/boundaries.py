@@ -19,6 +19,7 @@ from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
 from autoshard.runtime.microbatches import hook_division
 from autoshard.runtime.recompute import hook_recompute
+from autoshard.runtime.replicas import hook_replicas
 from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
 from autoshard.torch_private import looks_for_overrides
@@ -54,7 +55,8 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
         if boundary.guard is not None:
             runtime.handles.append(add_leave(modules[path], hook))
     if runtime.record.division is not None:
-        runtime.handles += hook_division(model, runtime, runtime.record.division)
+        divide = hook_replicas if runtime.record.division.devices else hook_division
+        runtime.handles += divide(model, runtime, runtime.record.division)
     runtime.handles += hook_recompute(modules, runtime.record.recomputed)
     shy = [path for path, module in modules.items() if looks_for_overrides(module)]
     runtime.handles += hook_streams(modules, runtime.streams, uncounted_below=shy)

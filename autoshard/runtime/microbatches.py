@@ -11,27 +11,40 @@ computes part 0. What is not known to be divisible runs whole, with equal result
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
+from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.state import Division, Runtime
 
 
 def division_of(plan: Plan) -> Division | None:
-    """How a plan divides the batch of a model that one process runs, None if it does not."""
-    if plan.batch is None or plan.num_microbatches < 2:
+    """How a plan divides the batch of a model that one process runs, None if it does not.
+
+    Raises `ApplyError` where a device of a replica is not here.
+    """
+    replicated = plan.mesh is not None and plan.mesh.data > 1
+    if plan.batch is None or (plan.num_microbatches < 2 and not replicated):
         return None
+    devices: tuple[torch.device, ...] = ()
+    if replicated:
+        devices = tuple(resolve_device(device.name) for device in plan.devices)
+        check_copies(devices)
     return Division(
         batch=plan.batch,
         count=plan.num_microbatches,
         stages=plan.mesh.pipeline if plan.mesh is not None else 1,
         schedule=plan.schedule,
         training=plan.workload.training,
+        devices=devices,
+        shares=plan.mesh.shares if plan.mesh is not None else (),
     )
 
 
@@ -48,6 +61,7 @@ class Divide:
 
     __slots__ = ("division", "runtime", "said")
     uncounted = True
+    undivided = "one device after another"
 
     def __init__(self, runtime: Runtime, division: Division) -> None:
         self.runtime = runtime
@@ -70,6 +84,10 @@ class Divide:
         call.parts = parts, [module.forward(*part.args, **part.kwargs) for part in parts[:-1]]
         return parts[-1].args, parts[-1].kwargs
 
+    def shares(self, rows: int) -> int | Sequence[int]:
+        """Into how many parts so many rows are divided, or the rows of each."""
+        return min(rows, self.division.count)
+
     def parts(self, module: nn.Module, args: tuple, kwargs: dict) -> list[Part]:
         """Divide a call; none where it has to run whole."""
         division = self.division
@@ -83,12 +101,12 @@ class Divide:
         try:
             rows = 0 if problem else count_rows(division.batch, bound)
             if not problem:
-                return split(division.batch, module, args, kwargs, min(rows, division.count)) if rows > 1 else []
+                return split(division.batch, module, args, kwargs, self.shares(rows)) if rows > 1 else []
         except PlanError as error:
             problem = str(error).removesuffix(f" {AS_CALLED}").rstrip(".")
         if problem not in self.said:
             self.said.add(problem)
-            text = f"this call of {type(module).__name__} runs undivided, one device after another"
+            text = f"this call of {type(module).__name__} runs undivided, {self.undivided}"
             warnings.warn(f"autoshard: {text}: {problem}. {AS_CALLED}", RuntimeWarning, stacklevel=5)
         return []
 

@@ -47,10 +47,11 @@ class _Local(threading.local):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How calls of the model are divided into micro-batches.
+    """How calls of the model are divided, into micro-batches or over replicas.
 
     `count`: into how many, one after another through `stages` devices in the order that `schedule` names. `training`:
-    the plan is for training; one for inference says nothing about modules in training mode.
+    the plan is for training; one for inference says nothing about modules in training mode. `devices`: of replicas,
+    which run at the same time; `shares` as in `Mesh`.
     """
 
     batch: BatchAxis
@@ -58,6 +59,8 @@ class Division:
     stages: int
     schedule: str
     training: bool
+    devices: tuple[torch.device, ...] = ()
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

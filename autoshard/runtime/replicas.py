@@ -1,0 +1,370 @@
+"""Replicas in one process: each call of the model runs in parts of its batch, one per device, at the same time.
+
+    call of the root ── RootHook: inputs go to the first device
+                     ── Scatter:  replica 1 on cuda:1 (part 1), replica 2 on cuda:2 (part 2) …     only queued there
+                     ── forward(part 0)                                     the model itself, on the first device
+                     ── Collect:  outputs become one, where the inputs came from
+                     ── Leave
+
+A replica is made of shells: objects of the same classes whose attributes are those of the model's own modules, except
+that modules, parameters and buffers are their counterparts on its device. Nobody sees them: `model.modules()`, the
+optimizer and state dicts know the model only.
+
+    weight (cuda:0) ──▶ copy on cuda:1 ──▶ alias with history, one per forward       gradients of all replicas are added
+          ▲                                  │ gradient                              along a tree, in a fixed order
+          └──────────── Spread ◀─────────────┘
+
+Copies stay from call to call; they are made anew when the weight was written, when a backward has run since, and when
+gradients are switched on or off: then also a write through `.data`, which torch does not count, is seen.
+"""
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.nested import map_tensors
+from autoshard.runtime.chunks import merge
+from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
+from autoshard.runtime.freshness import versions
+from autoshard.runtime.hooks import to_device
+from autoshard.runtime.microbatches import Divide
+from autoshard.runtime.state import Division, Runtime
+from autoshard.sharding import even_shares
+
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_DEPTH = 4
+"""How deep attributes are looked through for modules and tensors."""
+
+
+def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
+    """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
+    scatter = Scatter(runtime, division)
+    return [
+        model.register_forward_pre_hook(scatter, with_kwargs=True),
+        model.register_forward_hook(Collect(runtime, division), prepend=True),
+    ]
+
+
+class Scatter(Divide):
+    """Pre-hook of the root: runs the parts of the batch on their replicas, and leaves the first part to the call."""
+
+    __slots__ = ("replicas",)
+    undivided = "on the first device alone"
+
+    def __init__(self, runtime: Runtime, division: Division) -> None:
+        super().__init__(runtime, division)
+        self.replicas = Replicas(division.devices)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
+            return None
+        call, *around = reversed(self.runtime.local.calls)
+        if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
+            return None
+        parts = self.parts(module, args, kwargs)
+        if len(parts) < 2:
+            return None
+        devices = self.division.devices[: len(parts)]
+        given = [
+            (to_device(part.args, device), to_device(part.kwargs, device))
+            for part, device in zip(parts[1:], devices[1:], strict=True)
+        ]
+        outputs = []
+        replicas = self.replicas.ready(module)
+        for replica, (own_args, own_kwargs) in zip(replicas, given, strict=False):
+            with _current(replica.device):
+                outputs.append(replica.root.forward(*own_args, **own_kwargs))
+        call.parts = parts, outputs, replicas[len(parts) - 2]
+        return parts[0].args, parts[0].kwargs
+
+    def shares(self, rows: int) -> Sequence[int]:
+        """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""
+        return divided(rows, self.division.shares, len(self.division.devices))
+
+    def __setstate__(self, state: tuple[Runtime, Division]) -> None:
+        super().__setstate__(state)
+        self.replicas = Replicas(self.division.devices)
+
+
+class Collect:
+    """Post-hook of the root: puts the outputs of the parts together, where the inputs came from."""
+
+    __slots__ = ("division", "runtime")
+    uncounted = True
+
+    def __init__(self, runtime: Runtime, division: Division) -> None:
+        self.runtime = runtime
+        self.division = division
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        call = self.runtime.local.calls[-1]
+        if call.parts is None:
+            return None
+        (parts, outputs, last), call.parts = call.parts, None
+        first = self.division.devices[0]
+        keep_written(module, self.division.batch.written, last, first)
+        home = call.output_device or first
+        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts)
+
+
+def divided(rows: int, shares: Sequence[int], count: int) -> tuple[int, ...]:
+    """Divide rows in proportion to shares; each part has at least one, and there are no more parts than rows.
+
+    10 rows, shares 3:1  ->  7, 3 (rounded down, then to whoever lacks most)
+    """
+    count = min(rows, count)
+    if not shares:
+        return even_shares(rows, count)
+    total = sum(shares[:count])
+    wanted = [(rows - count) * share / total for share in shares[:count]]
+    given = [1 + int(one) for one in wanted]
+    lacking = sorted(range(count), key=lambda index: int(wanted[index]) - wanted[index])
+    for index in lacking[: rows - sum(given)]:
+        given[index] += 1
+    return tuple(given)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """The model on another device.
+
+    Attributes:
+        root: shell of the model.
+        tables: (table of a shell, the module's own table) of parameters and of buffers, to be filled before a run.
+        holders: (shell, attribute, the module's own value) of attributes that hold tensors.
+        tensors: id of a tensor of the model -> its counterpart, for this run.
+    """
+
+    device: torch.device
+    root: nn.Module
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    holders: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def keep_written(model: nn.Module, names: Sequence[str], last: Replica, home: torch.device) -> None:
+    """Give the model the buffers that the last part has written."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        own, other = model.get_submodule(path), last.root.get_submodule(path)
+        source, target = other._buffers[leaf], own._buffers[leaf]
+        if source is None or target is None or source.shape != target.shape:
+            own._buffers[leaf] = None if source is None else copy_tensor(source.detach(), home)
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+
+
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """A tensor of the model, its copies on the other devices, and the versions of all of them."""
+
+    source: torch.Tensor
+    copies: tuple[torch.Tensor, ...]
+    version: Any
+    copied_versions: list[Any]
+
+
+class Replicas:
+    """The replicas of one model; made at its first run, and again when its modules have other attributes."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.made: list[Replica] = []
+        self.seen: list[tuple[nn.Module, dict, dict, dict]] = []
+        self.values: dict[int, _Copies] = {}
+        self.backward_ran = False
+        self.with_gradients = False
+
+    def ready(self, model: nn.Module) -> list[Replica]:
+        """The replicas with the values and attributes that the model has now."""
+        if not self._is_as_seen(model):
+            self._make(model)
+        gradients = torch.is_grad_enabled()
+        renew = self.backward_ran or gradients != self.with_gradients
+        self.backward_ran, self.with_gradients = False, gradients
+        used: dict[int, _Copies] = {}
+        for tensor in self._tensors(model):
+            used[id(tensor)] = entry = self._copies_of(tensor, renew and tensor.requires_grad)
+            tracked = gradients and tensor.requires_grad and tensor.is_leaf
+            counterparts = Spread.apply(tensor, self, entry.copies) if tracked else entry.copies
+            for replica, counterpart in zip(self.made, counterparts, strict=True):
+                replica.tensors[id(tensor)] = counterpart
+        self.values = used
+        for replica in self.made:
+            for table, own in replica.tables:
+                table.update({name: None if one is None else replica.tensors[id(one)] for name, one in own.items()})
+            for shell, name, value in replica.holders:
+                vars(shell)[name] = _counterpart(value, {}, replica.tensors)[0]
+        return self.made
+
+    def _tensors(self, model: nn.Module) -> Iterator[torch.Tensor]:
+        """Every parameter, buffer and tensor in an attribute, once."""
+        found = {id(one): one for module, *_ in self.seen for one in (*module._parameters.values(),
+                                                                      *module._buffers.values())}  # fmt: skip
+        if self.made:
+            for _, _, value in self.made[0].holders:
+                found |= {id(one): one for one in _held(value)}
+        return (one for one in found.values() if one is not None)
+
+    def _copies_of(self, tensor: torch.Tensor, renew: bool) -> _Copies:
+        entry, version = self.values.get(id(tensor)), versions([tensor])[0]
+        if (
+            entry is not None
+            and not renew
+            and entry.source is tensor
+            and entry.version == version
+            and entry.copied_versions == versions(entry.copies)
+        ):
+            return entry
+        made = [tensor.detach()]
+        with torch.inference_mode(False), torch.no_grad():
+            for index in range(1, len(self.devices)):  # along a tree: 1, 2 and 4 from 0, 3 from 2, 5 and 6 from 4 …
+                copy = copy_tensor(made[index & (index - 1)], self.devices[index])
+                made.append(copy if copy is not made[index & (index - 1)] else copy.clone())
+        if tensor.requires_grad and tensor.is_leaf:
+            made = [one.requires_grad_() for one in made]
+        copies = tuple(made[1:])
+        return _Copies(tensor, copies, version, versions(copies))
+
+    def _is_as_seen(self, model: nn.Module) -> bool:
+        """Whether modules, parameters and attributes are those that the replicas were made of."""
+        modules = list(model.modules())
+        if not self.made or len(modules) != len(self.seen):
+            return False
+        try:
+            return all(
+                module is known
+                and vars(module) == attributes
+                and module._parameters == parameters
+                and module._modules == children
+                for module, (known, attributes, parameters, children) in zip(modules, self.seen, strict=True)
+            )
+        except Exception:  # whatever comparing values that are no longer the same objects raises
+            return False
+
+    def _make(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.seen = [(one, dict(vars(one)), dict(one._parameters), dict(one._modules)) for one in modules]
+        self.made = []
+        for device in self.devices[1:]:
+            shells = {id(module): _empty(module) for module in modules}
+            replica = Replica(device, shells[id(model)])
+            for module in modules:
+                shell = shells[id(module)]
+                for name, value in vars(module).items():
+                    if name not in _MODULE_TABLES:
+                        vars(shell)[name], holds = _counterpart(value, shells, {})
+                        if holds:
+                            replica.holders.append((shell, name, _counterpart(value, shells, {})[0]))
+                children = {
+                    name: None if child is None else shells[id(child)] for name, child in module._modules.items()
+                }
+                vars(shell).update(_parameters={}, _buffers={}, _modules=children)
+                replica.tables += [(shell._parameters, module._parameters), (shell._buffers, module._buffers)]
+            self.made.append(replica)
+
+
+class Spread(torch.autograd.Function):
+    """Hand out aliases of a tensor's copies (in a tuple, unseen by autograd) whose gradients go to it, added up."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, replicas: Replicas, copies: tuple[torch.Tensor, ...]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.device, ctx.replicas = source.device, replicas
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.replicas.backward_ran = True
+        sums = [gradient for gradient in gradients if gradient is not None]
+        step = 1
+        while step < len(sums):  # 1 to 0, 3 to 2, …; then 2 to 0, 6 to 4, …
+            for index in range(0, len(sums) - step, 2 * step):
+                sums[index] = sums[index] + copy_tensor(sums[index + step], sums[index].device)
+            step *= 2
+        return copy_tensor(sums[0], ctx.device) if sums else None, None, None
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """An object of the same class without any attributes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ApplyError(
+            f"{type(module).__name__} is compiled by TorchScript, and such a module can't be replicated. "
+            "Apply the plan to the module it was compiled from."
+        )
+    return module.__class__.__new__(module.__class__)
+
+
+def _counterpart(
+    value: Any, shells: dict[int, nn.Module], tensors: dict[int, torch.Tensor], depth: int = _DEPTH
+) -> tuple[Any, bool]:
+    """An attribute's value with modules and tensors replaced (the very object if it has none); whether it has tensors.
+
+    Looked through are tensors, modules, their bound methods, partial functions, and lists, tuples and dicts of those.
+    """
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value), True
+    if isinstance(value, nn.Module):
+        return shells.get(id(value), value), False
+    if depth == 0:
+        return value, False
+    inner = functools.partial(_counterpart, shells=shells, tensors=tensors, depth=depth - 1)
+    if isinstance(value, types.MethodType):
+        owner, holds = inner(value.__self__)
+        return (value if owner is value.__self__ else types.MethodType(value.__func__, owner)), holds
+    if type(value) is functools.partial:
+        (function, a), (args, b), (kwargs, c) = inner(value.func), inner(value.args), inner(value.keywords)
+        same = function is value.func and args is value.args and kwargs is value.keywords
+        return (value if same else functools.partial(function, *args, **kwargs)), a or b or c
+    if type(value) in (list, tuple):
+        items = [inner(item) for item in value]
+        holds = any(one for _, one in items)
+        if all(new is old for (new, _), old in zip(items, value, strict=True)):
+            return value, holds
+        return type(value)(new for new, _ in items), holds
+    if type(value) in (dict, OrderedDict):
+        entries = {key: inner(item) for key, item in value.items()}
+        holds = any(one for _, one in entries.values())
+        if all(new is value[key] for key, (new, _) in entries.items()):
+            return value, holds
+        return type(value)((key, new) for key, (new, _) in entries.items()), holds
+    return value, False
+
+
+def _held(value: Any) -> list[torch.Tensor]:
+    """The tensors in an attribute's value."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    if isinstance(value, functools.partial):
+        map_tensors((value.args, value.keywords), note)
+    else:
+        map_tensors(value, note)
+    return found
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Inside, an accelerator is the current one."""
+    before = current_index(device) if is_accelerator(device) else None
+    if before is None or before == device.index:
+        yield
+        return
+    set_current(device, device.index)
+    try:
+        yield
+    finally:
+        set_current(device, before)

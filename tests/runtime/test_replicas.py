@@ -1,0 +1,238 @@
+"""Replicas in one process: equal to the model itself on the whole batch, and invisible."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.prove.batch import find_batch_axis
+from autoshard.runtime.replicas import divided
+from autoshard.workload import Workload
+
+DEVICES = "3x64MiB"
+TRAINING = Workload(mode="training")
+
+
+class Decoder(nn.Module):
+    """Tied weights, a counter, a checkpointed block, a mean loss; a helper that is called through a bound method."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix = nn.Embedding(40, 16), nn.Linear(16, 48)
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 40, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.checkpointed = True
+        self.inner = self.feed
+
+    def feed(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, ids, labels=None):
+        self.calls += 1
+        x = self.table(ids)
+        q, k, v = self.mix(x).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.checkpointed and torch.is_grad_enabled():
+            x = x + checkpoint(self.inner, x, use_reentrant=False)
+        else:
+            x = x + self.inner(x)
+        logits = self.head(x)
+        out = {"logits": logits}
+        if labels is not None:
+            out["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.head = nn.LSTM(8, 12, num_layers=2, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.steps(x)[0])
+
+
+def inputs(rows=8, length=5, labels=True):
+    generator = torch.Generator().manual_seed(rows)
+    made = {"ids": torch.randint(0, 40, (rows, length), generator=generator)}
+    return made | ({"labels": torch.randint(0, 40, (rows, length), generator=generator)} if labels else {})
+
+
+def replicated(model, given, devices, workload=TRAINING, shares=()):
+    plan = Plan(
+        strategy="data-parallel",
+        objective="throughput",
+        workload=workload,
+        devices=tuple(PlanDevice(name=name, memory_bytes=64 << 20) for name in devices),
+        placements={"": next(iter(devices))},
+        mesh=Mesh(data=len(devices), shares=shares),
+        batch=find_batch_axis(model, given, workload),
+    )
+    return autoshard.apply(model, plan)
+
+
+def train(model, batches, lr=0.1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def close(one, other):
+    one, other = one.detach().cpu(), other.detach().cpu()
+    assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.fixture
+def devices():
+    with autoshard.simulate(DEVICES) as here:
+        yield here
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Decoder()
+
+
+@pytest.mark.parametrize("shares", [(), (5, 2, 1)])
+def test_training_equals_the_whole_batch(model, devices, shares):
+    alone = copy.deepcopy(model)
+    batches = [inputs(8), inputs(7), inputs(12)]
+    expected = train(alone, batches)
+    found = train(replicated(model, inputs(8), devices, shares=shares), batches)
+    assert found == pytest.approx(expected, rel=1e-5)
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        close(own, other)
+    assert model.calls == alone.calls == 3
+
+
+def test_every_device_has_its_part(model, devices):
+    replicated(model, inputs(6), devices)
+    devices.reset_peak()
+    before = [devices.memory(name)[0] for name in devices]
+    with torch.no_grad():
+        model(**inputs(6))
+    assert all(devices.memory(name)[1] > held for name, held in zip(devices, before, strict=True))
+
+
+def test_nobody_sees_the_replicas(model, devices):
+    modules, keys = list(model.modules()), list(model.state_dict())
+    parameters = list(model.parameters())
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    train(model, [inputs()])
+    assert list(model.modules()) == modules and list(model.state_dict()) == keys
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    autoshard.remove(model)
+    train(alone, [inputs()])
+    assert {str(one.device) for one in model.parameters()} == {"cpu"}
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        close(one, other)
+    assert torch.equal(model(**inputs())["logits"], copy.deepcopy(model)(**inputs())["logits"])
+
+
+def test_losses_of_several_calls_can_be_added(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    for one in (alone, model):
+        (one(**inputs(8))["loss"] + one(**inputs(6))["loss"]).backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        close(own.grad, other.grad)
+
+
+def test_gradients_can_be_asked_for(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    found, expected = (torch.autograd.grad(one(**inputs())["loss"], list(one.parameters())) for one in (model, alone))
+    for own, other in zip(found, expected, strict=True):
+        close(own, other)
+
+
+def test_writes_that_torch_does_not_count_are_seen(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    for one in (alone, model):
+        for _ in range(2):  # a step written by hand
+            one(**inputs())["loss"].backward()
+            for parameter in one.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+        for parameter in one.parameters():  # and averaged weights put in its place
+            parameter.data.mul_(0.5)
+    with torch.no_grad():
+        close(model(**inputs())["logits"], alone(**inputs())["logits"])
+
+
+def test_attributes_that_change_are_seen(model, devices):
+    replicated(model, inputs(), devices)
+    model(**inputs())
+    model.checkpointed = False
+    model.inner = lambda x: x * 0
+    alone = autoshard.remove(copy.deepcopy(model))
+    close(model(**inputs())["logits"], alone(**inputs())["logits"])
+    model.eval()
+    assert not any(module.training for module in model.modules())
+
+
+def test_recurrent_layers(devices):
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(7, 4, 8)
+    alone = copy.deepcopy(model)
+    replicated(model, {"x": x}, devices)
+    for one in (model, alone):
+        for _ in range(2):
+            one.zero_grad()
+            one(x).square().mean().backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        close(own.grad, other.grad)
+
+
+def test_fewer_rows_than_devices(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    for rows in (1, 2):
+        close(model(**inputs(rows))["logits"], alone(**inputs(rows))["logits"])
+
+
+def test_a_copy_has_replicas_of_its_own(model, devices):
+    replicated(model, inputs(), devices)
+    model(**inputs())
+    other = copy.deepcopy(model)
+    train(other, [inputs()])
+    alone = autoshard.remove(copy.deepcopy(model))
+    close(model(**inputs())["logits"], alone(**inputs())["logits"])
+    assert not torch.equal(other.table.weight.cpu(), model.table.weight.cpu())
+
+
+def test_frozen_parameters_and_no_gradients(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    for one in (model, alone):
+        one.mix.requires_grad_(False)
+        one(**inputs())["loss"].backward()
+        assert one.mix.weight.grad is None
+    for own, other in zip(model.up.parameters(), alone.up.parameters(), strict=True):
+        close(own.grad, other.grad)
+    with torch.no_grad():
+        close(model(**inputs())["logits"], alone(**inputs())["logits"])
+
+
+def test_rows_in_proportion():
+    assert divided(10, (3, 1), 2) == (7, 3)
+    assert divided(2, (5, 2, 1), 3) == (1, 1)
+    assert divided(7, (), 3) == (3, 2, 2)
+    for rows in range(1, 40):
+        made = divided(rows, (5, 3, 1), 3)
+        assert sum(made) == rows and min(made) >= 1 and len(made) == min(rows, 3)
