@@ -9,7 +9,21 @@ import autoshard.plan
 import autoshard.profile
 import autoshard.simulate
 import autoshard.verify  # noqa: F401
-from autoshard.api import apply, capture, estimate, load, plan, profile, remove, save, schedule, simulate, verify
+from autoshard.api import (
+    apply,
+    capture,
+    estimate,
+    load,
+    load_checkpoint,
+    plan,
+    profile,
+    remove,
+    save,
+    save_checkpoint,
+    schedule,
+    simulate,
+    verify,
+)
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import (
     ApplyError,
@@ -44,10 +58,12 @@ __all__ = [
     "capture",
     "estimate",
     "load",
+    "load_checkpoint",
     "plan",
     "profile",
     "remove",
     "save",
+    "save_checkpoint",
     "schedule",
     "simulate",
     "verify",

@@ -16,6 +16,8 @@ from autoshard.planning import plan_measured
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from autoshard.capture.graph import ModelGraph
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
@@ -227,6 +229,35 @@ def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "i
     from autoshard.integrations.saving import save as write
 
     write(model, path, max_shard_size=max_shard_size)
+
+
+def save_checkpoint(
+    path: "str | os.PathLike[str]", model: nn.Module, optimizer: "Optimizer | None" = None, *, state: Any = None
+) -> None:
+    """Write weights, optimizer state, random generators and `state` so that training goes on from there.
+
+    All processes call it, and each writes what it holds. `path` is a directory that all see; the checkpoint in it is
+    replaced in one step at the end, so a run killed meanwhile finds the old one. `state`: numbers, texts, tensors and
+    containers of them, such as {"step": 100, "scheduler": scheduler.state_dict()}; rank 0's counts. Raises
+    `CheckpointError`; `RankError` where another process is the reason.
+    """
+    from autoshard.checkpoint.training import save_checkpoint as write
+
+    write(path, model, optimizer, state)
+
+
+def load_checkpoint(
+    path: "str | os.PathLike[str]", model: nn.Module, optimizer: "Optimizer | None" = None
+) -> Any:
+    """Read what `save_checkpoint` wrote into a model and its optimizer, and return its `state`.
+
+    The plan, the strategy and the number of processes may be others than when it was written: every process reads what
+    it holds now. Random generators are set where there are as many processes as then. The directory has a pickle of
+    torch's in it: read only your own. Raises `CheckpointError` if it is of another model.
+    """
+    from autoshard.checkpoint.training import load_checkpoint as read
+
+    return read(path, model, optimizer)
 
 
 def verify(

@@ -118,11 +118,11 @@ class Writer:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, carry_over: bool = True) -> Iterator[Path]:
     """Give a new directory that takes the place of `path` when the block ends, and vanishes if it raises.
 
-    Until then, and if this process is killed, `path` is as it was. Files of the old directory that are no weights and
-    that the block did not write are kept. `path` must be a directory, or not exist.
+    Until then, and if this process is killed, `path` is as it was. With `carry_over` files of the old directory that
+    are no weights and that the block did not write are kept. `path` must be a directory, or not exist.
 
     Two directories are exchanged, and not their files one by one, for then a kill in between would leave the weights of
     one model with the configuration of another, or files of both under names that only the index tells apart.
@@ -139,7 +139,7 @@ def replacing(path: Path) -> Iterator[Path]:
             _move_into(folder, path)
         else:
             with _locked(path.parent):  # others may save to the same place
-                if path.is_dir():
+                if carry_over and path.is_dir():
                     _carry_over(path, folder)
                 _sync(folder)
                 _commit(folder, path)
