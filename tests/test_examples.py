@@ -15,6 +15,7 @@ SAYS = {
     "generate.py": "24 tokens of 2 sequences equal: True",
     "load.py": "24 tokens of 2 sequences equal: True",
     "plan_llama_405b.py": "one forward:",
+    "restart.py": "not interrupted, bit for bit: True",
     "resnet_two_devices.py": "equal to the unsplit network, bit for bit: True",
     "toy_two_layers.py": "by autoshard:  equal to one device: True",
     "train.py": "weights after 5 AdamW steps equal, bit for bit: True",
