@@ -9,11 +9,12 @@
 
 as DistributedDataParallel and fully_shard do (Li et al., "PyTorch Distributed", 2020; Zhao et al., "PyTorch FSDP",
 2023). One process with all devices sums gradients after backward has made them and copies parameters anew for each
-step, along a tree; it also brings inputs from the first device and outputs back.
+step, along a tree; it also brings inputs from the first device and outputs back, and one thread launches all there is.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     transfers = () if processes else _transfers(cluster, names, shares, rows)
     moving = sum(transfer.seconds for transfer in transfers)
     by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in replicas}
-    latency = max(one.compute_seconds for one in replicas) + exchange.exposed_seconds + moving
+    latency = pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving
     bound = lower_bound(figures, cluster.devices)
     every = tuple(by_name.get(device.name) or _idle(device) for device in cluster.devices)
     return Estimate(
@@ -96,6 +97,12 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
         all_reduces=exchange.all_reduces,
         all_gathers=exchange.all_gathers,
     )
+
+
+def pass_seconds(figures: "Figures", devices: Sequence[Device], replicas: Sequence[DeviceEstimate]) -> float:
+    """Seconds until all replicas are done: the slowest, or the one thread that launches what all of them do."""
+    slowest = max(one.compute_seconds for one in replicas)
+    return slowest if figures.processes else max(slowest, sum(map(figures.launching_seconds, devices)))
 
 
 def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tuple[int, ...]:
@@ -153,6 +160,10 @@ class Figures:
         own = self.gradient_bytes / (self.count if self.sharded else 1)
         return ops + optimizer_seconds(own, self.workload, device)
 
+    def launching_seconds(self, device: Device) -> float:
+        """Seconds that the host needs to launch the ops of a replica."""
+        return float(((self.rows.flops > 0) | (self.rows.moved_bytes > 0)).sum()) * device.launch_seconds
+
     def backward_part(self) -> float:
         """The part of the FLOPs that are those of backward."""
         total = float(self.rows.flops.sum())
@@ -178,7 +189,7 @@ class Figures:
         left = float((table.bytes_of(rows, block) * at_end).sum())
         if self.sharded:
             count = self.count
-            transfer = self._unsharded_bytes()
+            transfer = float(unsharded_bytes(self.blocks, training=self.workload.training))
             parameter, optimizer, whole_gradient, step = (
                 parameter / count, optimizer / count, whole_gradient / count, step / count
             )  # fmt: skip
@@ -199,13 +210,6 @@ class Figures:
             transfer_seconds=0.0,
         )  # fmt: skip
 
-    def _unsharded_bytes(self) -> float:
-        """What is whole at once: parameters outside of blocks; one block in use, one coming, and the copy of one."""
-        *blocks, outside = self.blocks
-        largest = max((block.parameter_bytes for block in blocks), default=0)
-        gradients = max((block.gradient_bytes for block in blocks), default=0) + outside.gradient_bytes
-        return outside.parameter_bytes + 3 * largest + (gradients if self.workload.training else 0)
-
     def _merged_bytes(self, rows: int, block: int) -> float:
         """On the first device: the inputs of the others, and the outputs of all, which are made of copies."""
         others = 1.0 - self.rows.part(rows)
@@ -214,31 +218,55 @@ class Figures:
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:
     """Price what replicas exchange in a pass; `compute_seconds` of each."""
-    if len(names) < 2:
-        return Exchange(seconds=0.0, exposed_seconds=0.0)
-    training = figures.workload.training
+    training, fastest = figures.workload.training, min(compute_seconds)
     if figures.sharded:
-        seconds, first = 0.0, 0.0
-        for block in reversed(figures.blocks):  # what is outside of blocks comes first
-            gather = all_gather_seconds(cluster, names, block.parameter_bytes)
-            first = first or gather
-            again = 1 if training and block.path else 0  # what is outside of blocks stays until backward
-            seconds += gather * (1 + again)
-            seconds += all_gather_seconds(cluster, names, block.gradient_bytes) if training else 0.0  # and back
-        exposed = first + max(0.0, seconds - first - min(compute_seconds))
-        gathers = len(figures.blocks) * (2 if training else 1)
-        return Exchange(seconds=seconds, exposed_seconds=exposed, all_gathers=gathers,
-                        all_reduces=len(figures.blocks) if training else 0)  # fmt: skip
+        return sharded_exchange(cluster, names, figures.blocks, fastest, training=training)
     if not training:
         return Exchange(seconds=0.0, exposed_seconds=0.0)
-    nbytes = figures.gradient_bytes
-    buckets = max(1, -(-nbytes // BUCKET_BYTES))
+    hidden = figures.backward_part() * fastest if figures.processes else 0.0
+    return gradient_exchange(cluster, names, figures.gradient_bytes, hidden)
+
+
+def gradient_exchange(cluster: Cluster, names: Sequence[str], nbytes: float, backward_seconds: float) -> Exchange:
+    """Price the sums of gradients of so many bytes over replicas while a backward of so many seconds makes them.
+
+    With 0 seconds nothing hides, and one sum is made of all.
+    """
+    if len(names) < 2 or not nbytes:
+        return Exchange(seconds=0.0, exposed_seconds=0.0)
+    buckets = max(1, ceil(nbytes / BUCKET_BYTES)) if backward_seconds else 1
     seconds = buckets * all_reduce_seconds(cluster, names, nbytes / buckets)
-    if not figures.processes:
-        return Exchange(seconds=seconds, exposed_seconds=seconds, all_reduces=1)
-    backward = figures.backward_part() * min(compute_seconds)
     last = seconds / buckets
-    return Exchange(seconds=seconds, exposed_seconds=last + max(0.0, seconds - last - backward), all_reduces=buckets)
+    exposed = last + max(0.0, seconds - last - backward_seconds)
+    return Exchange(seconds=seconds, exposed_seconds=exposed, all_reduces=buckets)
+
+
+def sharded_exchange(
+    cluster: Cluster, names: Sequence[str], blocks: Sequence[Block], compute_seconds: float, *, training: bool
+) -> Exchange:
+    """Price gathering the parameters of blocks, and scattering their gradients, over replicas that compute so long."""
+    if len(names) < 2:
+        return Exchange(seconds=0.0, exposed_seconds=0.0)
+    seconds, first = 0.0, 0.0
+    for block in reversed(blocks):  # what is outside of blocks comes first
+        gather = all_gather_seconds(cluster, names, block.parameter_bytes)
+        first = first or gather
+        again = 1 if training and block.path else 0  # what is outside of blocks stays until backward
+        seconds += gather * (1 + again)
+        seconds += all_gather_seconds(cluster, names, block.gradient_bytes) if training else 0.0  # and back
+    exposed = first + max(0.0, seconds - first - compute_seconds)
+    gathers = len(blocks) * (2 if training else 1)
+    return Exchange(
+        seconds=seconds, exposed_seconds=exposed, all_gathers=gathers, all_reduces=len(blocks) if training else 0
+    )
+
+
+def unsharded_bytes(blocks: Sequence[Block], *, training: bool) -> int:
+    """What is whole at once: parameters outside of blocks (the last row); a block in use, one coming, and one copy."""
+    *inside, outside = blocks
+    largest = max((block.parameter_bytes for block in inside), default=0)
+    gradients = max((block.gradient_bytes for block in inside), default=0) + outside.gradient_bytes
+    return outside.parameter_bytes + 3 * largest + (gradients if training else 0)
 
 
 def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:

@@ -19,7 +19,7 @@ from autoshard.module_paths import is_below
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
-from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of
+from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.shares import divide
@@ -134,7 +134,7 @@ class Task:
         moving = 0.0 if self.processes or sharded else self._moving_seconds(devices, rows)
         return Candidate(
             devices=tuple(devices), rows=rows, sharded=sharded, exchange=exchange,
-            seconds=max(one.compute_seconds for one in replicas) + exchange.exposed_seconds + moving,
+            seconds=pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving,
             peak_bytes=max(one.peak_bytes for one in replicas), short=(fullest.name, -fullest.free_bytes),
         )  # fmt: skip
 
