@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
+import torch
+
 from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, find_regions
 from autoshard.axes.rules import RULES
-from autoshard.axes.walk import Walk
-from autoshard.capture.graph import ModelGraph
+from autoshard.axes.walk import MOST_NUMBERS, Walk
+from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, estimate
@@ -156,30 +158,75 @@ def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
 
 def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
     """Follow the axes of cut parameters through a recorded run, block by block. Raises `PlanError` for other models."""
-    traced = Traced()
-    by_name = {tensor.name: tensor for tensor in graph.tensors}
-    together: dict[str, list[Cut]] = {}
-    for cut in cuts:
-        for block in cut.blocks:
-            together.setdefault(block, []).append(cut)
-            for shard in cut.shards:
-                name = join(block, shard.name)
-                if name not in by_name or shard.dim >= len(by_name[name].shape):
-                    raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
-                traced.parts[by_name[name].value] = parts_of(shard.axis, cut.shares)
-    blocks = _Blocks(graph, list(together))
-    for block, here in together.items():
-        walk = Walk(graph, table=RULES | DECOMPOSED)
-        for index in blocks.ops[block]:
-            walk.run(graph.ops[index])
-        walk.resolve_all()
+    return Tracer(graph).trace(cuts)
+
+
+class Tracer:
+    """Follows cuts through one recorded run; what does not depend on the shares is worked out once."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+        self.by_name = {tensor.name: tensor for tensor in graph.tensors}
+        self._blocks: dict[frozenset[str], _Blocks] = {}
+        self._walks: dict[tuple[frozenset[str], str], Walk] = {}
+
+    def trace(self, cuts: Sequence[Cut]) -> Traced:
+        """Follow these cuts. Raises `PlanError` if they are of another model."""
+        traced = Traced()
+        together: dict[str, list[Cut]] = {}
+        for cut in cuts:
+            for block in cut.blocks:
+                together.setdefault(block, []).append(cut)
+                for shard in cut.shards:
+                    name = join(block, shard.name)
+                    if name not in self.by_name or shard.dim >= len(self.by_name[name].shape):
+                        raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
+                    traced.parts[self.by_name[name].value] = parts_of(shard.axis, cut.shares)
+        names = frozenset(together)
+        if names not in self._blocks:
+            self._blocks[names] = _Blocks(self.graph, together)
+        blocks = self._blocks[names]
+        done: dict[object, tuple[str, Traced]] = {}
+        for block, here in together.items():
+            values = [self.by_name[join(block, shard.name)].value for cut in here for shard in cut.shards]
+            numbers = blocks.numbers[block]
+            key = (tuple(map(id, here)), blocks.looks[block], *(numbers.get(value, -1) for value in values))
+            if key not in done:
+                done[key] = block, self._trace_block(names, block, here)
+            _add(traced, done[key][1], blocks, done[key][0], block)
+        return traced
+
+    def _trace_block(self, names: frozenset[str], block: str, here: Sequence[Cut]) -> Traced:
+        blocks, traced = self._blocks[names], Traced()
+        if (names, block) not in self._walks:
+            walk = Walk(self.graph, table=RULES | DECOMPOSED)
+            for index in blocks.ops[block]:
+                walk.run(self.graph.ops[index])
+            walk.resolve_all()
+            self._walks[names, block] = walk
+        walk = self._walks[names, block]
         for cut in here:
-            leaf = _leaf(walk, cut, [by_name[join(block, shard.name)].value for shard in cut.shards])
+            leaf = _leaf(walk, cut, [self.by_name[join(block, shard.name)].value for shard in cut.shards])
             if leaf is None:
                 traced.lost.append(block)
                 continue
-            _trace(graph, blocks, block, walk, leaf, cut, traced)
-    return traced
+            _trace(self.graph, blocks, block, walk, leaf, cut, traced)
+        return traced
+
+
+def _add(traced: Traced, found: Traced, blocks: "_Blocks", source: str, block: str) -> None:
+    """Add what was found in one block for a block that looks the same."""
+    if source == block:
+        traced.parts |= found.parts
+        traced.collectives += found.collectives
+        traced.lost += found.lost
+        return
+    own = list(blocks.numbers[block])
+    numbers = blocks.numbers[source]
+    traced.parts |= {own[numbers[value]]: part for value, part in found.parts.items()}
+    place = {op: at for at, op in enumerate(blocks.ops[source])}
+    traced.collectives += [replace(one, op=blocks.ops[block][place[one.op]], block=block) for one in found.collectives]
+    traced.lost += [block] * len(found.lost)
 
 
 def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
@@ -189,18 +236,26 @@ def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
 
 
 class _Blocks:
-    """Which ops belong to which of some blocks; `leaving`: values that others read, or that a block returns."""
+    """Which ops belong to which of some blocks.
+
+    Attributes:
+        leaving: values that others read, or that a block returns.
+        numbers: per block, its values in the order in which its ops touch them -> 0, 1, …
+        looks: per block, its ops with these numbers: blocks that look the same are cut in the same way.
+    """
 
     def __init__(self, graph: ModelGraph, blocks: Iterable[str]) -> None:
         self.graph = graph
         known = set(blocks)
-        outside = next((region.ops for region in find_regions(graph) if region.path == OUTSIDE), ())
-        inner = set(outside) if OUTSIDE in known else set()
+        inner: set[int] = set()
+        if OUTSIDE in known:
+            inner.update(next((region.ops for region in find_regions(graph) if region.path == OUTSIDE), ()))
+        paths = {call.path for call in graph.calls}
+        of_path = {at: next((one for one in (at, *above(at)) if one and one in known), None) for at in paths}
         self.of_op: list[str | None] = []
         self.ops: dict[str, list[int]] = {block: [] for block in known}
         for op in graph.ops:
-            path = graph.calls[op.call].path
-            block: str | None = next((one for one in (path, *above(path)) if one and one in known), None)
+            block: str | None = of_path[graph.calls[op.call].path]
             if block is None and (op.forward if op.backward else op.index) in inner:
                 block = OUTSIDE
             self.of_op.append(block)
@@ -216,10 +271,49 @@ class _Blocks:
                 if maker >= 0 and self.of_op[maker] != self.of_op[op.index]:
                     self.leaving.add(value)
 
+        self.numbers: dict[str, dict[int, int]] = {block: {} for block in known}
+        known_looks: dict[tuple[object, ...], int] = {}
+        self.looks = {block: known_looks.setdefault(self._look(block), len(known_looks)) for block in self.ops}
+
+    def _look(self, block: str) -> tuple[object, ...]:
+        graph, numbers = self.graph, self.numbers[block]
+        begin, uncounted = graph.backward_begin, graph.uncounted
+        look: list[object] = []
+        for index in self.ops[block]:
+            op = graph.ops[index]
+            touched = (*op.inputs, *op.outputs)
+            for value in touched:
+                if value not in numbers:
+                    row = graph.values[value]
+                    numbers[value] = len(numbers)
+                    inside = row.op >= 0 and self.of_op[row.op] == block
+                    look.append((row.shape, row.dtype, row.nbytes, row.op >= 0, inside, value in self.leaving))
+            look.append((op.target, len(op.inputs), *(numbers[value] for value in touched), _literals(op),
+                         index < begin, index in uncounted))  # fmt: skip
+        return tuple(look)
+
     def maker(self, value: int) -> str | None:
         """The block that made a value."""
         op = self.graph.values[value].op
         return self.of_op[op] if op >= 0 else None
+
+
+def _literals(op: Op) -> object:
+    """The arguments of an op that are no tensors, and numbers in those that are."""
+    if op.node is None:
+        return None
+
+    def plain(item: object) -> object:
+        if isinstance(item, torch.fx.Node):
+            content = item.meta.get("content") if item.op == "placeholder" else None
+            if content is None or content.dim() != 1 or len(content) > MOST_NUMBERS:
+                return "%"
+            return tuple(content.tolist())
+        if isinstance(item, (list, tuple)):
+            return tuple(map(plain, item))
+        return item if isinstance(item, (int, float, bool, str, type(None))) else str(item)
+
+    return tuple(map(plain, op.node.args)), tuple((name, plain(item)) for name, item in op.node.kwargs.items())
 
 
 def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:

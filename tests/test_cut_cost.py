@@ -212,3 +212,16 @@ def test_what_can_not_be_followed_counts_whole_and_is_named():
     found = estimate_cuts(plan_of((strange,), 2), profile, cluster(2))
     assert found.all_reduces == 0 and any("In the model itself activations are counted whole" in n for n in found.notes)
     assert found.devices[0].peak_bytes > estimate_cuts(plan_of((cut,), 2), profile, cluster(2)).devices[0].peak_bytes
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_blocks_that_look_the_same_are_followed_once(mode):
+    """Equal cuts that are other objects share nothing, and say the same."""
+    cuts = cuts_of("words", SHARES["even"])
+    make, inputs, _ = CASES["words"]
+    graph = autoshard.profile(make().eval(), inputs, workload=Workload(mode=mode)).graph
+    alone = [replace(cut, blocks=(block,)) for cut in cuts for block in cut.blocks]
+    assert len(alone) > len(cuts)
+    one, other = trace_cuts(graph, cuts), trace_cuts(graph, alone)
+    assert one.parts == other.parts and one.lost == other.lost
+    assert sorted(map(str, one.collectives)) == sorted(map(str, other.collectives))
