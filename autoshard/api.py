@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autoshard.capture.graph import ModelGraph
+    from autoshard.pipelines.schedule import RankSchedule
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
     from autoshard.runtime.schedule import LocalSchedule
@@ -137,19 +138,27 @@ def remove(model: nn.Module) -> nn.Module:
     return undo(model)
 
 
-def schedule(model: nn.Module, loss: "Loss | None" = None, *, reduction: "Reduction" = "mean") -> "LocalSchedule":
+def schedule(
+    model: nn.Module, loss: "Loss | None" = None, *, reduction: "Reduction" = "mean"
+) -> "LocalSchedule | RankSchedule":
     """Return what trains an applied model in micro-batches, in the order that its plan names.
 
     `.step(*args, target=None, losses=None, **kwargs)` runs forwards and backwards; gradients are those of the whole
     batch in one piece. Returns the outputs put together; `losses` is a list that gets the loss of each micro-batch.
-    `.eval(…)` runs forwards only. `loss`: a function of the output and the target; None takes the model's own loss.
-    `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives the
-    weight of a micro-batch from its target (how many labels count); every step checks it with a few rows. Raises
+    `.eval(…)` runs forwards only. Where stages are on several processes, all call it with the same batch; the one with
+    the last stage gets outputs and losses. `loss`: a function of the output and the target; None takes the model's own
+    loss. `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives
+    the weight of a micro-batch from its target (how many labels count); every step checks it with a few rows. Raises
     `ApplyError` if nothing is applied, and `SpecError`.
     """
+    from autoshard.runtime.pipeline_record import pipeline_record
     from autoshard.runtime.schedule import LocalSchedule
 
-    return LocalSchedule(model, loss, reduction)
+    if pipeline_record(model) is None:
+        return LocalSchedule(model, loss, reduction)
+    from autoshard.pipelines.schedule import RankSchedule
+
+    return RankSchedule(model, loss, reduction)
 
 
 def load(

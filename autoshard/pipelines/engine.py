@@ -7,7 +7,7 @@ from torch import nn
 
 from autoshard.errors import SpecError
 from autoshard.pipelines.prepare import Prepared, Spec
-from autoshard.pipelines.stage import Finish, StageModule
+from autoshard.pipelines.stage import Finisher, StageModule
 from autoshard.runtime.collectives import lost
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import PipelineRecord
@@ -25,8 +25,8 @@ SCHEDULES = {
 class Engine:
     """Runs this rank's stages for parts of one shape. `has_last`: the last stage is among them."""
 
-    def __init__(self, model: nn.Module, record: PipelineRecord, prepared: Prepared, *, train: bool) -> None:
-        self.record, self.train = record, train
+    def __init__(self, model: nn.Module, record: PipelineRecord, prepared: Prepared, *, training: bool) -> None:
+        self.record, self.training = record, training
         count = len(record.plan.stages)
         self.has_last = count - 1 in record.stages
         tensors = named_tensors(model)
@@ -41,14 +41,18 @@ class Engine:
             module = StageModule(
                 prepared.programs[number],
                 list(own.values()),  # type: ignore[arg-type]
-                first=number == 0,
                 recompute=record.plan.stages[number].recompute,
             )
             self.modules.append(module)
-            stages.append(_stage_of(module, number, count, record, prepared, train))
-        self.schedule = _schedule_of(stages, record, train)
+            stages.append(_stage_of(module, number, count, record, prepared, training))
+        self.schedule = _schedule_of(stages, record, training)
 
-    def run(self, inputs: list[tuple[torch.Tensor, ...]], finish: Finish) -> None:
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stages, each once."""
+        return list(dict.fromkeys(parameter for module in self.modules for parameter in module.parameters()))
+
+    def run(self, inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
         """Run all parts. Raises `RankError` if a rank is gone."""
         for module in self.modules:
             module.inputs = inputs
@@ -57,7 +61,7 @@ class Engine:
         numbers = torch.arange(len(inputs))
         self.record.silent = True
         try:
-            if self.train:
+            if self.training:
                 self.schedule.step(part=numbers, target=numbers)
             else:
                 self.schedule.eval(part=numbers, target=numbers)
@@ -74,32 +78,32 @@ def _nothing(number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _stage_of(
-    module: StageModule, number: int, count: int, record: PipelineRecord, prepared: Prepared, train: bool
+    module: StageModule, number: int, count: int, record: PipelineRecord, prepared: Prepared, training: bool
 ) -> Any:
     from torch.distributed.pipelining import PipelineStage
 
-    received = () if number == 0 else _blank(prepared.traffic[number - 1], train)
+    received = () if number == 0 else _blank(prepared.traffic[number - 1], training)
     sent = (
-        _blank(((torch.Size([1]), torch.float32),), train)
+        _blank(((torch.Size([1]), torch.float32),), training)
         if number == count - 1
-        else _blank(prepared.traffic[number], train)
+        else _blank(prepared.traffic[number], training)
     )
     return PipelineStage(
         module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group
     )
 
 
-def _blank(specs: tuple[Spec, ...], train: bool) -> tuple[torch.Tensor, ...]:
+def _blank(specs: tuple[Spec, ...], training: bool) -> tuple[torch.Tensor, ...]:
     """Tensors without memory for what goes over a boundary; floats may need gradients."""
     return tuple(
         torch.empty(shape, dtype=dtype, device="meta").requires_grad_(
-            train and (dtype.is_floating_point or dtype.is_complex)
+            training and (dtype.is_floating_point or dtype.is_complex)
         )
         for shape, dtype in specs
     )
 
 
-def _schedule_of(stages: list[Any], record: PipelineRecord, train: bool) -> Any:
+def _schedule_of(stages: list[Any], record: PipelineRecord, training: bool) -> Any:
     from torch.distributed import pipelining
 
     plan = record.plan
@@ -108,7 +112,7 @@ def _schedule_of(stages: list[Any], record: PipelineRecord, train: bool) -> Any:
         raise SpecError(f"unknown schedule {name!r} in the plan: use one of {', '.join(SCHEDULES)}.")
     if len(stages) > 1 and name in ("none", "gpipe", "1f1b"):
         name = "interleaved"
-    if not train and len(stages) == 1:
+    if not training and len(stages) == 1:
         name = "gpipe"
     kind = getattr(pipelining, SCHEDULES[name])
     single = SCHEDULES[name] in ("ScheduleGPipe", "Schedule1F1B")
@@ -116,7 +120,7 @@ def _schedule_of(stages: list[Any], record: PipelineRecord, train: bool) -> Any:
         return kind(
             stages[0] if single else stages,
             plan.num_microbatches,
-            loss_fn=_as_it_is if train or not single else None,
+            loss_fn=_as_it_is if training or not single else None,
             scale_grads=False,
         )
     except ValueError as error:

@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.capture.capture import record_forward
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
-from autoshard.capture.tape import Reading
+from autoshard.capture.tape import Reading, Ref
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import leaves_in, tensors_in
 from autoshard.pipelines.programs import Program, fill_refs, find_traffic, write_program, write_readings
@@ -33,15 +33,29 @@ class Prepared:
         programs: stage -> its program, for the stages of this rank.
         held: name of a parameter or buffer -> the stages that read it, or its own.
         traffic: per boundary between stages, shape and dtype of what goes over it.
-        readings: what was read out of tensors while the forward was recorded, and the program that makes these tensors.
+        output: puts the tensors of the last stage into what the model returns; `scalars`: paths of numbers in it.
+        readings: what was read out of tensors while the forward was recorded; `read` makes these tensors.
     """
 
     programs: Mapping[int, Program]
     held: Mapping[str, tuple[int, ...]]
     traffic: tuple[tuple[Spec, ...], ...]
     output: Callable[[tuple[torch.Tensor, ...]], Any]
+    scalars: tuple[str, ...]
     readings: tuple[Reading, ...]
     read: Program
+
+    @property
+    def loss(self) -> str:
+        """The path of the loss in the output: what is called so, else the only number. Raises `PlanError`."""
+        named = [path for path in self.scalars if path.rpartition(".")[2] == "loss"]
+        if len(named or self.scalars) != 1:
+            what = "several" if self.scalars else "no"
+            raise PlanError(
+                f"the output of the model has {what} scalars to differentiate, so none is known to be its loss. Give "
+                "the model labels, or pass a function: autoshard.schedule(model, loss)."
+            )
+        return (named or self.scalars)[0]
 
 
 def shape_key(part: Part, model: nn.Module) -> tuple:
@@ -89,11 +103,13 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
     traffic = find_traffic(found, len(record.plan.stages))
     read, readings = write_readings(found, model, record.device)
     template = tape.calls[0].output
+    refs = [(path, graph.values[leaf.value]) for path, leaf in leaves_in(template) if isinstance(leaf, Ref)]
     return Prepared(
         programs={stage: write_program(found, stage, traffic, model, record.device) for stage in record.stages},
         held=staged.held,
         traffic=tuple(tuple(_spec(graph, value) for value in border) for border in traffic),
         output=lambda tensors: fill_refs(template, dict(zip(graph.outputs, tensors, strict=True))),
+        scalars=tuple(path for path, value in refs if value.shape == () and value.dtype.is_floating_point),
         readings=tuple(readings),
         read=read,
     )

@@ -5,96 +5,116 @@ split the batch  ──▶  record a part, once per shape  ──▶  torch's sc
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.errors import ApplyError, PlanError, SpecError
-from autoshard.nested import map_tensors
+from autoshard.batching import BatchAxis
+from autoshard.errors import ApplyError, PlanError
 from autoshard.pipelines.engine import Engine
+from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_readings, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree
-from autoshard.runtime.chunks import Part, merge, part_weights, split, split_rows
+from autoshard.runtime.chunks import Part, merge, split, split_rows
+from autoshard.runtime.losses import Loss, Reduction, check_arguments, check_reduction, factors_of, own_factors
 from autoshard.runtime.pipeline_record import pipeline_record
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class RankSchedule:
-    """Trains and evaluates a model whose stages are on several processes; all of them call the same methods."""
+    """Steps of a model whose stages are on several processes, all of which call the same; see `autoshard.schedule`."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None = None, *, reduction: Any = "mean") -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None = None, reduction: Reduction = "mean") -> None:
+        check_arguments(loss, reduction)
         record = pipeline_record(model)
         if record is None:
             raise ApplyError("no pipeline over processes is applied to this model. Call autoshard.apply first.")
         if record.plan.batch is None:
-            raise PlanError("the plan does not say how the batch is divided. Make it with strategy='pipeline'.")
-        if reduction not in ("mean", "sum") and not callable(reduction):
-            raise SpecError(f"unknown reduction {reduction!r}: use 'mean', 'sum' or a function of the target.")
-        self._model, self._record, self._loss, self._reduction = weakref.ref(model), record, loss, reduction
+            raise PlanError('the plan does not say how the batch is divided. Plan with strategy="pipeline".')
+        self._model, self._record = weakref.ref(model), record
+        self.loss, self.reduction = loss, reduction
         self._engines: dict[tuple, tuple[Prepared, Engine]] = {}
-        self._sums: list[Sum] | None = None
+        self._sums: list[Sum] = []
+        self._steps = 0
 
     def step(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
-        """Run forward and backward on a batch; gradients add up in `.grad` as those of the whole batch.
+        """Run forward and backward on a batch, which adds to `.grad` what one call and `loss.backward()` would.
 
-        All ranks give the same batch. Returns the output of the model on the rank of the last stage, None on others;
-        there `losses` gets one value per part. Raises `PlanError` for a batch that can't be divided, `RankError` if a
-        rank is gone.
+        All ranks of a replica give the same batch. `target`: divided along its first dimension and given to the loss
+        function with the output. Returns the outputs put together on the rank of the last stage, None on others;
+        there `losses`, a list, gets the loss of each micro-batch. A step that raises leaves gradients as they were.
+        Raises `PlanError` for a batch that can't be divided and for a loss that does not reduce as was said,
+        `ApplyError` for values that would make the forward run otherwise, `RankError` if a rank is gone.
         """
-        return self._run(True, args, kwargs, target, losses)
+        return self._run(args, kwargs, target, losses, training=True)
 
     def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
-        """Run the forward alone, without gradients; otherwise as `step`."""
+        """Run the forwards only, without gradients; arguments and result as of `step`."""
         with torch.no_grad():
-            return self._run(False, args, kwargs, target, losses)
+            return self._run(args, kwargs, target, losses, training=False)
 
-    def _run(self, train: bool, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None) -> Any:
-        model, record = self._model(), self._record
-        if model is None or pipeline_record(model) is not record:
-            raise ApplyError("the plan of this schedule is no longer applied. Make a schedule after autoshard.apply.")
+    def _run(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, training: bool) -> Any:
+        model, record = self._applied(), self._record
         batch = record.plan.batch
         assert batch is not None
         parts = split(batch, model, args, kwargs, record.plan.num_microbatches)
-        if len({part.rows for part in parts}) > 1:
-            rows = sum(part.rows for part in parts)
-            raise PlanError(
-                f"a batch of {rows} rows can't be divided into {len(parts)} equal parts, which a pipeline over "
-                f"processes needs. Give a multiple of {len(parts)} rows, or drop the last incomplete batch."
-            )
-        prepared, engine = self._ready(model, parts, train)
+        _check_equal(parts)
+        targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
+        prepared, engine = self._ready(model, parts, training)
         for index, part in enumerate(parts):
             check_readings(prepared, part, index, record.device)
-        finish = _Finish(self._loss, prepared, parts, target, self._weights(parts, target), train, batch)
+        factors = self._factors(prepared, batch, parts, targets, training)
+        finish = Finish(self.loss, prepared, targets, factors, training, losses is not None)
         inputs = [input_tensors(part, record.device) for part in parts]
-        aside = Aside(self._sums or ()) if train else None
-        try:
+        if training:
+            self._train(engine, inputs, finish, batch, parts, targets)
+        else:
             engine.run(inputs, finish)
-        except BaseException:
-            if aside is not None:
-                aside.put_back()
-            raise
-        if aside is not None:
-            aside.add_up()
         if not engine.has_last:
             return None
         if losses is not None:
-            losses.clear()
             losses.extend(finish.losses)
         return merge(batch, finish.outputs, parts)
 
-    def _ready(self, model: nn.Module, parts: Sequence[Part], train: bool) -> tuple[Prepared, Engine]:
+    def _applied(self) -> nn.Module:
+        model = self._model()
+        if model is None or pipeline_record(model) is not self._record:
+            raise ApplyError("the plan of this schedule is no longer applied. Make a schedule after autoshard.apply.")
+        return model
+
+    def _train(
+        self, engine: Engine, inputs: list, finish: Finish, batch: BatchAxis, parts: Sequence[Part], targets: list
+    ) -> None:
+        """Run all forwards and backwards, and sum gradients over those who share parameters."""
+        aside = Aside(engine.parameters, self._sums)
+        try:
+            engine.run(inputs, finish)
+            if self.loss is not None:
+                error: Exception | None = None
+                try:
+                    if engine.has_last and len(parts) > 1:
+                        moved = [finish.moved(target) for target in targets]
+                        check_reduction(batch, self.loss, self.reduction, finish.outputs, moved, parts, self._steps)
+                except PlanError as found:
+                    error = found
+                agree(self._record.across, Mark(), error)
+            aside.add_up()
+        except BaseException:
+            aside.put_back()
+            raise
+        self._steps += 1
+
+    def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[Prepared, Engine]:
         """The programs and the schedule for parts of this shape; made by all ranks together the first time."""
-        key = (*shape_key(parts[0], model), train)
+        key = (*shape_key(parts[0], model), training)
         if key not in self._engines:
             error: Exception | None = None
             made: tuple[Prepared, Engine] | None = None
             try:
-                prepared = prepare(model, self._record, parts[0], grad=train)
-                made = prepared, Engine(model, self._record, prepared, train=train)
+                prepared = prepare(model, self._record, parts[0], grad=training)
+                made = prepared, Engine(model, self._record, prepared, training=training)
             except Exception as found:
                 error = found
             agree(self._record.across, Mark(), error)
@@ -104,61 +124,33 @@ class RankSchedule:
             self._engines[key] = made
         return self._engines[key]
 
-    def _weights(self, parts: Sequence[Part], target: Any) -> list[float]:
-        """What the loss of each part is multiplied with, so that they add up to that of the batch."""
-        batch = self._record.plan.batch
-        assert batch is not None
-        if self._loss is None:
-            how = next((one for one in batch.outputs if one.path == "loss"), None)
-            how = how or next((one for one in batch.outputs if one.how in ("mean", "sum", "weighted")), None)
-            return [0.0] * len(parts) if how is None else part_weights(how, parts)
-        if self._reduction == "sum":
+    def _factors(
+        self, prepared: Prepared, batch: BatchAxis, parts: Sequence[Part], targets: list, training: bool
+    ) -> list[float]:
+        """What the loss of each part is multiplied with, so that they add up to that of the whole batch."""
+        if not training:
             return [1.0] * len(parts)
-        if self._reduction == "mean":
-            sizes = [float(part.rows) for part in parts]
-        else:
-            sizes = [float(self._reduction(piece)) for piece in split_rows(target, parts, "target")]
-        return [size / (sum(sizes) or 1.0) for size in sizes]
-
-
-class _Finish:
-    """What the last stage does with the outputs of the model: the loss of a part, and keeping them for the merge."""
-
-    def __init__(
-        self, loss: Loss | None, prepared: Prepared, parts: Sequence[Part], target: Any, weights: list[float],
-        train: bool, batch: Any,
-    ) -> None:  # fmt: skip
-        self.loss, self.prepared, self.weights, self.train = loss, prepared, weights, train
-        self.targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
-        self.outputs: list[Any] = [None] * len(parts)
-        self.losses: list[torch.Tensor] = [torch.empty(0)] * len(parts)
-        self.own = "loss" if any(one.path == "loss" for one in batch.outputs) else ""
-
-    def __call__(self, number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        output = self.prepared.output(made)
-        # cloned, since it may be (a view of) a buffer that the next step receives into
-        self.outputs[number] = map_tensors(output, lambda tensor: tensor.detach().clone())
-        loss = self._loss_of(output, number)
-        if loss is None:
-            return made[0].new_zeros(1, dtype=torch.float32)
-        self.losses[number] = loss.detach().clone()
-        return (loss * self.weights[number]).reshape(1)
-
-    def _loss_of(self, output: Any, number: int) -> torch.Tensor | None:
         if self.loss is not None:
-            if not self.train and self.targets[number] is None:
-                return None
-            return self.loss(output, self.targets[number])
-        found = output if isinstance(output, torch.Tensor) else _named(output, "loss")
-        if isinstance(found, torch.Tensor) and found.numel() == 1:
-            return found
-        if self.train:
-            raise SpecError(
-                "this model returns no loss: give it what it computes one from (labels), or call "
-                "autoshard.schedule(model, loss)."
-            )
-        return None
+            factors = factors_of(self.reduction, parts, targets)
+            total = sum(map(float, map(self.reduction, targets))) if callable(self.reduction) else 0.0
+            kind = "sum" if self.reduction == "sum" else "mean"
+        else:
+            path = prepared.loss
+            factors = own_factors(batch, path, parts)
+            how = next(one for one in batch.outputs if one.path == path)
+            total = float(sum(part.labels[how.weights] for part in parts)) if how.how == "weighted" else 0.0
+            kind = how.how
+        replicas = self._record.replicas
+        if replicas is None or kind == "sum":
+            return factors
+        total = total or float(sum(part.rows for part in parts))
+        every = float(replicas.all_reduce(torch.tensor([total], dtype=torch.float64, device=self._record.device)))
+        return [factor * total / every for factor in factors]
 
 
-def _named(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+def _check_equal(parts: Sequence[Part]) -> None:
+    if len({part.rows for part in parts}) > 1:
+        raise PlanError(
+            f"a batch of {sum(part.rows for part in parts)} rows can't be divided into {len(parts)} equal parts, which "
+            f"a pipeline over processes needs. Give a multiple of {len(parts)} rows (drop_last=True of a data loader)."
+        )

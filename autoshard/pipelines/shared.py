@@ -6,7 +6,7 @@
 What was in `.grad` before the step is put aside and added afterwards: it was summed then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,30 +90,29 @@ def _group(record: PipelineRecord, holders: tuple[int, ...]) -> ProcessRanks | N
 
 
 class Aside:
-    """Gradients from before a step, put aside; `add_up` sums what the step made and adds them again."""
+    """Gradients from before a step, put aside: either `add_up` or `put_back` follows."""
 
-    def __init__(self, sums: Sequence[Sum]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], sums: Sequence[Sum]) -> None:
         self.sums = sums
-        self.before: dict[nn.Parameter, torch.Tensor | None] = {}
-        for one in sums:
-            for parameter in one.parameters:
-                self.before[parameter] = parameter.grad
+        every = [*parameters, *(parameter for one in sums for parameter in one.parameters)]
+        self.before = {parameter: parameter.grad for parameter in every}
         for parameter in self.before:
             parameter.grad = None
 
     def add_up(self) -> None:
-        """Sum over ranks, then add what was there before."""
+        """Sum what the step made over ranks, then add it, as autograd does, into the gradient that was there."""
         for one in self.sums:
             _sum(one)
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Add what was there before, as autograd does: into the tensor that was there."""
         for parameter, before in self.before.items():
             if before is not None:
                 if parameter.grad is not None:
                     before.add_(parameter.grad)
                 parameter.grad = before
+
+    def put_back(self) -> None:
+        """Forget what the step made."""
+        for parameter, before in self.before.items():
+            parameter.grad = before
 
 
 def _sum(one: Sum) -> None:

@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.pipelines.programs import Program
 
-Finish = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
+Finisher = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
 """(part, outputs of the model) -> what backward begins with, of shape [1]; keeps the outputs."""
 
 
 class StageModule(nn.Module):
     """One stage on the user's own parameters. `inputs` (per part) and `finish` are set before each step."""
 
-    def __init__(self, program: Program, parameters: Sequence[nn.Parameter], *, first: bool, recompute: bool) -> None:
+    def __init__(self, program: Program, parameters: Sequence[nn.Parameter], *, recompute: bool) -> None:
         super().__init__()
-        self.program, self.first, self.recompute = program, first, recompute
+        self.program, self.recompute = program, recompute
         self.inputs: list[tuple[torch.Tensor, ...]] = []
-        self.finish: Finish | None = None
+        self.finish: Finisher | None = None
         for index, parameter in enumerate(parameters):
             self.register_parameter(f"p{index}", parameter)
 

@@ -5,7 +5,6 @@ from torch import nn
 
 import autoshard
 from autoshard.nested import tensors_in
-from autoshard.pipelines.schedule import RankSchedule
 from tests.pipelines.plans import plan_of
 
 TOLERANCE = 1e-5
@@ -31,7 +30,7 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, **se
     plan = plan_of(model, stages, positions, inputs, parts=parts, schedule=schedule, **settings)
     autoshard.apply(model, plan)
     problems, losses = [], []
-    runner = RankSchedule(model, loss)
+    runner = autoshard.schedule(model, loss)
     for output in (runner.step(**inputs, target=target, losses=losses), runner.eval(**inputs, target=target)):
         if output is not None:
             problems += _unlike("output", tensors_in(output), tensors_in(reference))

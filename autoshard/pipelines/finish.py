@@ -1,0 +1,68 @@
+"""What the last stage does with the outputs of the model: the loss of each part, and keeping them for the merge."""
+
+from typing import Any
+
+import torch
+
+from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
+from autoshard.pipelines.prepare import Prepared
+from autoshard.runtime.chunks import PLAIN, Unmerged
+from autoshard.runtime.losses import Loss, call_loss
+
+
+class Finish:
+    """Called by the last stage with the outputs of one part after the other.
+
+    Attributes:
+        outputs: per part, nested as the model returns them, without history; `losses`: of the parts that had one.
+    """
+
+    def __init__(
+        self, loss: Loss | None, prepared: Prepared, targets: list, factors: list[float], training: bool, wanted: bool
+    ) -> None:
+        self.loss, self.prepared, self.targets, self.factors = loss, prepared, targets, factors
+        self.training, self.wanted = training, wanted
+        self.outputs: list[Any] = [None] * len(targets)
+        self._losses: list[torch.Tensor | None] = [None] * len(targets)
+        self.device = torch.device("cpu")
+
+    @property
+    def losses(self) -> list[torch.Tensor]:
+        return [loss for loss in self._losses if loss is not None]
+
+    def __call__(self, number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what backward begins with, of shape [1]."""
+        output = self.prepared.output(made)
+        self.device = made[0].device if made else self.device
+        loss = self._loss_of(output, number) if self.training or self.wanted else None
+        self.outputs[number] = _kept(output)
+        if loss is None:
+            return torch.zeros(1, device=self.device)
+        self._losses[number] = loss.detach().clone()
+        factor = self.factors[number]
+        if factor:
+            return (loss * factor).reshape(1).float()
+        # A part without a label has a loss of NaN, and no share in that of the batch.
+        floats = [tensor for _, tensor in tensors_in(output) if tensor.requires_grad and tensor is not loss]
+        return torch.stack([(tensor * 0).sum().float() for tensor in floats]).sum().reshape(1)
+
+    def moved(self, target: Any) -> Any:
+        """A target on the device of the outputs."""
+        return map_tensors(target, lambda tensor: tensor.to(self.device))
+
+    def _loss_of(self, output: Any, number: int) -> torch.Tensor | None:
+        if self.loss is None:
+            return tensor_at(output, self.prepared.loss) if self.training else tensor_at(output, "loss")
+        return call_loss(self.loss, output, self.moved(self.targets[number]))
+
+
+def _kept(output: Any) -> Any:
+    """The output without history. Cloned, since it may be a view of what the next step receives into."""
+
+    def light(path: str, leaves: list[Any]) -> Any:
+        leaf = leaves[0]
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf if isinstance(leaf, (*PLAIN, Unmerged)) else Unmerged(path, type(leaf).__name__)
+
+    return join_leaves([output], light)
