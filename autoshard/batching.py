@@ -57,9 +57,11 @@ class BatchAxis:
     Attributes:
         size: rows at planning; runs may have others.
         whole: inputs (paths) that every part gets whole.
-        plain: arguments that are no tensors, as `runtime.chunks.plain_arguments` writes them, of the call that was proved.
+        plain: arguments of the proved call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
         written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
             of the batch.
+        frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
+            may do so. "" is the model with all in it.
         proof: how it was shown, for people.
     """
 
@@ -69,4 +71,5 @@ class BatchAxis:
     whole: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     proof: str = ""

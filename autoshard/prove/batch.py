@@ -9,7 +9,6 @@ may look whether any row is masked at all; and with rows that are all alike, sin
 expert) may not be short otherwise.
 """
 
-import copy
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,15 +26,17 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
+from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import Key, find_mixer
-from autoshard.prove.parts import Division, Mixed, Trial, check_parts
-from autoshard.prove.rows import NotRun, alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
-from autoshard.prove.sample import random_like
+from autoshard.prove.parts import Division, Mixed, check_parts
+from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
 from autoshard.runtime.chunks import bind, plain_arguments
 from autoshard.workload import Workload
 
 ROWS = 4
 """Rows of a proof."""
+TOKENS = 8
+"""What other dimensions of inputs are shortened to where the model is large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,13 @@ class Question:
         return signature.args, signature.kwargs
 
 
-def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload) -> BatchAxis:
-    """Find the batch among the inputs and prove it parallel. Raises `PlanError` naming what mixes its rows."""
+def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None) -> BatchAxis:
+    """Find the batch among the inputs and prove it parallel. Raises `PlanError` naming what mixes its rows.
+
+    `graph`: a forward with these inputs that was captured with `composite=True`, if there is one.
+    """
     with torch.random.fork_rng(devices=[]):
-        question = _captured(model, inputs, workload)
+        question = _question(model, inputs, workload, graph)
         refused, tried = "", -1
         for batch, rows in _guesses(question):
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed
@@ -71,28 +75,45 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload) -> BatchA
             except Mixed as error:
                 refused, tried = refused or str(error), batch.inputs[0].dim
             except NotRun as error:
-                refused = refused or f"with other rows the model could not be run: {error}"
+                refused = refused or f"with other rows the model could not be run: {error}{_packed(question, batch)}"
     name = type(model).__name__
     raise PlanError(f"the batch of {name} can't be divided: {refused or 'no input has a dimension for it'}.")
 
 
-def _captured(model: nn.Module, inputs: Any, workload: Workload) -> Question:
-    """Record one forward with given or derived inputs."""
+def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
+    """Record one forward with given or derived inputs, if that has not been done."""
     forward = replace(workload, mode="inference", new_tokens=0)
     calls = [as_call(inputs, model)] if inputs is not None else derive_inputs(model, workload)
     refused: CaptureError | None = None
     for args, kwargs in calls:
+        if graph is not None and not _is_of(graph, (args, kwargs)):
+            continue
         try:
-            graph = capture(model, kwargs or args, workload=forward, composite=True)
+            known = graph or capture(model, kwargs or args, workload=forward, composite=True)
         except CaptureError as error:
             refused = refused or error
             continue
         bound = bind(model, args, kwargs)
         return Question(
-            model=model, given=(args, kwargs), bound=bound, graph=graph, walk=walk_all(graph), workload=workload
+            model=model, given=(args, kwargs), bound=bound, graph=known, walk=walk_all(known), workload=workload
         )
-    assert refused is not None
-    raise refused
+    raise refused or PlanError("the recorded run is not one of these inputs.")
+
+
+def _is_of(graph: ModelGraph, given: Call) -> bool:
+    shapes = [tuple(tensor.shape) for _, tensor in nested.tensors_in(given)]
+    return shapes == [graph.values[value].shape for value in graph.inputs]
+
+
+def _packed(question: Question, batch: BatchAxis) -> str:
+    """Inputs that may hold rows in a way that no dimension tells, in words."""
+    found = [
+        f"{path} {list(tensor.shape)}"
+        for path, tensor in nested.tensors_in(question.bound)
+        if path in batch.whole and tensor.dim() > 1 and tensor.shape[0] > batch.size
+    ]
+    listed = " and ".join(found)
+    return f". No dimension of {listed} is the batch of {batch.size}: rows packed one after the other" if found else ""
 
 
 def _guesses(question: Question) -> Iterator[tuple[BatchAxis, Rows | None]]:
@@ -141,24 +162,27 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
 
 def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Run the numbers. Raises `Mixed` or `NotRun`."""
-    try:
-        return _compared(question, _trial(question, torch.float64), batch, rows)
-    except NotRun:  # code that asks for single precision
-        return _compared(question, _trial(question, torch.float32), batch, rows)
+    training = question.workload.training
+    stopped: NotRun | None = None
+    for short in (True, False) if is_heavy(question.graph) else (False,):
+        bound = _ended(question, batch) if short else question.bound
+        for dtype in (torch.float32,) if is_heavy(question.graph) else (torch.float64, torch.float32):
+            trial = copy_model(question.model, question.graph, dtype, training)
+            try:
+                return _compared(replace(question, bound=bound), trial, batch, rows)
+            except NotRun as error:  # code that asks for single precision, or for inputs of a size
+                stopped = stopped or error
+    assert stopped is not None
+    raise stopped
 
 
 def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Compare the whole with parts for every kind of rows that the model takes."""
     found = _with_rows(batch, ROWS)
-    labels = _labels(question)
+    draws, ran = 0, None
     stopped: NotRun | None = None
-    draws, kinds = 0, 0
-    for bound, parts in _kinds(question, batch, rows, labels):
-        masks = {item.path: 0 for item in found.inputs if is_mask(nested.tensor_at(bound, item.path))}
-        args, kwargs = question.call(bound)
-        division = Division(
-            model=trial.model, batch=found, args=args, kwargs=kwargs, rows=parts, labels={**labels, **masks}
-        )
+    for bound, parts in _kinds(question, batch, rows):
+        division = _division(question, trial, found, bound, parts)
         try:
             again, drawn = check_parts(trial, division)
         except NotRun as error:
@@ -166,31 +190,80 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
             continue
         except Mixed as error:
             raise Mixed(f"{_named(question, rows, find_mixer(trial, division))}{error}") from None
-        if kinds and again.outputs != found.outputs:
+        if ran is not None and again.outputs != found.outputs:
             raise Mixed("outputs are made of those of parts in one way for some inputs, and in another for others")
-        found, draws, kinds = again, draws + drawn, kinds + 1
-    if stopped is not None and not kinds:
-        raise stopped
+        found, draws, ran = again, draws + drawn, ran or division
+    if ran is None:
+        raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
     proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
     if draws:
         proof += "; it draws random numbers, which were taken to be the same for all rows"
-    return replace(_with_rows(found, batch.size), proof=proof)
+    frozen = _frozen(question.model, trial, replace(ran, batch=found))
+    return replace(_with_rows(found, batch.size), frozen=frozen, proof=proof)
 
 
-def _kinds(
-    question: Question, batch: BatchAxis, rows: Rows | None, labels: Mapping[str, int]
-) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+def _division(
+    question: Question, trial: Trial, batch: BatchAxis, bound: Mapping[str, Any], parts: tuple[int, ...]
+) -> Division:
+    """A call divided into parts, with what its losses may be weighted by: labels, and masks."""
+    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
+    args, kwargs = question.call(bound)
+    labels = {**_labels(question), **masks}
+    return Division(model=trial.model, batch=batch, args=args, kwargs=kwargs, rows=parts, labels=labels)
+
+
+def _frozen(model: nn.Module, trial: Trial, division: Division) -> tuple[str, ...]:
+    """Modules in evaluation mode that would mix rows in training mode: those whose class is seen to; else all."""
+    still = {path: type(module) for path, module in model.named_modules() if not module.training}
+    if not still:
+        return ()
+    trial = replace(trial, draws=True)
+    kept: set[type] = set()
+    while True:
+        for path, module in trial.model.named_modules():
+            module.training = path not in still or still[path] not in kept
+        try:
+            check_parts(trial, division)
+        except Mixed:
+            mixer = find_mixer(trial, division)
+            kind = still.get(mixer[0][0]) if mixer is not None and mixer[1] else None
+            if kind is None or kind in kept:
+                return ("",) if "" in still else tuple(still)
+            kept.add(kind)
+        except NotRun:
+            return ("",) if "" in still else tuple(still)
+        else:
+            return tuple(path for path, kind in still.items() if kind in kept)
+
+
+def _kinds(question: Question, batch: BatchAxis, rows: Rows | None) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
     """Arguments of several kinds of rows, and how they are divided. A model may refuse some of them."""
-    inputs = _with_rows(batch, ROWS).inputs
+    inputs, labels = _with_rows(batch, ROWS).inputs, _labels(question)
     same = enlarged(question.bound, batch.inputs, batch.size, ROWS)
-    other = unlabelled(varied(same, inputs, 0), inputs, labels)
+    other = unlabelled(varied(same, inputs, ROWS, 0), inputs, labels)
     masked = shortened(other, inputs, ROWS)
+    kinds = [(other, (ROWS - 1, 1)), (unlabelled(same, inputs, labels), (1, ROWS - 1))]
     if masked is not None:
-        yield masked, (1, ROWS - 1)
-    yield other, (ROWS - 1, 1)
-    yield unlabelled(same, inputs, labels), (1, ROWS - 1)
+        kinds = [(masked, (1, ROWS - 1)), kinds[0]]
+    yield from (kind for kind in kinds if not are_alike(kind[0], inputs, ROWS))
     if rows is None or rows.blocked:
         yield alike(other, inputs, ROWS), (1, ROWS - 1)
+
+
+def _ended(question: Question, batch: BatchAxis) -> dict[str, Any]:
+    """The call with the first few of its tokens: along dimensions that are neither the batch nor one of a parameter."""
+    graph, walk = question.graph, question.walk
+    paths = {id(tensor): path for path, tensor in nested.tensors_in(question.bound)}
+    taken = {(item.path, item.dim) for item in batch.inputs}
+    fixed = {axis for tensor in graph.tensors if tensor.kind == "parameter" for axis in walk.axes.get(tensor.value, ())}
+    made = dict(question.bound)
+    for value, (_, tensor) in zip(graph.inputs, nested.tensors_in(question.given), strict=True):
+        path, short = paths[id(tensor)], tensor
+        for dim, axis in enumerate(walk.axes.get(value, ())):
+            if tensor.shape[dim] > TOKENS and (path, dim) not in taken and axis not in fixed:
+                short = short.narrow(dim, 0, TOKENS)
+        made = nested.replace_at(made, path, short)
+    return made
 
 
 def _labels(question: Question) -> dict[str, int]:
@@ -223,19 +296,3 @@ def _with_rows(batch: BatchAxis, rows: int) -> BatchAxis:
         inputs=tuple(replace(item, axis=with_rows(item.axis, rows)) for item in batch.inputs),
         outputs=tuple(replace(item, axis=with_rows(item.axis, rows)) for item in batch.outputs),
     )
-
-
-def _trial(question: Question, dtype: torch.dtype) -> Trial:
-    """Copy the model with random parameters; buffers keep their values where they have any."""
-    generator = torch.Generator().manual_seed(0)
-    model = question.model
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo.setdefault(id(parameter), random_like(parameter, generator))
-    for module in model.modules():
-        for value in (*module._buffers.values(), *vars(module).values()):
-            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in memo:
-                memo[id(value)] = random_like(value, generator)
-    draws = any(torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) for op in question.graph.ops)
-    made = copy.deepcopy(model, memo).to(dtype)
-    return Trial(model=made, dtype=dtype, draws=draws, training=question.workload.training)

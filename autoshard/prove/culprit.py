@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.prove.parts import Division, Mixed, Trial, find_output, run, ways
+from autoshard.prove.copied import Trial
+from autoshard.prove.parts import Division, Mixed, find_output, run, ways
 
 Key = tuple[str, int]
 """(module path, how-manieth call of it)"""
@@ -46,11 +47,13 @@ def _watched(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> tuple[Seen, S
 @contextmanager
 def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
     handles = []
+    times: dict[str, int] = {}
     for path, module in model.named_modules():
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
-            key = path, sum(1 for known, _ in made if known == path)
-            given[key], made[key] = _copies((args, kwargs)), _copies(output)
+            key = path, times.get(path, 0)
+            times[path] = key[1] + 1
+            given[key], made[key] = dict(nested.tensors_in((args, kwargs))), dict(nested.tensors_in(output))
 
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
@@ -58,10 +61,6 @@ def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _copies(value: Any) -> dict[str, torch.Tensor]:
-    return {path: tensor.detach().clone() for path, tensor in nested.tensors_in(value)}
 
 
 def _apart(

@@ -19,6 +19,7 @@ from torch import nn
 from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
+from autoshard.prove.copied import Trial
 from autoshard.prove.draws import SteadyDraws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import Part, merge, split
@@ -31,16 +32,6 @@ NOISE = 1e-6
 
 class Mixed(Exception):
     """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A model of our own with random values, how its floats are stored, and whether it may draw random numbers."""
-
-    model: nn.Module
-    dtype: torch.dtype
-    draws: bool
-    training: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +55,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
     draws = SteadyDraws()
-    with torch.set_grad_enabled(trial.training), draws if trial.draws else nullcontext():
+    with torch.set_grad_enabled(trial.training), trial.weights, draws if trial.draws else nullcontext():
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():
@@ -117,7 +108,8 @@ def check_parts(trial: Trial, division: Division) -> tuple[BatchAxis, int]:
     written = _check_written(whole, results)
     found = replace(division.batch, outputs=hows, written=tuple(sorted({*division.batch.written, *written})))
     if trial.training:
-        _check_gradients(trial.model, whole.output, merge(found, outputs, division.parts(hows)))
+        with trial.weights:
+            _check_gradients(trial.model, whole.output, merge(found, outputs, division.parts(hows)))
     return found, whole.draws
 
 

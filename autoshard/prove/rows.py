@@ -45,8 +45,11 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
     return made
 
 
-def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], seed: int) -> dict[str, Any]:
-    """Give every row other values of the same kind: other numbers, single integers in other places."""
+def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, seed: int) -> dict[str, Any]:
+    """Give every row other values of the same kind: other numbers, single integers in other places.
+
+    Where that leaves rows alike, as in a batch of zeros, row `r` of integers is `r` larger.
+    """
     generator = torch.Generator().manual_seed(seed)
     made = dict(bound)
     for item in inputs:
@@ -55,12 +58,19 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], seed: int) ->
         if is_mask(tensor):
             continue
         if tensor.is_floating_point() or tensor.is_complex():
-            spread = tensor.abs().mean() if tensor.numel() else torch.zeros(())
+            spread = float(tensor.abs().mean()) if tensor.numel() else 0.0
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
-            tensor = tensor + noise * (NOISE * spread if spread else 1.0)
+            tensor = tensor + noise * (NOISE * spread or 1.0)
         elif tensor.dim() - item.dim >= 2:
             tensor = _shuffled(tensor, item.dim, generator)
         made = replace_at(made, item.path, tensor)
+    if are_alike(made, inputs, rows):
+        for item in inputs:
+            tensor = tensor_at(made, item.path)
+            assert tensor is not None
+            if not is_mask(tensor) and not tensor.is_floating_point() and item.axis == f"*{rows}":
+                more = torch.arange(rows, dtype=tensor.dtype).view(-1, *[1] * (tensor.dim() - item.dim - 1))
+                made = replace_at(made, item.path, tensor + more)
     return made
 
 
@@ -121,6 +131,19 @@ def unlabelled(bound: Mapping[str, Any], inputs: Iterable[BatchInput], labels: M
                 tensor[row] = flat.view(tensor[row].shape)
         made = replace_at(made, item.path, tensor)
     return made
+
+
+def are_alike(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> bool:
+    """Whether two rows have the same in all inputs but masks."""
+    texts: list[list[bytes]] = [[] for _ in range(rows)]
+    for item in inputs:
+        tensor = tensor_at(bound, item.path)
+        if tensor is None or is_mask(tensor) or not tensor.numel():
+            continue
+        for row, text in enumerate(texts):
+            index = torch.from_numpy(kept(item.axis, (1,) * rows, row))
+            text.append(tensor.index_select(item.dim, index).detach().double().numpy().tobytes())
+    return len(set(map(tuple, texts))) < rows
 
 
 def _shuffled(tensor: torch.Tensor, dim: int, generator: torch.Generator) -> torch.Tensor:

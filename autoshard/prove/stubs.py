@@ -21,16 +21,21 @@ from autoshard.prove.shrink import on_meta
 def outside_of(model: nn.Module, graph: ModelGraph, elements: Iterable[str]) -> nn.Module:
     """Copy a model on meta with stubs in place of elements; their plain attributes stay, for code that asks them."""
     made = on_meta(model)
+    put_stubs(made, graph, elements)
+    return made
+
+
+def put_stubs(model: nn.Module, graph: ModelGraph, elements: Iterable[str]) -> None:
+    """Turn elements of a model, which is our own, into stubs, in place."""
     calls = {call.path: call for call in reversed(graph.calls)}  # the first of each
     for path in elements:
-        element = made.get_submodule(path)
+        element = model.get_submodule(path)
         call = calls.get(path)
         rows = [] if call is None else _rows(graph, call)
         kind = type(element)
         element.__class__ = type(kind.__name__, (kind,), {"forward": _forward(rows)})
         for table in (element._modules, element._parameters, element._buffers):
             table.clear()
-    return made
 
 
 def _rows(graph: ModelGraph, call: Call) -> list[tuple[str, str | None, torch.Tensor]]:

@@ -1,0 +1,75 @@
+"""A model of our own with random values for a proof that runs all of it, however large the original is."""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.axes.regions import OUTSIDE, find_regions
+from autoshard.capture.graph import ModelGraph
+from autoshard.prove.sample import random_like
+from autoshard.prove.stand_ins import StandIns
+from autoshard.prove.stubs import put_stubs
+
+LARGE_ELEMENTS = 1 << 25
+"""Models with more elements than this in their parameters get stand-ins."""
+SMALL_ELEMENTS = 1 << 16
+"""In them, parameters with no more than this keep values of their own."""
+HEAVY_FLOPS = 1 << 31
+"""Models with more work than this in a forward are run on fewer tokens, if they take that."""
+KEPT = 2
+"""How many of elements that are alike are run; others hand on what they are given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A model with random values, how its floats are stored, and what computes with its largest weights.
+
+    `draws`: whether it may draw random numbers; `training`: whether it is run with a backward.
+    """
+
+    model: nn.Module
+    dtype: torch.dtype
+    weights: AbstractContextManager
+    draws: bool
+    training: bool
+
+
+def is_large(graph: ModelGraph) -> bool:
+    """Whether the weights of a model are too many to be filled with random numbers."""
+    return sum(torch.Size(tensor.shape).numel() for tensor in graph.tensors) > LARGE_ELEMENTS
+
+
+def is_heavy(graph: ModelGraph) -> bool:
+    """Whether one forward of a model takes long."""
+    return is_large(graph) or sum(op.flops for op in graph.ops) > HEAVY_FLOPS
+
+
+def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training: bool) -> Trial:
+    """Copy a model with random parameters in one floating-point type; buffers keep values that they have."""
+    weights = StandIns()
+    large = is_large(graph)
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if large and parameter.numel() > SMALL_ELEMENTS and parameter.is_floating_point():
+            stand_in = nn.Parameter(weights.make(parameter.shape, dtype), requires_grad=False)
+            stand_in.__dict__.update(vars(parameter))
+            memo.setdefault(id(parameter), stand_in)
+        elif id(parameter) not in memo:
+            memo[id(parameter)] = filled = random_like(parameter, generator)
+            filled.data = filled.data.to(dtype) if filled.is_floating_point() else filled.data
+    for module in model.modules():
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                known = random_like(value, generator) if value.is_meta else value.detach().clone()
+                memo[id(value)] = known.to(dtype) if known.is_floating_point() else known
+    copied = copy.deepcopy(model, memo)
+    if large:
+        alike = [region.paths for region in find_regions(graph) if region.path != OUTSIDE]
+        put_stubs(copied, graph, [path for paths in alike for path in paths[KEPT:]])
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) for op in graph.ops)
+    return Trial(model=copied, dtype=dtype, weights=weights if large else nullcontext(), draws=draws, training=training)
