@@ -4,6 +4,7 @@
   stages hold, and its optimizer step.
 * Seconds over a border: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
   neighbour. Sends are asynchronous.
+  In one process one thread launches the ops of all devices: a pass takes as long as that at least.
 * Peak of a device: what is always there, what the micro-batches in flight keep, and what the running action needs more.
 """
 
@@ -32,13 +33,15 @@ KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 class Run:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
-    `names`: the device of every position; stage i is on position i mod p.
+    `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
+    thread launches all ops of all devices; 0 where every device has its own.
     """
 
     figures: Figures
     names: tuple[str, ...]
     order: Order
     simulated: Simulated
+    issue_seconds: float = 0.0
 
 
 def estimate_pipeline(
@@ -67,7 +70,10 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
     figures = stage_figures(profile, part, plan.stages, devices, processes=processes)
-    return run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
+    run = run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
+    if processes:
+        return run
+    return replace(run, issue_seconds=plan.num_microbatches * sum(s.launch_seconds for s in figures.stages))
 
 
 def needs_processes(plan: Plan, cluster: Cluster) -> bool:
@@ -123,7 +129,7 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
         rows.append(device_estimate(run, position, device, plan.num_microbatches, workload, step, incoming))
     used = {row.name: row for row in rows}
     devices = tuple(used.get(device.name) or _unused(device) for device in cluster.devices)
-    latency = max(done)
+    latency = max(*done, run.issue_seconds)
     value = max(row.peak_bytes / max(row.memory_bytes, 1) for row in rows) if plan.objective == "memory" else latency
     stages = tuple(_stage_estimate(run, i) for i in range(len(figures.stages)))
     return Estimate(

@@ -33,7 +33,8 @@ class Border:
 class StageFigures:
     """One stage for one micro-batch. `weight_seconds` is the part of `backward_seconds` for gradients of parameters.
 
-    `trained`: (name, bytes) of the parameters it trains, in the model's order.
+    `launch_seconds`: the part of all its seconds that ops need to be launched. `trained`: (name, bytes) of the
+    parameters it trains, in the model's order.
     """
 
     forward_seconds: float
@@ -42,6 +43,7 @@ class StageFigures:
     recompute: bool
     nbytes: StageBytes
     trained: tuple[tuple[str, int], ...]
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ def stage_figures(
         again = 0.0 if recomputed is None else float(forward[index][recomputed.ops].sum())
         own = tuple((name, nbytes) for name, nbytes in trained if index in held[name])
         back = float(backward[index].sum()) + again
+        launches = np.count_nonzero(forward[index]) + np.count_nonzero(backward[index])
+        launches += 0 if recomputed is None else np.count_nonzero(forward[index][recomputed.ops])
         found.append(
             StageFigures(
                 forward_seconds=float(forward[index].sum()),
@@ -93,6 +97,7 @@ def stage_figures(
                 recompute=recomputed is not None,
                 nbytes=memory.of(index, device, own, recomputed),
                 trained=own,
+                launch_seconds=device.launch_seconds * launches,
             )
         )
     shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)

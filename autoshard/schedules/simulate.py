@@ -16,7 +16,7 @@ NCCL or copies on their own stream); else it waits for its own sends.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.errors import SpecError
 from autoshard.schedules.orders import Action, Order
@@ -28,23 +28,22 @@ class Times:
 
     `backward` is all of it (recomputing included), `weight` the part of it that a W does; I takes the rest.
     `sends`: [stages - 1] of activations, `returns`: [stages - 1] of the gradients that come back over the same border.
+    Seconds are numbers; for `fast.makespan` also arrays with one entry per pipeline.
     """
 
-    forward: Sequence[float]
-    backward: Sequence[float] = ()
-    weight: Sequence[float] = ()
-    sends: Sequence[float] = ()
-    returns: Sequence[float] = ()
+    forward: Sequence[Any]
+    backward: Sequence[Any] = ()
+    weight: Sequence[Any] = ()
+    sends: Sequence[Any] = ()
+    returns: Sequence[Any] = ()
     overlap: bool = True
 
     def of(self, action: Action) -> float:
         """Seconds of one action."""
-        stage = action.stage
-        if action.kind == "F":
-            return self.forward[stage]
-        if action.kind == "B":
-            return self.backward[stage]
-        return self.weight[stage] if action.kind == "W" else self.backward[stage] - self.weight[stage]
+        kind, stage, _ = action
+        if kind == "I":
+            return float(self.backward[stage] - self.weight[stage])
+        return float({"F": self.forward, "B": self.backward, "W": self.weight}[kind][stage])
 
 
 class Ran(NamedTuple):

@@ -30,10 +30,14 @@ class Lines:
     """Makes the line of a profiled model for any number of micro-batches and cuts.
 
     Attributes:
+        one_thread: one process launches the ops of all devices.
         segments: [n] number of the module that each unit is recomputed with.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
+    def __init__(
+        self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units, *, one_thread: bool = False
+    ) -> None:
+        self.one_thread = one_thread
         self.profile, self.cluster, self.batch, self.units = profile, cluster, batch, units
         self.graph = graph = profile.graph
         self.count = len(units.paths)
@@ -99,14 +103,14 @@ class Lines:
                     found[unit_of[row.born] + 1 : unit_of[op.index] + 1] = True
         return found
 
-    def cuts(self, stages: int) -> Array:
-        """[n + 1] where cuts may be, between modules as large as leave enough of them; all where there are few."""
+    def begins(self, stages: int) -> Array:
+        """[pieces + 1] the first unit of every piece: modules as large as leave enough of them; all where few."""
         for depth in [*sorted(set(self.depths[1:].tolist())), int(self.depths.max(initial=0))]:
-            allowed = np.append(self.depths <= depth, True) & ~self.forbidden
-            allowed[[0, -1]] = True
-            if allowed.sum() - 1 >= _CUTS_PER_STAGE * stages:
+            allowed = (self.depths <= depth) & ~self.forbidden[: self.count]
+            allowed[0] = True
+            if allowed.sum() >= _CUTS_PER_STAGE * stages:
                 break
-        return allowed
+        return np.append(np.flatnonzero(allowed), self.count)
 
     def seconds(self, device: Device, part: float) -> Array:
         """[ops] seconds of every op on a device with this part of the batch, as in `cost.op_seconds`."""
@@ -118,14 +122,12 @@ class Lines:
         return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
 
     def line(self, microbatches: int, stages: int) -> Line:
-        """Make the line for so many micro-batches, with cuts for so many stages."""
+        """Make the line for so many micro-batches, in pieces small enough for so many stages."""
         size = self.batch.size
         part = -(-size // microbatches) / size
         op_unit, n = self.units.op_unit, self.count
-
-        def by_unit(mask: Array) -> Array:
-            return np.array([np.bincount(op_unit, np.where(mask, row, 0.0), n) for row in per_device])
-
+        begins = self.begins(stages)
+        first = begins[:-1]
         known: dict[tuple, Array] = {}
         per_device = []
         for device in self.cluster.devices:
@@ -133,31 +135,47 @@ class Lines:
             if key not in known:
                 known[key] = self.seconds(device, part)
             per_device.append(known[key])
+
+        def together(values: Array) -> Array:
+            return np.add.reduceat(values, first, axis=-1)
+
+        def of_ops(mask: Array) -> Array:
+            done = {key: np.bincount(op_unit, np.where(mask, row, 0.0), n) for key, row in known.items()}
+            same = {id(known[key]): done[key] for key in known}
+            return together(np.array([same[id(row)] for row in per_device]))
+
         nbytes = np.where(self.shrinks, self.bytes * part, self.bytes)
         sends, returns, first_read = self._crossing(part)
         kept = np.bincount(op_unit[self.saver], nbytes[self.saved], n) if len(self.saved) else np.zeros(n)
         again = np.bincount(self.segments, kept, self.segments.max(initial=0) + 1)[self.segments]
         makers = op_unit[np.minimum(self.born[self.stays], len(op_unit) - 1)] if len(op_unit) else self.stays
+        lasting = np.bincount(makers, nbytes[self.stays], n) if len(self.stays) else np.zeros(n)
         latency, bandwidth = self._links()
         return Line(
             microbatches=microbatches,
-            forward=by_unit(self.is_forward),
-            backward=by_unit(~self.is_forward),
-            weight=by_unit(self.for_weights),
-            static=self._static(),
-            kept=kept if self.training else np.zeros(n),
-            transient=self._transient(nbytes),
-            kept_again=first_read,
-            again=again,
-            lasting=np.bincount(makers, nbytes[self.stays], n) if len(self.stays) else np.zeros(n),
-            sends=sends,
-            returns=returns,
-            cuts=self.cuts(stages),
+            begins=begins,
+            forward=of_ops(self.is_forward),
+            backward=of_ops(~self.is_forward),
+            weight=of_ops(self.for_weights),
+            static=together(self._static()),
+            kept=together(kept if self.training else np.zeros(n)),
+            transient=np.maximum.reduceat(self._transient(nbytes), first),
+            kept_again=together(first_read),
+            again=np.maximum.reduceat(again, first),
+            lasting=together(lasting),
+            sends=sends[:, begins],
+            returns=returns[:, begins],
             capacity=np.array([float(device.budget_bytes) for device in self.cluster.devices]),
             latency=latency,
             bandwidth=bandwidth,
             training=self.training,
+            issue_seconds=self._issue_seconds() * microbatches if self.one_thread else 0.0,
         )
+
+    def _issue_seconds(self) -> float:
+        """Seconds in which one thread launches all ops for a micro-batch."""
+        launched = int(((self.flops > 0) | (self.moved > 0)).sum())
+        return launched * min(device.launch_seconds for device in self.cluster.devices)
 
     def _transient(self, nbytes: Array) -> Array:
         """[n] most bytes that live while a unit runs, without what is kept or stays."""

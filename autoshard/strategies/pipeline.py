@@ -20,7 +20,7 @@ from autoshard.schedules.orders import SCHEDULES, check_schedule
 from autoshard.sizes import format_bytes
 from autoshard.strategies.lines import Lines
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.stage_search import Found, Search, with_capacity
+from autoshard.strategies.stage_search import Found, Line, Search
 
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 5
@@ -29,8 +29,10 @@ _AS_GOOD = 1.002
 """Schedules and numbers of micro-batches that are so little slower count as equal: then the simpler one is taken."""
 _MOST_PARTS = 8
 """Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
-_PER_DEVICE = (2, 3, 4)
+_PER_DEVICE = (2, 4)
 """Stages per device that are tried where they are interleaved."""
+_LOOKED_AT_WELL = 3
+"""Choices that are searched well, after a quick look at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best of the choices, and a figure of the objective that none of them goes below."""
+    """The best of the choices, the line it cuts, and a figure of the objective that none of them goes below."""
 
     choice: Choice
+    line: Line
     found: Found
     bound: float
 
@@ -69,7 +72,7 @@ def pipeline(
             "a pipeline needs at least two modules with parameters, one per stage: this model has "
             f'{len(units.paths)}. Use strategy="balanced".'
         )
-    lines = Lines(profile, computing, batch, units)
+    lines = Lines(profile, computing, batch, units, one_thread=not processes)
     choices = list(choices_for(len(computing.devices), batch.size, lines, num_microbatches, schedule, processes))
     if not choices:
         raise PlanError(_no_choice(len(computing.devices), len(units.paths), num_microbatches, schedule, processes))
@@ -79,7 +82,7 @@ def pipeline(
         best = choose(lines, choices, capacity, objective)
         if best is None:
             break
-        plan = _plan(profile, computing, batch, units, best, objective)
+        plan = write_plan(profile, computing, batch, units, best, objective)
         run = run_plan(plan, profile, computing, processes=processes > 0)
         figures = price(run, plan, profile, computing, best.bound)
         if figures.fits:
@@ -144,7 +147,7 @@ def choices_for(
             continue
         parts = [num_microbatches] if num_microbatches else _parts(size, positions)
         for order, name in enumerate(names):
-            several = _PER_DEVICE if name == "interleaved" else (1, 2) if name == "zero-bubble" else (1,)
+            several = _PER_DEVICE if name == "interleaved" else (1,)
             for per_device in several:
                 if positions * per_device > lines.count:
                     continue
@@ -168,36 +171,40 @@ def _parts(size: int, positions: int) -> list[int]:
 def choose(lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, objective: str) -> Best | None:
     """Find the best choice on devices with so much memory for tensors; None if none fits.
 
-    Choices are searched in the order of their lower bounds, until those exceed what was found.
+    Choices are looked at quickly in the order of their lower bounds, until those exceed what was found; the most
+    promising ones are then searched well.
     """
-
-    def figure(found: Found) -> float:
-        return found.load if objective == "memory" else found.seconds
-
-    made = {}
-    for choice in choices:
-        key = (choice.microbatches, choice.positions * choice.per_device)
-        if key not in made:
-            made[key] = with_capacity(lines.line(*key), capacity)
+    made: dict[tuple[int, int], Line] = {}
     searches = []
     devices = range(len(capacity))
     for number, choice in enumerate(choices):
-        line = made[choice.microbatches, choice.positions * choice.per_device]
-        search = Search(line, choice.schedule, choice.positions, choice.per_device)
-        searches.append((0.0 if objective == "memory" else search.bound(devices), number, choice, search))
+        key = (choice.microbatches, choice.positions * choice.per_device)
+        if key not in made:
+            made[key] = replace(lines.line(*key), capacity=capacity)
+        search = Search(
+            made[key], choice.schedule, choice.positions, choice.per_device,
+            figure="load" if objective == "memory" else "seconds",
+        )  # fmt: skip
+        searches.append((search.bound(devices), number, choice, search))
+    searches.sort(key=lambda one: one[:2])
+    looked: list[tuple[float, int, Choice, Search]] = []
     best: tuple[float, Choice, Found] | None = None
-    for bound, _, choice, search in sorted(searches, key=lambda one: one[:2]):
+    for bound, number, choice, search in searches:
         if best is not None and bound > best[0] * _AS_GOOD:
             break
-        found = search.best(devices, figure)
-        if found is None:
-            continue
-        if best is None or _is_better(figure(found), choice, best[0], best[1]):
-            best = figure(found), choice, found
+        found = search.quick(devices)
+        if found is not None:
+            looked.append((search.value(found), number, choice, search))
+            if best is None or _is_better(search.value(found), choice, best[0], best[1]):
+                best = search.value(found), choice, found
+    for _, _, choice, search in sorted(looked, key=lambda one: one[:2])[:_LOOKED_AT_WELL]:
+        found = search.best(devices)
+        if found is not None and best is not None and _is_better(search.value(found), choice, best[0], best[1]):
+            best = search.value(found), choice, found
     if best is None:
         return None
-    least = min(one[0] for one in searches)
-    return Best(choice=best[1], found=best[2], bound=min(least, best[0]))
+    return Best(choice=best[1], found=best[2], line=made[best[1].microbatches, best[1].positions * best[1].per_device],
+                bound=min(searches[0][0], best[0]))  # fmt: skip
 
 
 def _is_better(value: float, choice: Choice, best: float, known: Choice) -> bool:
@@ -210,12 +217,13 @@ def _is_better(value: float, choice: Choice, best: float, known: Choice) -> bool
     return value <= best * _AS_GOOD and simpler
 
 
-def _plan(
+def write_plan(
     profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units, best: Best, objective: str
 ) -> Plan:  # fmt: skip
     """Write down what was decided."""
     found, choice, graph = best.found, best.choice, profile.graph
-    stage_of_unit = np.searchsorted(np.array(found.cuts[1:-1]), np.arange(len(units.paths)), side="right")
+    cuts = best.line.begins[list(found.cuts[1:-1])]
+    stage_of_unit = np.searchsorted(cuts, np.arange(len(units.paths)), side="right")
     stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
     placed = collapse(stage_of, graph) if stage_of else {"": "0"}
     paths: list[list[str]] = [[] for _ in found.recompute]

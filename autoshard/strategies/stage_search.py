@@ -1,6 +1,6 @@
-"""Where to cut a line of units into the stages of a pipeline, for one number of micro-batches and one schedule.
+"""Where to cut a line of pieces into the stages of a pipeline, for one number of micro-batches and one schedule.
 
-    units      [ 0 | 1 | 2 | 3 | 4 | 5 | 6 ]      cuts (0, 3, 5, 7)
+    pieces     [ 0 | 1 | 2 | 3 | 4 | 5 | 6 ]      cuts (0, 3, 5, 7)
     stages     └─ 0 ─────┘└─ 1 ──┘└─ 2 ──┘        stage i is on position i mod p, which has a device
 
 With t the seconds of a stage for one micro-batch, its copies included, T of a pass lies between two figures:
@@ -9,49 +9,54 @@ With t the seconds of a stage for one micro-batch, its copies included, T of a p
     T = F + (m - 1) L         forwards only, exactly
 
 so for every limit on L the partition with the least F is found by dynamic programming, and those that come out are run
-by the clock; a few steps of moving single cuts follow. Few partitions are all tried. What a stage keeps depends on its
+by the clock; a few rounds of moving single cuts follow. Few partitions are all tried. What a stage keeps depends on its
 position, so every stage has its own limit of memory; where it does not fit it computes activations again, if that
 fits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations, pairwise, permutations
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations, permutations
 from math import comb
 
 import numpy as np
 
-from autoshard.schedules.orders import Order, in_flight, make_order
-from autoshard.schedules.simulate import Times, simulate
+from autoshard.schedules.fast import Program, compile_order, makespan
+from autoshard.schedules.orders import in_flight, make_order
+from autoshard.schedules.simulate import Times
 
 Array = np.ndarray
-MAX_ALL = 120
-"""Partitions (times orders of devices) up to which all are run by the clock."""
+MAX_ALL = 300
+"""Partitions times orders of devices up to which all are run by the clock."""
 MAX_LIMITS = 12
 """Limits on the slowest stage that are tried otherwise."""
 MAX_ORDERS = 24
 """Orders of unequal devices that are tried."""
+_ROUNDS = 6
+"""Rounds of moving single cuts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Line:
-    """n units in the order in which they run, on D devices, for one of `microbatches` micro-batches.
+    """n pieces in the order in which they run, on D devices, for one of `microbatches` micro-batches.
 
     Attributes:
-        forward, backward, weight: [D, n] seconds of a unit on a device; `weight` is the part of `backward` for
+        begins: [n + 1] the first unit of every piece, and the number of units.
+        forward, backward, weight: [D, n] seconds of a piece on a device; `weight` is the part of `backward` for
             gradients of parameters.
         static: [n] bytes that are there all the time. kept: [n] from a forward to its backward. transient: [n] more
-            while the unit runs.
+            while the piece runs.
         kept_again: [n] bytes that are kept where activations are computed again; again: [n] what that takes meanwhile.
         lasting: [n] bytes per micro-batch that stay to the end of the pass.
-        sends, returns: [n + 1] tensors and their bytes, [2, n + 1], that go over a cut before each unit, and back.
-        cuts: [n + 1] whether there may be a cut before each unit; the first and the last are.
+        sends, returns: [2, n + 1] tensors and their bytes that go over a cut before each piece, and back.
         capacity: [D] bytes. latency, bandwidth: [D, D] of copies from row to column.
         training: there is a backward.
+        issue_seconds: a pass is not faster: what one thread needs to launch all of its ops; 0 for a thread per device.
     """
 
     microbatches: int
+    begins: Array
     forward: Array
     backward: Array
     weight: Array
@@ -63,14 +68,15 @@ class Line:
     lasting: Array
     sends: Array
     returns: Array
-    cuts: Array
     capacity: Array
     latency: Array
     bandwidth: Array
     training: bool
+    issue_seconds: float = 0.0
 
     @property
-    def num_units(self) -> int:
+    def size(self) -> int:
+        """How many pieces there are."""
         return len(self.static)
 
     @cached_property
@@ -78,22 +84,30 @@ class Line:
         """[D] the first device that is like each one in speed, memory and links."""
         rows = []
         for d in range(len(self.capacity)):
-            links = np.delete(self.latency[d], d), np.delete(self.latency[:, d], d)
-            widths = np.delete(self.bandwidth[d], d), np.delete(self.bandwidth[:, d], d)
-            own = (self.forward[d], self.backward[d], self.weight[d], self.capacity[d : d + 1], *links, *widths)
+            links = [np.delete(table[d], d) for table in (self.latency, self.bandwidth)]
+            links += [np.delete(table[:, d], d) for table in (self.latency, self.bandwidth)]
+            own = (self.forward[d], self.backward[d], self.weight[d], self.capacity[d : d + 1], *links)
             rows.append(b"".join(np.ascontiguousarray(part, np.float64).tobytes() for part in own))
         return tuple(rows.index(row) for row in rows)
 
     @cached_property
     def totals(self) -> dict[str, Array]:
-        """Sums up to each unit of everything that adds up."""
+        """Sums up to each piece of everything that adds up."""
         names = ("forward", "backward", "weight", "static", "kept", "kept_again", "lasting")
-        return {name: _prefix(getattr(self, name)) for name in names}
+        return {name: _sums_before(getattr(self, name)) for name in names}
+
+    @cached_property
+    def largest(self) -> dict[str, Array]:
+        """[n + 1, n + 1] the largest figure of the pieces from row to column."""
+        return {name: _largest_between(getattr(self, name)) for name in ("transient", "again")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A partition: `cuts` [stages + 1], the device of every position, which stages compute again, seconds of a pass."""
+    """A partition: `cuts` [stages + 1] in pieces, the device of every position, which stages compute again.
+
+    `seconds` of a pass; `load`: the largest part of a device's memory in use.
+    """
 
     cuts: tuple[int, ...]
     devices: tuple[int, ...]
@@ -102,162 +116,211 @@ class Found:
     load: float
 
 
-class Search:
-    """The partitions of one line into `positions` x `per_device` stages under one schedule.
+@dataclass(frozen=True, slots=True, eq=False)
+class Many:
+    """K partitions as arrays: cuts [K, stages + 1], the device of every stage [K, stages], who computes again."""
 
-    Attributes:
-        keep: [stages] micro-batches of which each stage keeps activations at one time.
-        bound: no partition can be faster.
-    """
+    cuts: Array
+    devices: Array
+    recompute: Array
+
+
+class Search:
+    """The partitions of one line into `positions` x `per_device` stages under one schedule. `figure` is minimised."""
 
     def __init__(
-        self, line: Line, schedule: str, positions: int, per_device: int = 1, *, may_recompute: bool = True
-    ) -> None:
-        self.line, self.schedule, self.positions = line, schedule, positions
-        self.order: Order = make_order(
-            schedule, positions, line.microbatches, stages_per_device=per_device, training=line.training
-        )
+        self, line: Line, schedule: str, positions: int, per_device: int = 1, *, figure: str = "seconds",
+        may_recompute: bool = True,
+    ) -> None:  # fmt: skip
+        self.line, self.positions, self.figure = line, positions, figure
         self.count = positions * per_device
-        flying = in_flight(self.order)
-        self.keep = [flying[stage] if line.training else 0 for stage in range(self.count)]
+        self.program, flying = _program(schedule, positions, line.microbatches, per_device, line.training)
+        self.keep = np.array(flying if line.training else [0] * self.count)
         self.may_recompute = may_recompute and line.training and schedule != "zero-bubble"
-        self._simulated: dict[tuple, float] = {}
+        self._known: dict[tuple, Found | None] = {}
 
-    # ---- one partition
+    # ---- partitions, run by the clock
 
-    def times(self, cuts: Sequence[int], devices: Sequence[int], recompute: Sequence[bool]) -> Times:
-        """Seconds of its stages and copies."""
-        line, totals = self.line, self.line.totals
+    def run(self, partitions: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Found]:
+        """Run (cuts, device of every position) by the clock, all at once; those that fit."""
+        kinds = self.line.kinds
+        keys = [(cuts, tuple(kinds[d] for d in devices)) for cuts, devices in partitions]
+        new = {key: at for at, key in enumerate(keys) if key not in self._known}
+        if new:
+            self._known.update(dict.fromkeys(new))
+            for found in self._run([partitions[at] for at in new.values()]):
+                self._known[found.cuts, tuple(kinds[d] for d in found.devices)] = found
+        found_ones = [self._known[key] for key in keys]
+        return [one for one in found_ones if one is not None]
+
+    def _run(self, partitions: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Found]:
+        cuts = np.array([one for one, _ in partitions])
+        devices = np.array([order for _, order in partitions])[:, np.arange(self.count) % self.positions]
+        plain = Many(cuts, devices, np.zeros((len(cuts), self.count), bool))
+        load = self._loads(plain)
+        recompute = plain.recompute
+        if self.may_recompute:
+            if self.count == self.positions:  # those that do not fit
+                ways = [self._stage_bytes(plain) > self.line.capacity[devices]]
+            else:
+                ways = []
+            for way in (*ways, np.ones_like(recompute)):
+                other = self._loads(Many(cuts, devices, way))
+                better = (load > 1) & ((other <= 1) | (other < load))
+                recompute = np.where(better[:, None], way, recompute)
+                load = np.where(better, other, load)
+        fits = np.flatnonzero(load <= 1)
+        if not len(fits):
+            return []
+        many = Many(cuts[fits], devices[fits], recompute[fits])
+        seconds = np.maximum(makespan(self.program, self._times(many)), self.line.issue_seconds)
+        return [
+            Found(
+                cuts=tuple(cuts[at].tolist()), devices=tuple(devices[at, : self.positions].tolist()),
+                recompute=tuple(recompute[at].tolist()), seconds=float(seconds[i]), load=float(load[at]),
+            )
+            for i, at in enumerate(fits.tolist())
+        ]  # fmt: skip
+
+    def _between(self, name: str, many: Many, stage: int) -> Array:
+        """[K] sum over the pieces of a stage."""
+        table, low, high = self.line.totals[name], many.cuts[:, stage], many.cuts[:, stage + 1]
+        if table.ndim == 1:
+            return table[high] - table[low]
+        device = many.devices[:, stage]
+        return table[device, high] - table[device, low]
+
+    def _times(self, many: Many) -> Times:
+        """Seconds of stages and copies, [K] each."""
+        line = self.line
         forward, backward, weight, sends, returns = [], [], [], [], []
         for stage in range(self.count):
-            low, high, device = cuts[stage], cuts[stage + 1], devices[stage % self.positions]
-            forward.append(float(totals["forward"][device, high] - totals["forward"][device, low]))
-            back = float(totals["backward"][device, high] - totals["backward"][device, low])
-            back += forward[-1] if recompute[stage] else 0.0
-            backward.append(back)
-            own = float(totals["weight"][device, high] - totals["weight"][device, low])
-            weight.append(back if stage == 0 else own)
+            forward.append(self._between("forward", many, stage))
+            back = self._between("backward", many, stage)
+            backward.append(back + np.where(many.recompute[:, stage], forward[-1], 0.0))
+            weight.append(backward[-1] if stage == 0 else self._between("weight", many, stage))
             if stage + 1 < self.count:
-                following = devices[(stage + 1) % self.positions]
-                sends.append(self._over(line.sends[:, high], device, following))
-                returns.append(self._over(line.returns[:, high], following, device))
+                ends, cut = (many.devices[:, stage], many.devices[:, stage + 1]), many.cuts[:, stage + 1]
+                sends.append(_over(line, line.sends[:, cut], *ends))
+                returns.append(_over(line, line.returns[:, cut], *reversed(ends)))
         return Times(forward=forward, backward=backward, weight=weight, sends=sends, returns=returns)
 
-    def _over(self, what: Array, source: int, destination: int) -> float:
-        if source == destination:
-            return 0.0
-        return float(what[0] * self.line.latency[source, destination]
-                     + what[1] / self.line.bandwidth[source, destination])  # fmt: skip
+    def _fixed_and_passing(self, many: Many, stage: int) -> tuple[Array, Array]:
+        """[K] bytes that a stage keeps, and more while it runs."""
+        line, low, high = self.line, many.cuts[:, stage], many.cuts[:, stage + 1]
+        again = many.recompute[:, stage]
+        came = line.sends[1][low] * (low > 0)
+        kept = np.where(again, self._between("kept_again", many, stage), self._between("kept", many, stage) + came)
+        fixed = self._between("static", many, stage) + self.keep[stage] * kept
+        fixed = fixed + line.microbatches * self._between("lasting", many, stage)
+        passing = line.largest["transient"][low, high] + came * (not line.training)
+        return fixed, passing + np.where(again, line.largest["again"][low, high], 0.0)
 
-    def memory(self, cuts: Sequence[int], devices: Sequence[int], recompute: Sequence[bool]) -> float:
-        """The largest part of a device's capacity that is in use."""
-        held, more = [0.0] * self.positions, [0.0] * self.positions
+    def _stage_bytes(self, many: Many) -> Array:
+        """[K, stages] bytes of every stage by itself."""
+        return np.stack([sum(self._fixed_and_passing(many, stage)) for stage in range(self.count)], 1)
+
+    def _loads(self, many: Many) -> Array:
+        """[K] the largest part of a device's capacity that is in use."""
+        held = np.zeros((self.positions, len(many.cuts)))
+        passing = np.zeros_like(held)
         for stage in range(self.count):
             at = stage % self.positions
-            fixed, transient = self._bytes(cuts[stage], cuts[stage + 1], stage, recompute[stage])
-            held[at], more[at] = held[at] + fixed, max(more[at], transient)
-        loads = [
-            (held[at] + more[at]) / max(float(self.line.capacity[devices[at]]), 1e-9) for at in range(self.positions)
-        ]
-        return max(loads)
+            fixed, more = self._fixed_and_passing(many, stage)
+            held[at] += fixed
+            passing[at] = np.maximum(passing[at], more)
+        room = np.maximum(self.line.capacity[many.devices[:, : self.positions]].T, 1e-9)
+        return ((held + passing) / room).max(axis=0)
 
-    def _bytes(self, low: int, high: int, stage: int, recompute: bool) -> tuple[float, float]:
-        totals, line, m = self.line.totals, self.line, self.line.microbatches
-        kept = totals["kept_again" if recompute else "kept"]
-        came = float(line.sends[1, low]) if low else 0.0
-        fixed = totals["static"][high] - totals["static"][low] + m * (totals["lasting"][high] - totals["lasting"][low])
-        fixed += self.keep[stage] * (kept[high] - kept[low] + came * (not recompute))
-        transient = line.transient[low:high].max(initial=0.0) + came * (not line.training)
-        return float(fixed), float(transient + (line.again[low:high].max(initial=0.0) if recompute else 0.0))
+    # ---- the search
 
-    def run(self, cuts: Sequence[int], devices: Sequence[int]) -> Found | None:
-        """Run a partition by the clock; None if it fits in no way."""
-        recompute = self._recompute(cuts, devices)
-        if recompute is None:
-            return None
-        key = (tuple(cuts), tuple(self.line.kinds[d] for d in devices), recompute)
-        if key not in self._simulated:
-            self._simulated[key] = simulate(self.order, self.times(cuts, devices, recompute)).seconds
-        return Found(
-            cuts=tuple(cuts), devices=tuple(devices), recompute=recompute, seconds=self._simulated[key],
-            load=self.memory(cuts, devices, recompute),
-        )  # fmt: skip
-
-    def _recompute(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[bool, ...] | None:
-        """Which stages compute again: where one position has one stage, those that don't fit; else all or none."""
-        ways = [(False,) * self.count, (True,) * self.count] if self.may_recompute else [(False,) * self.count]
-        if self.count == self.positions and self.may_recompute:
-            ways.insert(1, tuple(
-                sum(self._bytes(cuts[s], cuts[s + 1], s, False)) > self.line.capacity[devices[s]]
-                for s in range(self.count)
-            ))  # fmt: skip
-        return next((way for way in ways if self.memory(cuts, devices, way) <= 1.0), None)
-
-    # ---- all of them
-
-    def orders(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Orders of so many devices as there are positions, those that differ: the given one first."""
-        kinds = [self.line.kinds[d] for d in devices]
-        found: dict[tuple[int, ...], tuple[int, ...]] = {}
-        if len(set(kinds)) == 1:
-            return [tuple(devices[: self.positions])]
-        given = tuple(devices[: self.positions])
-        found[tuple(self.line.kinds[d] for d in given)] = given
-        speed = {d: float(self.line.forward[d].sum()) for d in devices}
-        heuristics = [sorted(devices, key=lambda d: (speed[d], d)), sorted(devices, key=lambda d: (-speed[d], d)),
-                      sorted(devices, key=lambda d: (-self.line.capacity[d], speed[d], d))]  # fmt: skip
-        several: Iterator[Sequence[int]] = iter(heuristics)
-        if len(devices) <= 6:
-            several = permutations(devices, self.positions)
-        for order in several:
-            picked = tuple(order[: self.positions])
-            found.setdefault(tuple(self.line.kinds[d] for d in picked), picked)
-            if len(found) >= MAX_ORDERS and len(devices) > 4:
-                break
-        return list(found.values())
+    def value(self, found: Found) -> float:
+        """The figure that is minimised."""
+        return found.load if self.figure == "load" else found.seconds
 
     def bound(self, devices: Sequence[int]) -> float:
-        """Seconds that no partition goes below: one micro-batch through all stages, or the busiest device."""
+        """What no partition goes below: one micro-batch through all stages, or the busiest device."""
         line, m = self.line, self.line.microbatches
+        if self.figure == "load":
+            return float(line.static.sum()) / max(float(np.sort(line.capacity)[-self.positions :].sum()), 1e-9)
         whole = (line.forward + line.backward)[list(devices)]
-        fastest = whole.min(axis=0)
-        # seconds of all units on one device are its speed; together devices do at most the sum of their shares
-        totals = whole.sum(axis=1)
-        related = np.allclose(whole * totals.min(), whole.min(axis=0) * totals[:, None], rtol=1e-6)
-        rate = np.sort(1 / np.maximum(totals, 1e-30))[::-1][: self.positions].sum()
-        shared = 1 / rate if related else float(fastest.sum()) / self.positions
-        return max(float(fastest.sum()), m * max(float(fastest.max(initial=0.0)), shared))
+        fastest, totals = whole.min(axis=0), np.maximum(whole.sum(axis=1), 1e-30)
+        shared = float(fastest.sum()) / self.positions
+        if np.allclose(whole * totals.min(), fastest * totals[:, None], rtol=1e-9):
+            # every device has its own speed at everything: together they do the sum of their speeds
+            shared = max(shared, 1.0 / float(np.sort(1.0 / totals)[::-1][: self.positions].sum()))
+        busiest = max(float(fastest.max(initial=0.0)), shared)
+        return max(float(fastest.sum()), m * busiest, line.issue_seconds)
 
-    def best(self, devices: Sequence[int], better: Callable[[Found], float]) -> Found | None:
-        """Find the partition with the least figure `better`, over the orders of the devices."""
-        inner = np.flatnonzero(self.line.cuts[1:-1]) + 1
-        if len(inner) < self.count - 1:
-            return None
+    def quick(self, devices: Sequence[int]) -> Found | None:
+        """Find a good partition: the best of all where they are few, else the most even one of each order."""
+        return self._least(self.run(self._all(devices) or self._even(devices)))
+
+    def best(self, devices: Sequence[int]) -> Found | None:
+        """Find the best partition."""
+        every = self._all(devices)
+        if every:
+            return self._least(self.run(every))
+        tried = self.run([(cuts, order) for order in self.orders(devices) for cuts in self._sweep(order)])
+        first = sorted(tried, key=self._rank)[:2]
+        return self._least([self._improved(one) for one in first])
+
+    def _rank(self, found: Found) -> tuple:
+        return self.value(found), found.seconds, found.cuts, found.devices
+
+    def _least(self, found: Sequence[Found]) -> Found | None:
+        return min(found, key=self._rank, default=None)
+
+    def orders(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Orders of as many devices as there are positions, those that differ; the given one first."""
+        kinds = self.line.kinds
+        given = tuple(devices[: self.positions])
+        if len({kinds[d] for d in devices}) == 1:
+            return [given]
+        speed = {d: float(self.line.forward[d].sum()) for d in devices}
+        several = [
+            given,
+            *(sorted(devices, key=lambda d: (way * speed[d], d)) for way in (1, -1)),
+            sorted(devices, key=lambda d: (-self.line.capacity[d], speed[d], d)),
+            *(permutations(devices, self.positions) if len(devices) <= 6 else ()),
+        ]
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for order in several:
+            picked = tuple(order[: self.positions])
+            found.setdefault(tuple(kinds[d] for d in picked), picked)
+        return list(found.values()) if len(devices) <= 4 else list(found.values())[:MAX_ORDERS]
+
+    def _all(self, devices: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Every partition, if they are few."""
+        inner, size = range(1, self.line.size), self.line.size
+        if self.count > size or comb(size - 1, self.count - 1) > MAX_ALL:
+            return []
         orders = self.orders(devices)
-        if comb(len(inner), self.count - 1) * len(orders) <= MAX_ALL:
-            every = ((0, *cuts, self.line.num_units) for cuts in combinations(inner.tolist(), self.count - 1))
-            tried = [self.run(cuts, order) for cuts in every for order in orders]
-        else:
-            tried = [self.run(cuts, order) for order in orders for cuts in self._sweep(order)]
-        found = sorted((one for one in tried if one is not None), key=lambda one: (better(one), one.cuts, one.devices))
-        if not found:
-            return None
-        return min((self._improved(one, better) for one in found[:2]), key=lambda one: (better(one), one.cuts))
+        if comb(size - 1, self.count - 1) * len(orders) > MAX_ALL:
+            return []
+        return [((0, *cuts, size), order) for cuts in combinations(inner, self.count - 1) for order in orders]
 
-    def _improved(self, found: Found, better: Callable[[Found], float]) -> Found:
+    def _even(self, devices: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of every order the partition whose slowest (or fullest) stage is least."""
+        found = []
+        for order in self.orders(devices):
+            tables = [self._table(stage, order) for stage in range(self.count)]
+            even = self._solve(tables, np.inf, np.maximum)
+            if even is not None:
+                found.append((even[1], order))
+        return found
+
+    def _improved(self, found: Found) -> Found:
         """Move single cuts as long as it helps."""
-        allowed = np.flatnonzero(self.line.cuts).tolist()
-        place = {cut: i for i, cut in enumerate(allowed)}
-        for _ in range(4):
-            best = found
+        for _ in range(_ROUNDS):
+            moved = []
             for stage in range(1, self.count):
-                for step in (-1, 1):
-                    cut = allowed[place[found.cuts[stage]] + step]
+                for step in (-2, -1, 1, 2):
+                    cut = found.cuts[stage] + step
                     if found.cuts[stage - 1] < cut < found.cuts[stage + 1]:
-                        moved = self.run((*found.cuts[:stage], cut, *found.cuts[stage + 1 :]), found.devices)
-                        if moved is not None and better(moved) < better(best) * (1 - 1e-12):
-                            best = moved
-            if best is found:
+                        moved.append(((*found.cuts[:stage], cut, *found.cuts[stage + 1 :]), found.devices))
+            best = self._least(self.run(moved))
+            if best is None or self.value(best) >= self.value(found) * (1 - 1e-12):
                 break
             found = best
         return found
@@ -266,9 +329,8 @@ class Search:
 
     def _sweep(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         """Partitions with the least F for limits on L, from the least L that there is."""
-        at = np.flatnonzero(self.line.cuts)
-        tables = [self._table(stage, order, at) for stage in range(self.count)]
-        least = self._solve(tables, at, np.inf, np.maximum)
+        tables = [self._table(stage, order) for stage in range(self.count)]
+        least = self._solve(tables, np.inf, np.maximum)
         if least is None:
             return []
         found = {least[1]: None}
@@ -279,44 +341,45 @@ class Search:
             steps = slowest * np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0])
             limits = np.unique([*limits[np.searchsorted(limits, steps[steps <= limits[-1]])], limits[-1]])
         for limit in limits:
-            cheapest = self._solve(tables, at, float(limit), np.add)
+            cheapest = self._solve(tables, float(limit), np.add)
             if cheapest is not None:
                 found[cheapest[1]] = None
         return list(found)
 
-    def _table(self, stage: int, order: Sequence[int], at: Array) -> Array:
-        """[c, c] seconds of a stage from one cut to another, incoming copies included; inf where it does not fit."""
+    def _table(self, stage: int, order: Sequence[int]) -> Array:
+        """[n + 1, n + 1] the figure of a stage from one cut to another; inf where it does not fit."""
         line, totals, device = self.line, self.line.totals, order[stage % self.positions]
-        before = order[(stage - 1) % self.positions]
 
         def between(sums: Array) -> Array:
-            return sums[at][None, :] - sums[at][:, None]
+            return sums[None, :] - sums[:, None]
 
-        valid = at[:, None] < at[None, :]
+        at = np.arange(line.size + 1)
+        came = np.where(at > 0, line.sends[1], 0.0)[:, None]
+        fixed = between(totals["static"]) + line.microbatches * between(totals["lasting"]) + line.largest["transient"]
+        plain = fixed + self.keep[stage] * (between(totals["kept"]) + came) + came * (not line.training)
+        again = fixed + self.keep[stage] * between(totals["kept_again"]) + line.largest["again"]
+        room = float(line.capacity[device])  # of several stages on a device the sum is looked at when they are run
+        fits = plain <= room
+        if self.figure == "load":
+            load = np.where(fits | (not self.may_recompute), plain, again) / max(room, 1e-9)
+            return np.where((at[:, None] < at[None, :]) & (load <= 1), load, np.inf)
         forward = between(totals["forward"][device])
         seconds = forward + between(totals["backward"][device])
+        before = order[(stage - 1) % self.positions]
         if stage and before != device:
             for what, ends in ((line.sends, (before, device)), (line.returns, (device, before))):
-                over = what[0] * line.latency[ends] + what[1] / line.bandwidth[ends]
-                seconds = seconds + over[at][:, None]
-        transient = _largest_between(line.transient, at)
-        came = np.where(at > 0, line.sends[1][at], 0.0)[:, None]
-        fixed = between(totals["static"]) + line.microbatches * between(totals["lasting"])
-        room = float(line.capacity[device])  # of several stages on a device the sum is looked at when they are run
-        plain = fixed + self.keep[stage] * (between(totals["kept"]) + came) + transient + came * (not line.training)
-        again = fixed + self.keep[stage] * between(totals["kept_again"]) + transient
-        again = again + _largest_between(line.again, at)
-        fits = plain <= room
+                seconds = seconds + _over(line, what, *ends)[:, None]
         table = np.where(fits, seconds, np.inf)
         if self.may_recompute:
             table = np.where(~fits & (again <= room), seconds + forward, table)
-        return np.where(valid, table, np.inf)
+        return np.where(at[:, None] < at[None, :], table, np.inf)
 
     def _solve(
-        self, tables: Sequence[Array], at: Array, limit: float, join: Callable[..., Array]
+        self, tables: Sequence[Array], limit: float, join: Callable[..., Array]
     ) -> tuple[float, tuple[int, ...]] | None:
         """The partition with the least sum, or maximum, of stages that all stay within a limit."""
-        best = np.full(len(at), np.inf)
+        end = self.line.size
+        best = np.full(end + 1, np.inf)
         best[0] = 0.0
         came_from = []
         for table in tables:
@@ -325,27 +388,36 @@ class Search:
             best = value.min(axis=0)
         if not np.isfinite(best[-1]):
             return None
-        cuts, end = [len(at) - 1], len(at) - 1
+        cuts = [end]
         for previous in reversed(came_from):
-            end = int(previous[end])
-            cuts.append(end)
-        return float(best[-1]), tuple(int(at[cut]) for cut in reversed(cuts))
+            cuts.append(int(previous[cuts[-1]]))
+        return float(best[-1]), tuple(reversed(cuts))
 
 
-def _prefix(values: Array) -> Array:
+@lru_cache(maxsize=256)
+def _program(
+    schedule: str, positions: int, microbatches: int, per_device: int, training: bool
+) -> tuple[Program, list[int]]:  # fmt: skip
+    """The steps of a schedule, and how many micro-batches every stage keeps at one time."""
+    order = make_order(schedule, positions, microbatches, stages_per_device=per_device, training=training)
+    count = positions * per_device
+    flying = in_flight(order)
+    return compile_order(order, count), [flying[stage] for stage in range(count)]
+
+
+def _over(line: Line, what: Array, source: Array | int, destination: Array | int) -> Array:
+    """Seconds of tensors, [2, …] (how many, bytes), from one device to another; 0 within a device."""
+    seconds = what[0] * line.latency[source, destination] + what[1] / line.bandwidth[source, destination]
+    return np.where(np.equal(source, destination), 0.0, seconds)
+
+
+def _sums_before(values: Array) -> Array:
     zero = np.zeros((*values.shape[:-1], 1))
     return np.concatenate([zero, np.cumsum(values, axis=-1)], axis=-1)
 
 
-def _largest_between(values: Array, at: Array) -> Array:
-    """[c, c] the largest of the values from one cut to another."""
-    pieces = np.array([values[low:high].max(initial=0.0) for low, high in pairwise(at)])
-    found = np.zeros((len(at), len(at)))
-    for row in range(len(pieces)):
-        found[row, row + 1 :] = np.maximum.accumulate(pieces[row:])
+def _largest_between(values: Array) -> Array:
+    found = np.zeros((len(values) + 1, len(values) + 1))
+    for row in range(len(values)):
+        found[row, row + 1 :] = np.maximum.accumulate(values[row:])
     return found
-
-
-def with_capacity(line: Line, capacity: Array) -> Line:
-    """The same line on devices with other memory."""
-    return replace(line, capacity=capacity)
