@@ -14,6 +14,7 @@ from autoshard.runtime import apply as placing
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
@@ -31,6 +32,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     """
     if plan.mesh is not None and plan.mesh.pipeline > 1 and _processes() > 1:
         return _apply_pipeline(model, plan)
+    if plan.mesh is not None and plan.mesh.data > 1 and plan.mesh.pipeline == 1 and _processes() > 1:
+        return _apply_replicas(model, plan)
     if not plan.cuts:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
@@ -73,6 +76,21 @@ def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
     return apply_stages(model, plan, ranks, device=device, problem=problem)
 
 
+def _apply_replicas(model: nn.Module, plan: Plan) -> nn.Module:
+    """Make the model of this process a replica; where something is applied already, all ranks remove it first."""
+    problem: PlanError | ApplyError | None = None
+    try:
+        placing.check_belongs(model, plan, named_tensors(model))
+    except PlanError as error:
+        problem = error
+    ranks = ProcessRanks.of()
+    device, problem = _own_place(plan, ranks, problem)
+    if is_applied(model):
+        agree(ranks, Mark(), problem)
+        remove(model)
+    return apply_replicas(model, plan, ranks, device=device, problem=problem)
+
+
 def _own_place(
     plan: Plan, ranks: ProcessRanks, problem: PlanError | ApplyError | None
 ) -> tuple[torch.device | None, PlanError | ApplyError | None]:
@@ -100,12 +118,15 @@ def remove(model: nn.Module) -> nn.Module:
     """Undo `apply_plan`: the same module, whole, where it was. Raises `ApplyError` if nothing is applied."""
     if pipeline_record(model) is not None:
         return remove_stages(model)
+    if replica_record(model) is not None:
+        return remove_replicas(model)
     return remove_cuts(model) if cut_record(model) is not None else placing.remove(model)
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is applied to this very module."""
-    return cut_record(model) is not None or pipeline_record(model) is not None or placing.is_applied(model)
+    records = cut_record(model), pipeline_record(model), replica_record(model)
+    return any(record is not None for record in records) or placing.is_applied(model)
 
 
 def _check_belongs(model: nn.Module, plan: Plan) -> None:

@@ -1,0 +1,260 @@
+"""Replicas in several processes: torch's DistributedDataParallel inside the user's own module.
+
+    model(x)  ──▶  hooks of the model  ──▶  model.forward, which is a `Parallel`
+                                              └──▶ DistributedDataParallel(Inner)  ──▶  the model's own forward
+    gradients  ──▶  bucket by bucket, while backward goes on, their mean over the replicas
+
+`Inner` has the model's own tables of parameters and modules, so names and objects are the same. Each process gives its
+own rows; the mean is over processes, and over rows where the plan gives devices unequal shares of them. Without
+gradients a forward concerns nobody else: processes may evaluate or generate as much as they like.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.plan import Plan
+from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.chunks import bind, count_rows
+from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.devices import is_accelerator
+from autoshard.runtime.hooks import to_device
+from autoshard.runtime.moves import move_tensors, named_tensors
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaRecord:
+    """What of a plan of replicas over processes was applied to a model.
+
+    Attributes:
+        ranks: all processes of the plan; `replicas`: those that have the same part of the model.
+        device: where this process computes; `originals`: name -> device it was on before.
+    """
+
+    plan: Plan
+    ranks: ProcessRanks
+    replicas: ProcessRanks
+    device: torch.device
+    originals: dict[str, torch.device]
+
+    def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
+        return self  # a copy of the model runs on the same processes
+
+
+def apply_replicas(
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None
+) -> nn.Module:
+    """Make a model one of the replicas of a plan; returns the same object. All ranks call it.
+
+    `device`: where this process computes, None if `problem` says why this rank can't go on. Raises `PlanError`,
+    `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
+    """
+    mark, error = Mark(), problem
+    tensors = named_tensors(model)
+    originals = {name: tensor.device for name, tensor in tensors.items()}
+    try:
+        if problem is None:
+            check_replicas(model, plan)
+            mark = mark_of(model, plan.cuts, device)
+    except Exception as found:
+        error = found
+    agree(ranks, mark, error, device)
+    assert device is not None
+    undo = None
+    try:
+        undo = move_tensors(tensors, dict.fromkeys(tensors, device))
+    except Exception as found:
+        error = found
+    try:
+        agree(ranks, Mark(), error)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+    record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
+    average_gradients(model, record)
+    return model
+
+
+def check_replicas(model: nn.Module, plan: Plan) -> None:
+    """Raise unless the model can be a replica: it has values, and rows of its batch are not mixed."""
+    if plan.batch is None:
+        raise PlanError(
+            "this plan has replicas and does not say how the batch is divided. Plan again with "
+            'strategy="data-parallel".'
+        )
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta:
+            raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
+
+
+def average_gradients(model: nn.Module, record: ReplicaRecord) -> None:
+    """Let gradients become their mean over `record.replicas` in every backward, until `stop_averaging`."""
+    parallel = Parallel(model, record)
+    vars(model)["forward"] = parallel
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = parallel.no_sync
+
+
+def stop_averaging(model: nn.Module) -> None:
+    """Undo `average_gradients`."""
+    parallel = vars(model).pop("forward")
+    assert isinstance(parallel, Parallel)
+    if parallel.usual is not None:
+        vars(model)["forward"] = parallel.usual
+    if vars(model).get("no_sync") == parallel.no_sync:
+        del vars(model)["no_sync"]
+    parallel.engine = None
+
+
+def replica_record(model: nn.Module) -> ReplicaRecord | None:
+    """What of replicas over processes was applied to a model, None if nothing was."""
+    forward = vars(model).get("forward")
+    return forward.record if isinstance(forward, Parallel) else None
+
+
+def remove_replicas(model: nn.Module) -> nn.Module:
+    """Make a replica an ordinary model again, where it was, with its present values; no other rank is waited for."""
+    record = replica_record(model)
+    if record is None:
+        raise ApplyError("nothing to remove: this model is no replica.")
+    tensors = named_tensors(model)
+    move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
+    stop_averaging(model)
+    return model
+
+
+class Inner(nn.Module):
+    """The model as DistributedDataParallel sees it: its own tables, and its own forward without its hooks.
+
+    One more parameter is never used. Told to look for such parameters, which a forward that branches may have at any
+    time, torch complains once if it finds none.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any], device: torch.device) -> None:
+        super().__init__()
+        own = vars(model)
+        idle = nn.Parameter(torch.zeros(1, device=device))
+        vars(self).update(
+            _parameters={**own["_parameters"], "autoshard_idle": idle},
+            _buffers=own["_buffers"], _modules=own["_modules"], run=run,
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["run"](*args, **kwargs)
+
+
+class Parallel:
+    """The forward of a replica. `usual`: what was set as its forward before, if anything was."""
+
+    def __init__(self, model: nn.Module, record: ReplicaRecord) -> None:
+        self.record = record
+        self.usual: Any = vars(model).get("forward")
+        self.model = model
+        self.run = model.forward
+        self.engine: DistributedDataParallel | None = None
+        self.trained: tuple[int, ...] = ()
+        self.syncs = True
+        self.weight = 1.0 / record.replicas.size
+        functools.update_wrapper(self, self.run, updated=())
+        self.__signature__ = inspect.signature(self.run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_accelerator(self.record.device):
+            args, kwargs = to_device((args, kwargs), self.record.device)
+        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None or not self._find_trained():
+            return self.run(*args, **kwargs)
+        engine = self._ready()
+        if not self.syncs:
+            with engine.no_sync():
+                return engine(*args, **kwargs)
+        if self._is_weighted():
+            self._weigh(args, kwargs)
+        return engine(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward keeps gradients in this process; they are in the mean of the next one outside."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def _find_trained(self) -> tuple[int, ...]:
+        return tuple(id(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def _ready(self) -> DistributedDataParallel:
+        """The engine for the parameters that are trained now; another one once others are."""
+        trained = self._find_trained()
+        if self.engine is None or self.trained != trained:
+            first, self.engine = self.engine is None, None  # the last one lets go of its hooks
+            buffers: dict[str, Any] = {_SYNC_BUFFERS: False}
+            self.engine = DistributedDataParallel(
+                Inner(self.model, self.run, self.record.device),
+                process_group=self.record.replicas.group,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
+                init_sync=first,
+                **buffers,
+            )
+            self.engine.register_comm_hook(self, _average)
+            self.trained = trained
+        return self.engine
+
+    def _is_weighted(self) -> bool:
+        mesh = self.record.plan.mesh
+        return mesh is not None and len(set(mesh.shares)) > 1
+
+    def _weigh(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Let gradients count by the rows that this process was given, of those of all."""
+        batch, ranks = self.record.plan.batch, self.record.replicas
+        assert batch is not None
+        rows = torch.tensor([float(count_rows(batch, bind(self.model, args, kwargs)))], device=self.record.device)
+        self.weight = float(rows / ranks.all_reduce(rows.clone()))
+
+    def __deepcopy__(self, memo: dict) -> "Parallel":
+        copied = memo.get(id(self.model))
+        if copied is None:
+            raise ApplyError("the forward of a replica can't be copied without its model.")
+        made = Parallel.__new__(Parallel)
+        vars(made).update(vars(self), model=copied, engine=None, trained=())
+        made.run = functools.partial(type(copied).forward, copied) if self.usual is None else self.usual
+        return made
+
+    def __reduce__(self) -> Any:
+        raise ApplyError(
+            "a replica can't be pickled: it belongs to running processes. Save model.state_dict(), call "
+            "autoshard.save(model, path), or autoshard.remove(model) first."
+        )
+
+
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+
+
+def _average(parallel: Parallel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the replicas, each with its weight; an error says which process is gone."""
+    ranks = parallel.record.replicas
+    try:
+        work = dist.all_reduce(bucket.buffer().mul_(parallel.weight), group=ranks.group, async_op=True)
+    except RuntimeError as error:
+        raise lost(ranks, error) from error
+
+    def done(future: "torch.futures.Future[Any]") -> torch.Tensor:
+        try:
+            return future.value()[0]
+        except RuntimeError as error:
+            raise lost(ranks, error) from error
+
+    return work.get_future().then(done)

@@ -1,0 +1,259 @@
+"""Replicas over processes: three optimizer steps equal to one process on the whole batch, and nothing else changes."""
+
+import copy
+import dataclasses
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput
+from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.workload import Workload
+from tests.ranks import run_ranks
+
+TRAINING = Workload(mode="training")
+
+
+class Words(nn.Module):
+    """Tied weights, a parameter that nothing reads, keyword inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.unread, self.head = nn.Linear(4, 4), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        q, k, v = self.mix(x).chunk(3, -1)
+        logits = self.head(x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return {"loss": self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3))).square().mean()}
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return {"loss": self.head(self.steps(x)[0]).square().mean()}
+
+
+class Experts(nn.Module):
+    """Which expert works depends on the rows: some have no gradient on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        chosen = (x.sum(-1) > 0).long() + (x[..., 0] > 1.0).long()
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = chosen == index
+            if rows.any():
+                y = torch.where(rows[..., None], expert(x), y)
+        return {"loss": y.square().mean()}
+
+
+def words(rows):
+    ids = torch.randint(0, 32, (rows, 5))
+    return {"ids": ids, "labels": ids.roll(1, 0)}
+
+
+MODELS = {
+    "words": (Words, words),
+    "pictures": (Pictures, lambda rows: {"x": torch.randn(rows, 3, 8, 8)}),
+    "recurrent": (Recurrent, lambda rows: {"x": torch.randn(rows, 4, 6)}),
+    "experts": (Experts, lambda rows: {"x": torch.randn(rows, 6)}),
+}
+
+
+def plan_for(model, given, count, shares=(), sharded=False, stages=()):
+    rows = len(next(iter(given.values())))
+    inputs = tuple(BatchInput(path=name, dim=0, axis=f"*{rows}") for name in given)
+    return Plan(
+        strategy="data-parallel", objective="throughput", workload=TRAINING,
+        devices=tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=1 << 30) for rank in range(count)),
+        placements={"": "cpu:0"}, mesh=Mesh(data=count, shares=shares, sharded=sharded), stages=stages,
+        batch=BatchAxis(size=rows, inputs=inputs, outputs=()),
+    )  # fmt: skip
+
+
+def start(name, seed=0):
+    kind, make = MODELS[name]
+    torch.manual_seed(seed)
+    model = kind()
+    torch.manual_seed(seed + 1)
+    return model, make
+
+
+def own_rows(given, shares):
+    rank = dist.get_rank()
+    begin = sum(shares[:rank])
+    return {name: tensor[begin : begin + shares[rank]] for name, tensor in given.items()}
+
+
+def steps(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients = [], []
+    for given in batches:
+        optimizer.zero_grad()
+        loss = model(**given)["loss"]
+        loss.backward()
+        gradients = gradients or [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), gradients
+
+
+def difference(ones, others):
+    """The largest between gradients; those of parameters that no rank used are None."""
+    pairs = list(zip(ones, others, strict=True))
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs if a is not None)
+
+
+def train_on_ranks(names, shares):
+    made = {}
+    count = dist.get_world_size()
+    rows = shares or (12 // count,) * count
+    for name in names:
+        model, make = start(name)
+        batches = [make(12) for _ in range(3)]
+        alone = copy.deepcopy(model)
+        expected, wanted = steps(alone, batches)
+        before = (list(model.state_dict()), list(model.parameters()), list(model.modules()), type(model))
+        autoshard.apply(model, plan_for(model, batches[0], count, shares))
+        losses, gradients = steps(model, [own_rows(given, rows) for given in batches])
+        mean = losses * (rows[dist.get_rank()] / 12)
+        dist.all_reduce(mean)
+        same = before[0] == list(model.state_dict()) and before[3] is type(model)
+        same &= all(a is b for a, b in zip(before[1], model.parameters(), strict=True))
+        same &= all(a is b for a, b in zip(before[2], model.modules(), strict=True))
+        autoshard.remove(model)
+        made[name] = float((mean - expected).abs().max()), difference(gradients, wanted), same, "forward" in vars(model)
+    return made
+
+
+def test_three_steps_equal_one_process():
+    for made in run_ranks(train_on_ranks, 2, list(MODELS), ()):
+        for name, (losses, gradients, same, left) in made.items():
+            assert losses < 1e-6 and gradients < 1e-6 and same and not left, (name, losses, gradients, same, left)
+
+
+def test_unequal_shares_count_by_their_rows():
+    for made in run_ranks(train_on_ranks, 3, ["words", "pictures"], (7, 3, 2)):
+        for name, (losses, gradients, same, _) in made.items():
+            assert losses < 1e-6 and gradients < 1e-6 and same, (name, losses, gradients)
+
+
+def habits():
+    """What people do with such a model besides plain steps."""
+    model, make = start("words")
+    given = make(8)
+    alone = copy.deepcopy(model)
+    autoshard.apply(model, plan_for(model, given, 2))
+    rank, seen = dist.get_rank(), {}
+    mine = own_rows(given, (4, 4))
+    halves = [{name: tensor[half * 2 : half * 2 + 2] for name, tensor in mine.items()} for half in range(2)]
+    with model.no_sync():  # gradients of two halves, summed once
+        (model(**halves[0])["loss"] / 2).backward()
+    (model(**halves[1])["loss"] / 2).backward()
+    alone(**given)["loss"].backward()
+    seen["accumulated"] = max(
+        float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+        if b.grad is not None
+    )  # fmt: skip
+    norms = [float(nn.utils.clip_grad_norm_(one.parameters(), 0.1)) for one in (model, alone)]
+    seen["norms"] = abs(norms[0] - norms[1])
+    if rank == 0:  # without gradients nobody else has to take part
+        with torch.no_grad():
+            model(**mine)
+    model.mix.requires_grad_(False)
+    model.zero_grad()
+    model(**mine)["loss"].backward()
+    seen["frozen"] = model.mix.weight.grad is None and model.out.weight.grad is not None
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other(**mine)["loss"].backward()
+    seen["copied"] = torch.equal(other.out.weight.grad, model.out.weight.grad) and other.out is not model.out
+    return seen
+
+
+def test_what_people_do_with_replicas():
+    for seen in run_ranks(habits, 2):
+        assert seen["accumulated"] < 1e-6 and seen["norms"] < 1e-6 and seen["frozen"] and seen["copied"], seen
+
+
+def refusals():
+    model, make = start("pictures")
+    plan = plan_for(model, make(8), 2)
+    said = {}
+    for name, wrong in {
+        "count": dataclasses.replace(plan, devices=plan.devices * 2, mesh=Mesh(data=4)),
+        "batch": dataclasses.replace(plan, batch=None),
+        "model": dataclasses.replace(plan, fingerprint="other"),
+    }.items():
+        try:
+            autoshard.apply(model, wrong)
+        except PlanError as error:
+            said[name] = str(error)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.conv.weight.add_(1.0)
+    try:
+        autoshard.apply(model, plan)
+    except RankError as error:
+        said["weights"] = str(error)
+    said["left"] = "forward" in vars(model)
+    try:
+        autoshard.remove(model)
+    except ApplyError as error:
+        said["remove"] = str(error)
+    return said
+
+
+def test_what_can_not_be_applied_is_refused_on_all_ranks():
+    for said in run_ranks(refusals, 2):
+        assert "the plan is for 4 devices, and 2 processes run" in said["count"]
+        assert "how the batch is divided" in said["batch"]
+        assert "another model" in said["model"] and "other weights" in said["weights"]
+        assert not said["left"] and "nothing" in said["remove"]
+
+
+def lose_a_rank():
+    model, make = start("pictures")
+    given = make(8)
+    autoshard.apply(model, plan_for(model, given, 2))
+    model(**given)["loss"].backward()
+    loss = model(**given)["loss"]
+    if dist.get_rank() == 1:
+        loss.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return f"{error}", time.monotonic() - begin
+    return "", 0.0
+
+
+def test_a_rank_that_is_killed_in_backward_is_named():
+    said, seconds = run_ranks(lose_a_rank, 2, may_die=True)[0]
+    assert "lost rank 1" in said and seconds < 20
