@@ -1,0 +1,44 @@
+"""The documentation is true: its Python runs, its commands and links exist, and it builds without a warning."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.documents import blocks, broken_links, check_commands, run_python
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def names(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT / "docs"))
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if blocks(page.read_text(), "python")], ids=names)
+def test_python_blocks_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_python(path)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names)
+def test_commands_and_links_exist(path):
+    check_commands(path.read_text())
+    assert broken_links(path) == []
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert [names(page) for page in PAGES if f"- {names(page)}\n" not in menu] == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install -e .[docs]"
+)
+def test_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "site" / "tutorial" / "index.html").exists()
