@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoshard.errors import SpecError
 from autoshard.schedules.orders import Order
-from autoshard.schedules.simulate import Times, simulate
+from autoshard.schedules.simulate import Times
 
 
 class Step(NamedTuple):
@@ -41,32 +42,43 @@ class Program(NamedTuple):
 
 def compile_order(order: Order, stages: int) -> Program:
     """Bring the actions of an order into one line. Raises `SpecError` if they wait for each other for ever."""
-    units = Times(
-        forward=[1.0] * stages, backward=[2.0] * stages, weight=[1.0] * stages,
-        sends=[0.0] * (stages - 1), returns=[0.0] * (stages - 1),
-    )  # fmt: skip
     devices, links, results = len(order), dict[tuple[int, int], int](), dict[tuple[str, int, int], int]()
+    made: set[int] = set()
+    at, waiting, ready = [0] * devices, dict[int, int](), list(range(devices))
     steps = []
 
-    def number(*result: Any) -> int:
-        return results.setdefault(result, len(results))
+    def number(way: str, stage: int, microbatch: int) -> int:
+        return results.setdefault((way, stage, microbatch), len(results))
 
-    for ran in simulate(order, units).ran:
-        kind, stage, microbatch = ran.action
-        way = "F" if kind == "F" else "B"
-        following = stage + 1 if kind == "F" else stage - 1
-        needs = makes = link = border = to_self = -1
-        if kind == "W":
-            needs = number("W", stage, microbatch)
-        elif 0 <= stage - (1 if kind == "F" else -1) < stages:
-            needs = number(way, stage, microbatch)
-        if kind != "W" and 0 <= following < stages:
-            makes, border = number(way, following, microbatch), min(stage, following)
-            if following % devices != ran.device:
-                link = links.setdefault((ran.device, following % devices), len(links))
-        if kind == "I":
-            to_self = number("W", stage, microbatch)
-        steps.append(Step(ran.device, kind, stage, needs, makes, link, border, to_self))
+    while ready:
+        device = ready.pop()
+        row = order[device]
+        while at[device] < len(row):
+            kind, stage, microbatch = row[at[device]]
+            way, ahead = ("F", 1) if kind == "F" else ("B", -1)
+            needs = makes = link = border = to_self = -1
+            if kind == "W":
+                needs = number("W", stage, microbatch)
+            elif 0 <= stage - ahead < stages:
+                needs = number(way, stage, microbatch)
+            if needs >= 0 and needs not in made:
+                waiting[needs] = device
+                break
+            following = stage + ahead
+            if kind != "W" and 0 <= following < stages:
+                makes, border = number(way, following, microbatch), min(stage, following)
+                if following % devices != device:
+                    link = links.setdefault((device, following % devices), len(links))
+            if kind == "I":
+                to_self = number("W", stage, microbatch)
+            steps.append(Step(device, kind, stage, needs, makes, link, border, to_self))
+            at[device] += 1
+            for result in (makes, to_self):
+                made.add(result)
+                if result in waiting:
+                    ready.append(waiting.pop(result))
+    if any(at[device] < len(order[device]) for device in range(devices)):
+        raise SpecError("the order of this schedule makes its devices wait for each other for ever.")
     return Program(tuple(steps), devices, len(links), len(results))
 
 

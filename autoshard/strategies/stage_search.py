@@ -23,7 +23,7 @@ from math import comb
 import numpy as np
 
 from autoshard.schedules.fast import Program, compile_order, makespan
-from autoshard.schedules.orders import in_flight, make_order
+from autoshard.schedules.orders import check_schedule, in_flight, make_order
 from autoshard.schedules.simulate import Times
 
 Array = np.ndarray
@@ -134,10 +134,23 @@ class Search:
     ) -> None:  # fmt: skip
         self.line, self.positions, self.figure = line, positions, figure
         self.count = positions * per_device
-        self.program, flying = _program(schedule, positions, line.microbatches, per_device, line.training)
-        self.keep = np.array(flying if line.training else [0] * self.count)
-        self.may_recompute = may_recompute and line.training and schedule != "zero-bubble"
+        check_schedule(
+            schedule, positions, line.microbatches, stages_per_device=per_device, training=line.training
+        )  # fmt: skip
+        self._ordered = schedule, positions, line.microbatches, per_device, line.training
+        self.splits = schedule == "zero-bubble"
+        self.may_recompute = may_recompute and line.training and not self.splits
         self._known: dict[tuple, Found | None] = {}
+
+    @property
+    def program(self) -> Program:
+        """The steps of the schedule; made when first needed, and once for all lines."""
+        return _program(*self._ordered)[0]
+
+    @property
+    def keep(self) -> Sequence[int]:
+        """Per stage, the micro-batches whose activations it keeps at one time; none in inference."""
+        return _program(*self._ordered)[1]
 
     # ---- partitions, run by the clock
 
@@ -239,18 +252,27 @@ class Search:
         return found.load if self.figure == "load" else found.seconds
 
     def bound(self, devices: Sequence[int]) -> float:
-        """What no partition goes below: one micro-batch through all stages, or the busiest device."""
-        line, m = self.line, self.line.microbatches
+        """What no partition goes below: the busiest device; and what stages that make up all pieces need in turn.
+
+        The first micro-batch reaches stage s, and the last one leaves it, through all stages before it, so with one
+        stage per device T >= t_0 + ... + t_(s-1) + m t_s. The least T for which stages can add up to F is then
+        F / (1 - (1 - 1/m)^p). Where backward is split, forwards alone are sure to come one after the other.
+        """
+        line, m, p = self.line, self.line.microbatches, self.positions
         if self.figure == "load":
-            return float(line.static.sum()) / max(float(np.sort(line.capacity)[-self.positions :].sum()), 1e-9)
+            return float(line.static.sum()) / max(float(np.sort(line.capacity)[-p:].sum()), 1e-9)
         whole = (line.forward + line.backward)[list(devices)]
         fastest, totals = whole.min(axis=0), np.maximum(whole.sum(axis=1), 1e-30)
-        shared = float(fastest.sum()) / self.positions
+        shared = float(fastest.sum()) / p
         if np.allclose(whole * totals.min(), fastest * totals[:, None], rtol=1e-9):
             # every device has its own speed at everything: together they do the sum of their speeds
-            shared = max(shared, 1.0 / float(np.sort(1.0 / totals)[::-1][: self.positions].sum()))
-        busiest = max(float(fastest.max(initial=0.0)), shared)
-        return max(float(fastest.sum()), m * busiest, line.issue_seconds)
+            shared = max(shared, 1.0 / float(np.sort(1.0 / totals)[::-1][:p].sum()))
+        busiest = m * max(float(fastest.max(initial=0.0)), shared)
+        passing = line.forward[list(devices)].min(axis=0) if self.splits else fastest
+        through = float(passing.sum())
+        if self.count == p:
+            through /= 1 - (1 - 1 / m) ** p
+        return max(busiest, through, line.issue_seconds)
 
     def quick(self, devices: Sequence[int]) -> Found | None:
         """Find a good partition: the best of all where they are few, else the most even one of each order."""
@@ -401,7 +423,7 @@ def _program(
     """The steps of a schedule, and how many micro-batches every stage keeps at one time."""
     order = make_order(schedule, positions, microbatches, stages_per_device=per_device, training=training)
     count = positions * per_device
-    flying = in_flight(order)
+    flying = in_flight(order) if training else dict.fromkeys(range(count), 0)
     return compile_order(order, count), [flying[stage] for stage in range(count)]
 
 
