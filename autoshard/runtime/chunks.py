@@ -224,7 +224,8 @@ def piece_of(tensor: torch.Tensor, item: BatchInput | BatchOutput, shares: tuple
         )
     indices = kept(axis, shares, part)
     if len(indices) == 0 or indices[-1] - indices[0] + 1 == len(indices):
-        return tensor.narrow(item.dim, int(indices[0]) if len(indices) else 0, len(indices))
+        begin = int(indices[0]) if len(indices) else 0
+        return tensor[(*[slice(None)] * item.dim, slice(begin, begin + len(indices)))]
     return tensor.index_select(item.dim, torch.from_numpy(indices).to(tensor.device))
 
 

@@ -37,7 +37,8 @@ class Work:
     """What a run does: a forward, or training steps with an optimizer, and then a cached greedy decode.
 
     Attributes:
-        cut: the applied model is cut over ranks, so results are equal to rounding.
+        cut: the applied model is cut over ranks. divided: it runs in parts of its batch. Results of either are equal to
+            rounding.
         staying_cut: paths of outputs that ranks keep parts of (caches), which no loss can be made of.
     """
 
@@ -47,6 +48,7 @@ class Work:
     optimizer: str
     new_tokens: int
     cut: bool = False
+    divided: bool = False
     staying_cut: frozenset[str] = frozenset()
 
     @property
@@ -131,7 +133,7 @@ def _train(
     yield from _buffers(model)
     del args, kwargs, output, loss
     if optimizer is not None:
-        if work.cut:
+        if work.cut or work.divided:
             _soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
         del gradients
         optimizer.step()
@@ -241,13 +243,16 @@ class Errors:
     only_rounding: bool = True  # all errors are small against the largest value of their tensor
 
 
-def compare(expected: list[Result], found: list[Result], tolerance: float, cut: bool = False) -> Errors:
+def compare(
+    expected: list[Result], found: list[Result], tolerance: float, cut: bool = False, divided: bool = False
+) -> Errors:
     """Compare two runs result by result; they must have the same results in the same order.
 
-    `tolerance`: the largest absolute error that passes. `cut`: what rounding of reordered sums makes passes as well.
+    `tolerance`: the largest absolute error that passes. `cut`, `divided`: what rounding of reordered sums makes passes
+    as well; what is cut may also be there in part.
     """
     errors = Errors()
-    noise = _noise(expected) if cut else {}
+    noise = _noise(expected) if cut or divided else {}
     for ours, theirs in zip(found, expected, strict=False):
         if (ours.module, ours.output) != (theirs.module, theirs.output):
             message = f"the original has {theirs.output!r} of {theirs.module!r} here"
@@ -256,7 +261,7 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, cut: 
             )
             return Errors(math.inf, math.inf, errors.first or difference)
         passes = tolerance
-        if cut:
+        if cut or divided:
             passes += max(rounding_of(theirs.value) * _scale(theirs.value), noise[theirs.during])
         _compare_one(theirs, ours, passes, errors, cut)
     if len(expected) != len(found):

@@ -182,8 +182,9 @@ def devices_of(plan: Plan) -> Iterator[Stage]:
 
 
 def devices_used(plan: Plan) -> set[str]:
-    """Names of the devices that have anything: all of them where parameters are cut."""
-    return {device.name for device in plan.devices} if plan.cuts else set(plan.placements.values())
+    """Names of devices that have anything: all of them where parameters are cut or the model is replicated."""
+    replicated = plan.mesh is not None and plan.mesh.data > 1
+    return {device.name for device in plan.devices} if plan.cuts or replicated else set(plan.placements.values())
 
 
 def is_here(name: str) -> bool:

@@ -21,6 +21,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.cost import estimate
 from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import AutoshardError, VerifyError
+from autoshard.mesh_cost import estimate_mesh
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
@@ -29,6 +30,7 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.stream_cost import estimate_streamed, with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
+from autoshard.verify.divided import IN_PARTS, MIXED, in_one_piece, is_divided, runs_in_parts
 from autoshard.verify.locate import locate
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run
@@ -82,6 +84,9 @@ def verify(
         if cut_record(model) is not None:
             notes.append(REORDERED_SUMS)
             work = _cut_work(work, original, applied, None)
+        elif runs_in_parts(model):
+            notes.append(IN_PARTS)
+            work = replace(work, divided=True)
         return _compare(original, applied, work, tolerance, notes, None, {})
     with devices_of(known) as stage, fresh_models(model, notes, workload.training) as fresh:
 
@@ -98,6 +103,9 @@ def verify(
         if stage.plan.cuts:
             notes.append(REORDERED_SUMS)
             work = _cut_work(work, original, applied, _home(stage, model))
+        elif is_divided(stage.plan):
+            notes.append(IN_PARTS)
+            work = replace(work, divided=True)
         predicted = _predicted(original(), workload, stage, work, notes) if stage.simulated is not None else {}
         return _compare(original, applied, work, tolerance, notes, stage, predicted)
 
@@ -184,10 +192,13 @@ def _compare(
         measure = simulated.reset_peak if simulated is not None else None
         found, failure, full = _run_applied(applied, work, home, measure)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
-        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, work.cut)
+        kind = work.cut, work.divided
+        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, *kind)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
-        if errors.first is not None and not full:
+        if errors.first is not None and work.divided and not full:
+            errors = _explained(errors, original, stage, work, tolerance, restart)
+        elif errors.first is not None and not full:
             starts = (_after(restart, original), _after(restart, applied))
             first = locate(*starts, work, (home if accelerators else None, home), tolerance, errors.first)
             if first.during == "backward" and errors.only_rounding:
@@ -213,6 +224,26 @@ def _compare(
         peaks=peaks,
         notes=tuple(notes),
     )
+
+
+def _explained(
+    errors: Errors, original: Build, stage: Stage | None, work: Work, tolerance: float, restart: Callable[[], None]
+) -> Errors:
+    """Say whether dividing the batch is the reason: the same plan runs once more with the batch in one piece."""
+    if stage is None or errors.first is None:
+        return errors
+    home = _home(stage, original())
+    homes = home if _accelerators(stage) else None, home
+    builds = _after(restart, original), _after(restart, lambda: apply_plan(original(), in_one_piece(stage.plan)))
+    work = replace(work, divided=False)
+    found, failure, _ = _run_applied(builds[1], work, home, None)
+    first = failure or compare(run(builds[0](), work, homes[0]), found, tolerance).first
+    if first is not None:
+        first = locate(*builds, work, homes, tolerance, first)
+    else:
+        message = f"{errors.first.message}{'; ' if errors.first.message else ''}{MIXED}"
+        first = replace(errors.first, message=message)
+    return Errors(errors.largest, errors.relative, first)
 
 
 def _after(restart: Callable[[], None], build: Build) -> Build:
@@ -287,6 +318,8 @@ def _predicted(model: nn.Module, workload: Workload, stage: Stage, work: Work, n
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
         plan, cluster = stage.plan, cluster_here(stage)
         price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
+        if plan.mesh is not None:
+            price = estimate_mesh
         devices = price(
             plan, profile, with_stores(cluster, plan.streamed.values()) if plan.streamed else cluster
         ).devices

@@ -56,6 +56,17 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(recompute, rows):
     )
 
 
+def test_inference_mode():
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs))
+        moved = {name: tensor.to("cpu:0") for name, tensor in inputs.items()}
+        with torch.inference_mode():
+            found, wanted = model(**moved), original(**inputs)
+        close(found["logits"], wanted["logits"])
+        close(found["loss"], wanted["loss"])
+
+
 def test_one_part_is_bit_for_bit_the_same():
     original, model, inputs = words(), words(), sentences()
     with autoshard.simulate("3x16MiB"), torch.no_grad():

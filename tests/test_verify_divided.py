@@ -1,0 +1,85 @@
+"""verify on plans that divide the batch: equal to rounding, and a batch that is none is found and named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.verify import verify
+from tests.runtime.pipelines import pipeline, sentences, words
+
+
+def elsewhere(plan):
+    """The plan for devices that are not here."""
+    names = {device.name: f"cuda:{index}" for index, device in enumerate(plan.devices)}
+    devices = tuple(replace(device, name=names[device.name]) for device in plan.devices)
+    return replace(plan, devices=devices, placements={path: names[name] for path, name in plan.placements.items()})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pipeline_is_equal_to_rounding(schedule):
+    model, inputs = words().float(), sentences()
+    found = verify(model, elsewhere(pipeline(model, inputs, schedule=schedule)), inputs)
+    assert found.ok and found.compared == ("forward", "backward", "optimizer step")
+    assert 0 < found.max_error < 1e-5
+    assert any("parts of the batch" in note for note in found.notes)
+    assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+def test_one_part_is_compared_bit_for_bit():
+    model, inputs = words(), sentences()
+    found = verify(model, elsewhere(pipeline(model, inputs, count=1)), inputs)
+    assert found.ok and found.max_error == 0 and not any("parts of the batch" in note for note in found.notes)
+
+
+class Centred(nn.Module):
+    """Takes the mean of the batch away, in an inner module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x - x.mean(0, keepdim=True))
+        return x
+
+
+ROWS = BatchAxis(
+    size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=(BatchOutput(path="", how="cat", axis="*8"),)
+)
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_rows_that_are_mixed_are_the_reason(mode):
+    model, inputs = Centred(), {"x": torch.randn(8, 8)}
+    workload = autoshard.Workload(mode=mode)
+    found = verify(model.train(mode == "training"), elsewhere(pipeline(model, inputs, ROWS, workload=workload)), inputs)
+    assert not found.ok
+    assert "with the batch in one piece this plan gives what the original gives" in found.first_difference.message
+
+
+def test_an_applied_model_is_compared_with_its_removed_state():
+    model, inputs = words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs))
+        found = verify(model, None, inputs, training=False)
+    assert found.ok and any("parts of the batch" in note for note in found.notes)
+
+
+def test_replicas_are_equal_to_rounding():
+    model, inputs = words().float(), sentences()
+    names = ("cuda:0", "cuda:1")
+    plan = Plan(
+        strategy="data-parallel", objective="latency", workload=autoshard.Workload(mode="training", batch_size=8),
+        devices=tuple(PlanDevice(name=name, memory_bytes=1 << 24) for name in names), placements={"": "cuda:0"},
+        mesh=Mesh(data=2, shares=(5, 3)), batch=pipeline(model, inputs).batch,
+    )  # fmt: skip
+    found = verify(model, plan, inputs)
+    assert found.ok and 0 < found.max_error < 1e-5
+    assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1"]
+    assert all(peak.measured_bytes > 0 for peak in found.peaks)
