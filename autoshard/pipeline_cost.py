@@ -195,6 +195,7 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
         most = max(most, (gradient, activation), key=sum)
 
     last = {action.stage: index for index, action in enumerate(run.order[position]) if action.kind == "F"}
+    returned = microbatches * sum(s.nbytes.returned for s in run.figures.stages[position :: len(run.names)])
     for index, action in enumerate(run.order[position]):
         nbytes = run.figures.stages[action.stage].nbytes
         if action.kind == "F":
@@ -202,6 +203,9 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
             there += nbytes.kept if workload.training else nbytes.lasting
             if last[action.stage] == index and nbytes.outputs and microbatches > 1:
                 there += nbytes.outputs * microbatches  # put together, beside the parts
+                note(gradients, there)
+            if index == max(last.values()):
+                there += returned
                 note(gradients, there)
             continue
         if action.kind != "W":

@@ -29,7 +29,8 @@ class StageBytes:
     """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
 
     `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
-    does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end.
+    does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end;
+    `returned`: what then goes to the home of the inputs, in one process.
     """
 
     parameter: int = 0
@@ -43,6 +44,7 @@ class StageBytes:
     backward: int = 0
     lasting: int = 0
     outputs: int = 0
+    returned: int = 0
 
 
 class Recomputed:
@@ -92,20 +94,20 @@ class StageMemory:
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
-        returned = np.zeros(len(kind), bool)
-        returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
+        self.returned = np.zeros(len(kind), bool)
+        self.returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
         self.kept_copies = np.zeros(len(kind), bool)
         self.kept_copies[[copy.buffer for copy in moves.copies if copy.kept and copy.buffer >= 0]] = True
         gradients = np.isin(rows.storage, [graph.values[value].storage for _, value in graph.gradients])
         end, begin = len(graph.ops), graph.backward_begin
         made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end)
         self.gradients = ~rows.copied & (gradients | made_last)
-        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies
+        # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
+        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
         if processes:
-            self.passing &= ~returned & ~(rows.copied & (kind == 1))
-            stay = self.is_output & ~rows.copied & (kind == 0)  # outputs stay where they are made
-            rows = replace(rows, died=np.where(stay, end + 1, rows.died))
-        self.moves = replace(moves, buffers=rows)
+            self.passing &= ~(rows.copied & (kind == 1))
+        stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
+        self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
 
     def of(
         self, stage: int, device: Device, trained: Sequence[tuple[str, int]], recomputed: Recomputed | None
@@ -154,6 +156,7 @@ class StageMemory:
             backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[gradients].max(initial=0)),
             lasting=int(nbytes[lasting].sum()),
             outputs=int(nbytes[lasting & self.is_output].sum()),
+            returned=0 if self.processes else int(nbytes[here & self.returned].sum()),
         )
 
     def _static(self, stage: int, rounded: Callable[[int], int]) -> tuple[int, int]:
