@@ -62,6 +62,9 @@ _ELEMENTWISE_BACKWARD = (
     aten.threshold_backward.default,
 )
 
+FINITE = "floats were assumed to be finite"
+EVEN_ORDER = "an order that depends on unknown values was taken to be even"
+
 
 class ValueNeeded(Exception):
     """The model asked for the value of a float that has none here."""
@@ -212,7 +215,7 @@ def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     places = out if isinstance(out, torch.Tensor) else out[1]
     if places.numel() > REAL_ELEMENTS or not args[0].dim():
         return out
-    engine.assume("an order that depends on unknown values was taken to be even")
+    engine.assume(EVEN_ORDER)
     position = 2 if func is aten.topk.default else 1
     dimension = args[position] if len(args) > position and args[position] is not None else -1
     dealt = torch.arange(places.numel()).remainder(max(1, args[0].shape[dimension])).reshape(places.shape)
@@ -245,7 +248,7 @@ def _compared(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]
 def _assumed(engine: FakeFloats, out: torch.Tensor, value: bool) -> torch.Tensor:
     if out.numel() > REAL_ELEMENTS:
         return out
-    engine.assume("floats were assumed to be finite")
+    engine.assume(FINITE)
     return engine.real_filled(out, value)
 
 

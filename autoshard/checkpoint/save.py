@@ -30,6 +30,8 @@ from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_ten
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.mapped import let_go, region_of
 from autoshard.runtime.moves import tied_groups
+from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
+from autoshard.runtime.staged import whole_value
 from autoshard.sizes import format_bytes
 
 
@@ -62,10 +64,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state dict of a model and how its tensors become whole ones; `num_parameters`: elements, ties once."""
+    """The state dict of a model and how its tensors become whole ones; `num_parameters`: elements, ties once.
+
+    `record`: how it is cut; `stages`: how it is divided over a pipeline of processes.
+    """
 
     values: Mapping[str, torch.Tensor]
     record: CutRecord | None
+    stages: PipelineRecord | None
     num_parameters: int
 
     def described(self, name: str) -> Stored:
@@ -76,7 +82,8 @@ class State:
 
     def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; all ranks call it at once."""
-        return whole_tensor(self.values[name].detach(), name, self.record)
+        value = self.values[name].detach()
+        return whole_tensor(value if self.stages is None else whole_value(value, name, self.stages), name, self.record)
 
     def twins(self) -> list[list[str]]:
         """Names of each tensor, in alphabetical order; views of the same memory in other ways are other tensors."""
@@ -92,13 +99,14 @@ class State:
 def state_of(model: nn.Module) -> State:
     """Read the state dict of a model. Raises `CheckpointError` for what safetensors can't hold."""
     values: dict[str, torch.Tensor] = {}
+    stages = pipeline_record(model)
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"{name} of the state dict is a {type(value).__name__}, and safetensors files hold tensors only. Keep "
                 "it in the model's configuration, or let get_extra_state return a tensor."
             )
-        if value.is_meta:
+        if value.is_meta and (stages is None or stages.has(name)):
             raise CheckpointError(f"{name} has no data: it is on the meta device. Load the weights first.")
         if is_packed(value):
             raise CheckpointError(
@@ -111,7 +119,7 @@ def state_of(model: nn.Module) -> State:
         values[name] = value
     record = cut_record(model)
     parameters = [torch.Size(whole_shape(one, name, record)).numel() for name, one in model.named_parameters()]
-    return State(values=values, record=record, num_parameters=sum(parameters))
+    return State(values=values, record=record, stages=stages, num_parameters=sum(parameters))
 
 
 def without_ties(state: State) -> tuple[list[Stored], dict[str, str]]:
@@ -162,8 +170,8 @@ def save_state(
     All ranks that share a cut model call it; rank 0 writes. Raises `CheckpointError`, on the other ranks `RankError`;
     what was at `path` is then as it was.
     """
-    record = cut_record(model)
-    ranks = None if record is None else record.ranks
+    stages, cuts = pipeline_record(model), cut_record(model)
+    ranks = stages.ranks if stages is not None else None if cuts is None else cuts.ranks
     writes = not isinstance(ranks, ProcessRanks) or ranks.rank == 0
     shards: Sequence[Shard] = ()
     with contextlib.ExitStack() as stack, torch.no_grad():

@@ -160,8 +160,7 @@ class _Code:
 
     def nested(self, item: Any) -> str:
         """A container of a class of its own, made anew with the tensors of the run; other things are what they are."""
-        refs: list[Ref] = []
-        join_leaves([item], lambda _, leaves: refs.append(leaves[0]) if isinstance(leaves[0], Ref) else None)
+        refs = [leaf for _, leaf in leaves_in(item) if isinstance(leaf, Ref)]
         if not refs:
             return self.name(item, "constant")
         tensors = "".join(f"{one.value}: {self.value(one.value)}, " for one in refs)
@@ -200,9 +199,7 @@ def _write(
     _begin(code, steps, received, sent)
     alive = _last_uses(steps, sent)
     for place, step in enumerate(steps):
-        lines = _op_lines(code, step.op) if step.op is not None else _call_lines(code, step)
-        grad = found.tape.op_grad[step.op.index] if step.op is not None else step.call.grad  # type: ignore[union-attr]
-        autocast = found.tape.op_autocast[step.op.index] if step.op else step.call.autocast  # type: ignore[union-attr]
+        lines, grad, autocast = _lines(code, step)
         indent = ""
         if grad != found.tape.grad:
             code.lines.append(f"{indent}with {code.name(torch.set_grad_enabled, 'grad')}({grad}):")
@@ -268,6 +265,44 @@ def _last_uses(steps: list[Step], sent: tuple[int, ...]) -> dict[int, int]:
         for value in (*step.makes, *step.reads):
             last[value] = place
     return {value: place for value, place in last.items() if value not in sent}
+
+
+def _lines(code: _Code, step: Step) -> tuple[list[str], bool, bool]:
+    """The code of a step, and whether gradients and autocast are enabled there."""
+    tape = code.found.tape
+    if step.op is not None:
+        return _op_lines(code, step.op), tape.op_grad[step.op.index], tape.op_autocast[step.op.index]
+    if step.call is not None:
+        return _call_lines(code, step), step.call.grad, step.call.autocast
+    assert step.reading is not None
+    args = ", ".join(map(code.literal, step.reading.args))
+    return [f"{code.name(_Reads(step.reading), 'reading')}({args})"], False, tape.calls[0].autocast
+
+
+class _Reads:
+    """Checks that Python would read the same out of tensors as when the forward was recorded."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
+    def __call__(self, *args: Any) -> None:
+        check_reading(self.reading, self.reading.function(*args), "a part of this batch")
+
+
+def check_reading(reading: Reading, now: Any, where: str) -> None:
+    """Raise `ApplyError` if something else was read than when the forward was recorded."""
+    before = reading.result
+    if hasattr(before, "shape") or hasattr(now, "shape"):
+        same = type(before) is type(now) and before.shape == now.shape and bool((before == now).all())
+    else:
+        same = bool(before == now)
+    if not same:
+        name = getattr(reading.function, "__name__", str(reading.function))
+        raise ApplyError(
+            f"the forward reads {name} of a tensor: {before!r} when the stages were made, {now!r} in {where}, so it "
+            "would run other ops. Batches in which all parts take the same way can be run in stages; for others use a "
+            "plan without a pipeline."
+        )
 
 
 def _op_lines(code: _Code, op: Op) -> list[str]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.stages import Staged
-from autoshard.capture.tape import Ref, Tape, TapedCall
+from autoshard.capture.tape import Reading, Ref, Tape, TapedCall
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in
 
@@ -41,7 +41,7 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One thing that a stage does: a `call` of a module or function, or an `op`.
+    """One thing that a stage does: a `call` of a module or function, an `op`, or to check a `reading`.
 
     `stage` is None for what depends on no parameter: every stage does it for itself. `reads` and `makes` are values.
     `blank`: values that a call is given and does not read, from elsewhere: tensors without content do.
@@ -56,6 +56,7 @@ class Step:
     blank: frozenset[int] = frozenset()
     call: TapedCall | None = None
     op: Op | None = None
+    reading: Reading | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,11 +84,45 @@ def find_steps(graph: ModelGraph, tape: Tape, staged: Staged) -> Recorded:
     free = _free_storages(graph)
     found = Recorded(graph=graph, tape=tape, staged=staged, free=free, node_value=_node_values(graph))
     _check_writes(found)
-    found.steps = _with_blanks(_Division(found).steps(), found)
+    found.steps = _with_blanks(_Division(found).steps())
+    found.steps = sorted([*found.steps, *_checks(found)], key=lambda step: step.begin)
     return found
 
 
-def _with_blanks(steps: list[Step], found: Recorded) -> list[Step]:
+def is_inside(reading: Reading, found: Recorded) -> bool:
+    """Whether something was read inside of a call that is taken whole."""
+    rows = {step.call.row for step in found.steps if step.call is not None and step.call.function is None}
+    row = reading.row
+    while row >= 0:
+        if row in rows:
+            return True
+        row = found.graph.calls[row].parent
+    return any(
+        step.begin <= reading.begin < step.end for step in found.steps if step.call is not None and step.call.function
+    )
+
+
+def _checks(found: Recorded) -> Iterator[Step]:
+    """Steps that check what Python read out of tensors that not every stage has; of the others see `write_readings`."""
+    maker = {value: step.stage for step in found.steps for value in step.makes}
+    for reading in found.tape.readings:
+        values = _values(reading.args)
+        if reading.function is None or is_inside(reading, found):
+            continue
+        if all(found.graph.values[value].storage in found.free for value in values):
+            continue
+        stages = [stage for value in values if (stage := maker.get(value)) is not None]
+        yield Step(
+            begin=reading.begin,
+            end=reading.begin,
+            stage=max(stages, default=0),
+            reads=tuple(values),
+            makes=(),
+            reading=reading,
+        )
+
+
+def _with_blanks(steps: list[Step]) -> list[Step]:
     """Sort out which values calls are given without reading them: only those at hand are passed on.
 
     A rotary embedding wants to know the dtype and the device of the hidden states, which needs none of their values.

@@ -3,7 +3,9 @@
     each rank has      |whole gradients|     |its parts|
     the norm is        p-norm of             |whole gradients|, |parts of rank 0|, |parts of rank 1|, …
 
-torch asks one function for it, which is replaced while a cut model lives. Otherwise every rank would scale by another
+    in a pipeline        p-norm of             |gradients of position 0|, |gradients of position 1|, …      ties once
+
+torch asks one function for it, which is replaced while such a model lives. Otherwise every rank would scale by another
 number, and what is replicated would drift apart.
 """
 
@@ -16,30 +18,41 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.slices import CutTensor
 
 Cuts = dict[str, CutTensor]
 _models: "list[tuple[weakref.ref[nn.Module], Cuts, Ranks]]" = []
+_staged: "list[tuple[weakref.ref[nn.Module], PipelineRecord]]" = []
 
 
 def watch_norms(model: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
     """Let norms take the cuts of a model into account until `forget_norms`, or until it is gone."""
     if any(reference() is model for reference, _, _ in _models):
         return
-    if not _models:
+    if not _models and not _staged:
         torch_private.replace_total_norm(_total_norm)
     _models.append((weakref.ref(model, _clean), cuts, ranks))
 
 
+def watch_staged_norms(model: nn.Module, record: PipelineRecord) -> None:
+    """Let norms take the other positions of a pipeline into account until `forget_norms`, or until it is gone."""
+    if not _models and not _staged:
+        torch_private.replace_total_norm(_total_norm)
+    _staged.append((weakref.ref(model, _clean), record))
+
+
 def forget_norms(model: nn.Module) -> None:
-    """Undo `watch_norms`."""
+    """Undo `watch_norms` and `watch_staged_norms`."""
     _models[:] = [entry for entry in _models if entry[0]() is not model]
+    _staged[:] = [entry for entry in _staged if entry[0]() is not model]
     _clean(None)
 
 
 def _clean(reference: Any) -> None:
     _models[:] = [entry for entry in _models if entry[0]() is not None]
-    if not _models:
+    _staged[:] = [entry for entry in _staged if entry[0]() is not None]
+    if not _models and not _staged:
         torch_private.replace_total_norm(None)
 
 
@@ -50,7 +63,36 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    total = torch_private.total_norm
+    for reference, record in list(_staged):
+        model = reference()
+        known = {} if model is None else _counts(model, record)
+        rest = [tensor for tensor in given if id(tensor) not in known]
+        if model is None or (len(rest) == len(given) and not (not given and len(_staged) == 1)):
+            continue  # without any gradients, a position still has to take part
+        counted = [tensor for tensor in given if known.get(id(tensor))]
+        norm = _norm_of_ranks(counted, norm_type, foreach).to(record.device)
+        found = _over(record.across, norm, rest, norm_type)
+        return _checked(found, norm_type, error_if_nonfinite)
+    found = _norm_of_ranks(given, norm_type, foreach)
+    return _checked(found, norm_type, error_if_nonfinite)
+
+
+def _checked(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped.")
+    return norm
+
+
+def _over(ranks: Ranks, norm: torch.Tensor, rest: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of what all ranks have, each a norm of its own, and of what is no part of the model."""
+    slots = ranks.own(tuple(torch.eye(ranks.size)[rank] for rank in range(ranks.size))).to(norm.device, norm.dtype)
+    every = ranks.all_reduce(slots * norm)
+    others = torch_private.total_norm(rest, norm_type).reshape(1).to(every)
+    return torch.linalg.vector_norm(torch.cat([every, others]), norm_type)
+
+
+def _norm_of_ranks(given: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of gradients of which some may be parts."""
     for reference, cuts, ranks in list(_models):
         model = reference()
         parts = _gradients(model, cuts) if model is not None else {}
@@ -60,17 +102,17 @@ def _total_norm(
         rest = [tensor for tensor in given if id(tensor) not in parts]
         norms = [torch.linalg.vector_norm(_counted(*one, ranks), norm_type) for one in here]
         local = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-        slots = ranks.own(tuple(torch.eye(ranks.size)[rank] for rank in range(ranks.size))).to(
-            local.device, local.dtype
-        )
-        every = ranks.all_reduce(slots * local)
-        found = torch.linalg.vector_norm(torch.cat([every, total(rest, norm_type).reshape(1).to(every)]), norm_type)
-        if error_if_nonfinite and not bool(found.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped."
-            )
-        return found
-    return total(given, norm_type, error_if_nonfinite, foreach)
+        return _over(ranks, local, rest, norm_type)
+    return torch_private.total_norm(given, norm_type, False, foreach)
+
+
+def _counts(model: nn.Module, record: PipelineRecord) -> dict[int, bool]:
+    """id of a gradient of this process -> whether it counts: of what several positions have, the owner's does."""
+    return {
+        id(parameter.grad): record.owner(name) == record.position
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def _gradients(model: nn.Module, cuts: Cuts) -> dict[int, CutTensor]:

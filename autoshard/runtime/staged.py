@@ -18,6 +18,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.devices import META
 from autoshard.runtime.follow import install
@@ -64,6 +65,7 @@ def apply_stages(
             undo()
         raise
     record.handles.append(model.register_forward_pre_hook(Marked(record)))
+    watch_staged_norms(model, record)
     stages = stage_of_tensors(plan, tensors)
     record.handles.append(install(model, record, {name: at % plan.mesh.pipeline for name, at in stages.items()}))
     return model
@@ -80,6 +82,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
+    forget_norms(model)
     for handle in record.handles:
         handle.remove()
     return model

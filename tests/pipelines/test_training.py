@@ -1,0 +1,121 @@
+"""Around the steps of a pipeline over processes: clipping, optimizers, saving, and what goes wrong."""
+
+import hashlib
+import pathlib
+from functools import partial
+
+import torch
+
+import autoshard
+from tests.pipelines.models import Tied, decoder, tied
+from tests.pipelines.plans import plan_of
+from tests.pipelines.rank_checks import token_loss
+from tests.ranks import run_ranks
+
+
+def trained(make, apply_plan, steps=3, loss=None):
+    """Losses and gradient norms of some AdamW steps with clipping, and the model."""
+    torch.manual_seed(0)
+    model, stages, inputs = make()
+    model.train()
+    target = torch.randint(0, 11, (8, 5)) if loss else None
+    if apply_plan:
+        autoshard.apply(model, plan_of(model, stages, 2, inputs, parts=4, schedule="1f1b"))
+        runner = autoshard.schedule(model, loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for _ in range(steps):
+        if apply_plan:
+            found = []
+            runner.step(**inputs, target=target, losses=found)
+            losses.append(float(sum(found)) / max(1, len(found)))
+        else:
+            output = model(**inputs)
+            value = loss(output, target) if loss else output["loss"]
+            value.backward()
+            losses.append(float(value.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, model
+
+
+def files(folder):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in pathlib.Path(folder).iterdir()}
+
+
+def train_and_save(folder):
+    results = {}
+    for name, make, loss in (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None)):
+        losses, norms, model = trained(make, True, loss=loss)
+        autoshard.save(model, f"{folder}/{name}")
+        autoshard.remove(model)
+        state = {key: value.numpy() for key, value in model.state_dict().items()}
+        results[name] = losses, norms, state
+        if torch.distributed.get_rank() == 0:
+            autoshard.save(model, f"{folder}/{name}-removed")
+    return results
+
+
+def test_three_steps_with_clipping_and_saving(tmp_path):
+    first, last = run_ranks(train_and_save, 2, str(tmp_path))
+    for name, make, loss in (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None)):
+        losses, norms, model = trained(make, False, loss=loss)
+        assert torch.allclose(torch.tensor(losses), torch.tensor(last[name][0]), rtol=1e-6), name
+        for rank in (first, last):
+            assert torch.allclose(torch.tensor(norms), torch.tensor(rank[name][1]), rtol=1e-5), name
+            for key, value in model.state_dict().items():
+                assert torch.allclose(value, torch.from_numpy(rank[name][2][key]), atol=2e-4), (name, key)
+        assert files(tmp_path / name) == files(tmp_path / f"{name}-removed")
+    assert Tied  # the model of the first case
+
+
+def refused():
+    """What is refused, with a message, on every rank alike; gradients and parameters stay as they were."""
+    torch.manual_seed(0)
+    model, stages, inputs = tied()
+    said = {}
+    plan = plan_of(model, stages, 2, inputs, parts=4)
+    autoshard.apply(model, plan)
+    rank = torch.distributed.get_rank()
+    target = torch.randint(0, 11, (8, 5))
+    runner = autoshard.schedule(model, token_loss)
+    runner.step(**inputs, target=target)
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def attempt(name, do):
+        try:
+            do()
+            said[name] = ""
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("few rows", lambda: runner.step(ids=inputs["ids"][:3], target=target[:3]))
+    attempt("unequal", lambda: runner.step(ids=inputs["ids"][:6], target=target[:6]))
+    attempt("no loss", lambda: autoshard.schedule(model).step(**inputs))
+    summed = autoshard.schedule(model, lambda output, target: token_loss(output, target) ** 2)
+    attempt("not a mean", lambda: summed.step(**inputs, target=target))
+    after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    said["gradients"] = "" if all(torch.equal(before[n], after[n]) for n in before) else "changed"
+    autoshard.remove(model)
+    attempt("removed", lambda: runner.step(**inputs, target=target))
+    attempt(
+        "stages", lambda: autoshard.apply(model, plan_of(model, [["embed", "first", "second", "head"], []], 2, inputs))
+    )
+    attempt(
+        "ranks", lambda: autoshard.apply(model, plan_of(model, [["embed"], ["first"], ["second", "head"]], 3, inputs))
+    )
+    said["rank"] = rank
+    return said
+
+
+def test_what_is_refused_is_refused_by_all():
+    for said in run_ranks(refused, 2):
+        assert "PlanError" in said["few rows"] and "3 rows" in said["few rows"]
+        assert "6 rows can't be divided into 4 equal parts" in said["unequal"]
+        assert "pass a function" in said["no loss"]
+        assert "does not reduce so" in said["not a mean"]
+        assert said["gradients"] == ""
+        assert "no longer applied" in said["removed"]
+        assert "has no parameters" in said["stages"]
+        assert "for 3 devices, and 2 processes run" in said["ranks"]
