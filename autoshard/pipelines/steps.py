@@ -84,7 +84,7 @@ def find_steps(graph: ModelGraph, tape: Tape, staged: Staged) -> Recorded:
     free = _free_storages(graph)
     found = Recorded(graph=graph, tape=tape, staged=staged, free=free, node_value=_node_values(graph))
     _check_writes(found)
-    found.steps = _with_blanks(_Division(found).steps())
+    found.steps = _with_blanks(_bound(_Division(found).steps(), found))
     found.steps = sorted([*found.steps, *_checks(found)], key=lambda step: step.begin)
     return found
 
@@ -120,6 +120,21 @@ def _checks(found: Recorded) -> Iterator[Step]:
             makes=(),
             reading=reading,
         )
+
+
+def _bound(steps: list[Step], found: Recorded) -> list[Step]:
+    """Give a stage to steps that depend on no parameter but use what a call made that is taken whole on one stage."""
+    values = found.graph.values
+    memory: set[int] = set()  # made or written by steps that have a stage
+    made: list[Step] = []
+    for step in steps:
+        touched = {values[value].storage for value in (*step.reads, *step.makes) if value not in step.blank}
+        if step.stage is None and (touched | step.writes) & memory:
+            step = replace(step, stage=found.staged.op_stage[step.begin])
+        if step.stage is not None:
+            memory |= step.writes | {values[value].storage for value in step.makes}
+        made.append(step)
+    return made
 
 
 def _with_blanks(steps: list[Step]) -> list[Step]:
@@ -250,23 +265,28 @@ class _Division:
     def _ops(self, begin: int, end: int) -> Iterator[Step]:
         graph, found = self.graph, self.found
         for op in graph.ops[begin:end]:
-            touched = {graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
             yield Step(
                 begin=op.index,
                 end=op.index + 1,
-                stage=None if touched <= found.free and not _draws(op) else found.staged.op_stage[op.index],
+                stage=None if self._is_free(op) else found.staged.op_stage[op.index],
                 reads=op.inputs,
                 makes=tuple(value for value in op.outputs if graph.values[value].op == op.index),
                 writes=frozenset(graph.values[value].storage for value in op.mutates),
                 op=op,
             )
 
+    def _is_free(self, op: Op) -> bool:
+        touched = {self.graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
+        return touched <= self.found.free and not _draws(op)
+
     def _whole(self, call: TapedCall) -> Step | None:
         """The step that a call is, if it can be taken whole."""
         graph, found = self.graph, self.found
         ops = graph.ops[call.begin : call.end]
-        if len({found.staged.op_stage[op.index] for op in ops}) > 1:
+        stages = {found.staged.op_stage[op.index] for op in ops if not self._is_free(op)}
+        if len(stages) > 1:
             return None
+        stage = next(iter(stages), None)
         if any(not isinstance(leaf, PLAIN) for _, leaf in leaves_in((call.args, call.kwargs))):
             return None
         given = set(_values(call.args, call.kwargs))
@@ -277,15 +297,16 @@ class _Division:
                     return None
             for value in op.outputs:
                 later = self.last_read[value] >= call.end or self.handed.get(value, -1) >= call.end
-                if call.begin <= graph.values[value].op and later and value not in returned:
-                    return None
-        touched = {graph.values[v].storage for op in ops for v in (*op.inputs, *op.outputs, *op.mutates)}
-        free = touched <= found.free and not any(map(_draws, ops))
+                if call.begin <= graph.values[value].op and later:
+                    # what another stage may read must not come later than the division has it
+                    early = stage is not None and found.staged.op_stage[op.index] != stage
+                    if early or value not in returned:
+                        return None
         made = [value for value in dict.fromkeys(_values(call.output)) if graph.values[value].op >= call.begin]
         return Step(
             begin=call.begin,
             end=call.end,
-            stage=None if free else found.staged.op_stage[call.begin],
+            stage=stage,
             reads=tuple(given),
             makes=tuple(made),
             blank=frozenset(given - self._touched(call, ops)),
