@@ -68,5 +68,5 @@ def small() -> nn.Module:
     return Decoder(vocabulary=1000, width=256, heads=8, depth=6).eval()
 
 
-def example_inputs() -> dict[str, torch.Tensor]:
-    return {"ids": torch.randint(0, 1000, (1, 512))}
+def example_inputs(batch_size: int = 1, sequence_length: int = 512) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(0, 1000, (batch_size, sequence_length))}

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,8 @@ from autoshard.cli.options import (
     TrainOption,
 )
 from autoshard.cli.steps import check_same_model, devices_of, load, pairs, profile_of, workload_of
-from autoshard.errors import SpecError
+from autoshard.cli.target import UserCodeError
+from autoshard.errors import CaptureError, SpecError
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
+    from autoshard.profile.scaling import Scaling
 
 PlanOrTarget = Annotated[
     str, typer.Argument(metavar="TARGET|PLAN", help="What to plan, or a plan file followed by TARGET.")
@@ -58,20 +61,28 @@ def report_command(
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+    what_if: Annotated[
+        bool, typer.Option("--what-if/--no-what-if", help="Sliders in the page; takes a second profile.")
+    ] = True,
 ) -> None:
     """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
     from autoshard.api import estimate
+    from autoshard.cli.plans import is_plan
     from autoshard.report.page import make_page
+    from autoshard.report.whatif import what_if_data
 
     loaded, plan, profile, cluster = _planned(
         first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
         strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
         pins=pairs(pin, "--pin", "model.layers.0=cuda:0"), num_microbatches=micro_batches, schedule=schedule,
     )  # fmt: skip
+    text = second or (plan.target if is_plan(first) else first)
+    scaling = _scaling(text, loaded, profile) if what_if else None
     with step("drawing"):
         notes = (*loaded.notes, *cluster.notes)
         figures = estimate(plan, profile, cluster)
-        page = make_page(plan, figures, profile, cluster, title=loaded.title, notes=notes)
+        sliders = what_if_data(plan, figures, profile, cluster, scaling) if scaling is not None else None
+        page = make_page(plan, figures, profile, cluster, title=loaded.title, notes=notes, what_if=sliders)
     _write(out, page)
 
 
@@ -115,6 +126,22 @@ def _planned(
     profile = profile_of(loaded)
     check_same_model(plan, profile, first)
     return loaded, plan, profile, cluster
+
+
+def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None":
+    """Profile the model at another size to see how its figures grow; None if that can't be told."""
+    from autoshard.cli.target import of_other_size
+    from autoshard.profile.scaling import find_scaling, other_size
+
+    base = replace(profile, workload=loaded.sizes or profile.workload)
+    workload = other_size(base.workload)
+    if workload is None:
+        return find_scaling(base, base)
+    try:
+        other = profile_of(of_other_size(text, loaded, workload))
+    except (CaptureError, UserCodeError):
+        return None
+    return find_scaling(base, other)
 
 
 def _write(path: Path, text: str) -> None:

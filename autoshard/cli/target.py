@@ -33,6 +33,7 @@ class Target:
         inputs: what capture takes; None: derived from the model's configuration and the workload.
         notes: what a person should know about how it was built.
         hint: what to do if the model can't be run.
+        sizes: the workload with the batch and length of the inputs, as far as they are known and can be others.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Target:
     workload: Workload
     notes: tuple[str, ...] = ()
     hint: str = ""
+    sizes: Workload | None = None
 
 
 def load_target(text: str, workload: Workload, *, with_weights: bool = False) -> Target:
@@ -66,7 +68,8 @@ def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Tar
     model = load_model(path, with_weights=with_weights)
     note = quantization_note(model)
     shaped = _shaped(workload, model)
-    return Target(model=model, title=title or str(path), inputs=None, workload=shaped, notes=(note,) if note else ())
+    notes = (note,) if note else ()
+    return Target(model=model, title=title or str(path), inputs=None, workload=shaped, notes=notes, sizes=shaped)
 
 
 def _shaped(workload: Workload, model: nn.Module) -> Workload:
@@ -102,7 +105,10 @@ def _from_file(path: Path, name: str, workload: Workload, with_weights: bool) ->
     inputs = _inputs(path, module, workload)
     title = f"{path}:{name}" if name != "model" else str(path)
     hint = f"Define example_inputs in {path}: a value, or a function that returns one." if inputs is None else ""
-    return Target(model=model, title=title, inputs=inputs, workload=workload, notes=notes, hint=hint)
+    sizes = _with_defaults(module, workload)
+    return Target(
+        model=model, title=title, inputs=inputs, workload=workload, notes=notes, hint=hint, sizes=sizes
+    )  # fmt: skip
 
 
 def _build(path: Path, name: str) -> tuple[ModuleType, nn.Module]:
@@ -155,6 +161,22 @@ def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
             f"def example_inputs({unused[0]}): there."
         )
     return inputs
+
+
+def _with_defaults(module: ModuleType, workload: Workload) -> Workload:
+    """The workload with the sizes that `example_inputs` has where none are given."""
+    inputs = getattr(module, "example_inputs", None)
+    names = inspect.signature(inputs).parameters if inspect.isfunction(inputs) else {}
+    defaults = {
+        name: names[name].default for name in SHAPE_ARGUMENTS
+        if name in names and type(names[name].default) is int and getattr(workload, name) is None
+    }  # fmt: skip
+    return replace(workload, **defaults)
+
+
+def of_other_size(text: str, target: Target, workload: Workload) -> Target:
+    """Return a target with inputs for another batch or length. Raises what `load_target` raises."""
+    return replace(target, workload=workload) if target.inputs is None else load_target(text, workload)
 
 
 def _call(path: Path, what: str, run: Callable[[], Any]) -> Any:

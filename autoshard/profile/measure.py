@@ -1,6 +1,6 @@
 """ModelGraph -> Profile: bytes and FLOPs of every module and of the whole model, by the recorded lifetimes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -245,33 +245,40 @@ def _call_peaks(graph: ModelGraph, rows: _Rows, live: np.ndarray) -> tuple[list[
 
 
 def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
-    """Bytes each op reads and writes, and the dtype name it computes in.
+    """Bytes each op reads and writes, and the dtype name it computes in."""
+    names = _DtypeNames()
+    value_bytes = [min(value.nbytes, graph.storages[value.storage].nbytes) for value in graph.values]
+    value_dtype = [names[value.dtype] for value in graph.values]
+    floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
+    dtypes = []
+    for op in graph.ops:
+        dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
+        dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
+    return [sum([value_bytes[v] for v in values]) for values in counted_values(graph)], dtypes
+
+
+def counted_values(graph: ModelGraph) -> Iterator[list[int]]:
+    """Yield, for every op, the values whose bytes it reads and writes, as often as it does.
 
     A view moves nothing. A gather reads what it writes of its first input, not the whole table. An expanded input is
     read as often as its storage is large.
     """
-    storages, names = graph.storages, _DtypeNames()
+    storages, uncounted = graph.storages, graph.uncounted
     value_bytes = [min(value.nbytes, storages[value.storage].nbytes) for value in graph.values]
     value_storage = [value.storage for value in graph.values]
-    value_dtype = [names[value.dtype] for value in graph.values]
-    floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
-    moved, dtypes = [], []
-    uncounted = graph.uncounted
     for op in graph.ops:
-        dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
-        dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
         read = {value_storage[v] for v in op.inputs}
         written = [v for v in op.outputs if value_storage[v] not in read]
         if (not written and not op.mutates) or op.index in uncounted:
-            moved.append(0)
+            yield []
             continue
         inputs = list(dict.fromkeys(op.inputs))
-        total = sum(value_bytes[v] for v in written) + sum(value_bytes[v] for v in op.mutates)
+        counted = [*written, *op.mutates]
         if inputs and written and _is_gather(op):
             table = inputs.pop(0)
-            total += min(value_bytes[table], sum(value_bytes[v] for v in written))
-        moved.append(total + sum(value_bytes[v] for v in inputs))
-    return moved, dtypes
+            whole = value_bytes[table] <= sum([value_bytes[v] for v in written])
+            counted += [table] if whole else written
+        yield counted + inputs
 
 
 def _is_gather(op: Op) -> bool:
