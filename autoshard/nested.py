@@ -64,6 +64,29 @@ def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves_in(item, f"{path}.{key}" if path else str(key))
 
 
+def tensors_within(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `tensors_in`, and also those that other objects hold as attributes (a cache), each object once."""
+    seen: set[int] = set()
+
+    def walk(item: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for found, leaf in leaves_in(item, place):
+            if isinstance(leaf, torch.Tensor):
+                yield found, leaf
+            elif id(leaf) not in seen:
+                seen.add(id(leaf))
+                for name, own in attributes_of(leaf).items():
+                    yield from walk(own, f"{found}.{name}" if found else name)
+
+    yield from walk(value, path)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an opaque object that may hold tensors: none of modules, classes and functions."""
+    if isinstance(value, torch.nn.Module) or callable(value):
+        return {}
+    return getattr(value, "__dict__", {})
+
+
 def join_leaves(values: list[Any], join: Callable[[str, list[Any]], Any], path: str = "") -> Any:
     """Make one nested value of several that are nested alike: each leaf is `join(path, leaves)`.
 

@@ -10,10 +10,11 @@ Parts of a dimension in which the batch is the major factor are views. Of any ot
 batch) they are copies.
 """
 
+import copy
 import enum
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.nested import join_leaves, leaves_in, replace_at, tensor_at, tensors_in
+from autoshard.nested import attributes_of, join_leaves, leaves_in, replace_at, tensor_at, tensors_in
 from autoshard.sharding import coordinates_of, even_shares, kept
 
 PLAIN = (
@@ -155,14 +156,17 @@ def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> An
     if len(outputs) == 1:
         return outputs[0]
     known = {one.path: one for one in batch.outputs}
-    given: dict[tuple[int, ...], torch.Tensor] = {}
+    given: dict[tuple[int, ...], Any] = {}
 
     def join(path: str, leaves: list[Any]) -> Any:
-        if not isinstance(leaves[0], torch.Tensor):
+        if isinstance(leaves[0], PLAIN):
             return _same(path, leaves)
         same = tuple(map(id, leaves))
         if same not in given:  # a tensor that is twice in the outputs is one tensor afterwards, too
-            given[same] = _joined(batch, known.get(path), path, leaves, parts)
+            if isinstance(leaves[0], torch.Tensor):
+                given[same] = _joined(batch, known.get(path), path, leaves, parts)
+            else:
+                given[same] = _object(path, leaves, join)
         return given[same]
 
     try:
@@ -322,12 +326,24 @@ class Unmerged:
 
 
 def _same(path: str, leaves: list[Any]) -> Any:
-    """What is no tensor must be the same in all parts; objects with state can't be put together."""
+    """What is no tensor must be the same in all parts."""
     first = leaves[0]
-    if isinstance(first, Unmerged):
-        return first
-    if not isinstance(first, PLAIN):
-        return Unmerged(path, type(first).__name__)
     if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
         raise ValueError(f"{path} is {first!r} in one and something else in another")
     return first
+
+
+def _object(path: str, leaves: list[Any], join: Callable[[str, list[Any]], Any]) -> Any:
+    """An object whose attributes are put together, where the plan knows its tensors; else one that says it does not."""
+    first = leaves[0]
+    if isinstance(first, Unmerged) or all(leaf is first for leaf in leaves):
+        return first
+    try:
+        made = copy.copy(first)
+        attributes = join_leaves([attributes_of(leaf) for leaf in leaves], join, path)
+        if not attributes:
+            raise ValueError("it has no attributes")
+        vars(made).update(attributes)
+    except (PlanError, ValueError, TypeError, copy.Error):  # objects may refuse to be copied, with errors of their own
+        return Unmerged(path, type(first).__name__)
+    return made

@@ -75,8 +75,10 @@ def check_reduction(
     """Raise `PlanError` unless a loss function reduces as was said, judged by one row of each part.
 
     A mean over labels that are not ignored is no mean over rows, and a contrastive loss is no sum over parts; their
-    gradients would be wrong without a sign of it. `step`: other rows are looked at in every step.
+    gradients would be wrong without a sign of it. `outputs`: of the parts that have run, from the first. `step`: other
+    rows are looked at in every step.
     """
+    parts, targets = parts[: len(outputs)], targets[: len(outputs)]
     rows = [step % part.rows for part in parts]
     with torch.no_grad():
         singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]

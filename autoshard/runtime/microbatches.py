@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device
+from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
 
 
@@ -42,7 +44,6 @@ def division_of(plan: Plan) -> Division | None:
         count=plan.num_microbatches,
         stages=plan.mesh.pipeline if plan.mesh is not None else 1,
         schedule=plan.schedule,
-        training=plan.workload.training,
         devices=devices,
         shares=plan.mesh.shares if plan.mesh is not None else (),
     )
@@ -52,7 +53,7 @@ def hook_division(model: nn.Module, runtime: Runtime, division: Division) -> lis
     """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
     return [
         model.register_forward_pre_hook(Divide(runtime, division), with_kwargs=True),
-        model.register_forward_hook(Together(runtime, division), prepend=True),
+        model.register_forward_hook(Together(runtime, division), prepend=True, always_call=True),
     ]
 
 
@@ -81,7 +82,13 @@ class Divide:
         parts = self.parts(module, args, kwargs)
         if len(parts) < 2:
             return None
-        call.parts = parts, [module.forward(*part.args, **part.kwargs) for part in parts[:-1]]
+        outputs: list[Any] = []
+        written = Written(self.division.batch.written, module)
+        call.parts = parts, outputs, written
+        for part in parts[:-1]:
+            written.begin()
+            outputs.append(module.forward(*part.args, **part.kwargs))
+        written.begin()
         return parts[-1].args, parts[-1].kwargs
 
     def shares(self, rows: int) -> int | Sequence[int]:
@@ -97,7 +104,7 @@ class Divide:
             return []  # the forward itself says what is wrong with its arguments
         if state_in(bound):
             return []
-        problem = why_whole(division, module) or unlike(division.batch, module, bound)
+        problem = why_whole(division.batch, module) or unlike(division.batch, module, bound)
         try:
             rows = 0 if problem else count_rows(division.batch, bound)
             if not problem:
@@ -118,7 +125,7 @@ class Divide:
 
 
 class Together:
-    """Post-hook of the root: puts the outputs of the parts together."""
+    """Post-hook of the root, also called when its forward raises: puts the outputs of the parts together."""
 
     __slots__ = ("division", "runtime")
     uncounted = True
@@ -128,16 +135,51 @@ class Together:
         self.division = division
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = self.runtime.local.calls[-1]
-        if call.parts is None:
+        call = self.runtime.local.calls[-1] if self.runtime.local.calls else None
+        if call is None or call.parts is None:
             return None
-        (parts, outputs), call.parts = call.parts, None
+        (parts, outputs, written), call.parts = call.parts, None
+        written.close()
+        if len(outputs) < len(parts) - 1 or output is None:  # one of them raised
+            return None
         return merge(self.division.batch, [*outputs, output], parts)
 
 
-def why_whole(division: Division, model: nn.Module) -> str:
+def why_whole(batch: BatchAxis, model: nn.Module) -> str:
     """Say why no call of a model may be divided as it is now, "" if calls may be."""
-    if not division.training and any(module.training for module in model.modules()):
-        path = next(path for path, module in model.named_modules() if module.training)
-        return f"the plan was made for inference, and {path or 'the model'} is in training mode"
+    for path in batch.frozen:
+        if any(module.training for module in model.get_submodule(path).modules()):
+            return f"{path or 'the model'} was in evaluation mode at planning, and in training mode it may mix rows"
     return ""
+
+
+class Written:
+    """Buffers that parts write: each part begins with what the call began with, the values of the last one stay.
+
+    Every part has tensors of its own in their places, since autograd refuses what was written after it was saved. At
+    the end the model has its own again. What a forward puts into such a place by itself stays there.
+    """
+
+    def __init__(self, names: Sequence[str], model: nn.Module) -> None:
+        self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.lent: dict[int, torch.Tensor] = {}
+        wanted = {id(buffer) for name, buffer in model.named_buffers() if name in names}
+        for module in model.modules() if wanted else ():
+            own = module.named_buffers(recurse=False, remove_duplicate=False)
+            self.places += [(module, name, buffer) for name, buffer in own if id(buffer) in wanted]
+
+    def begin(self) -> None:
+        """Before each part."""
+        lent = {id(buffer): buffer.detach().clone() for _, _, buffer in self.places}
+        for module, name, buffer in self.places:
+            if getattr(module, name) is self.lent.get(id(buffer), buffer):
+                setattr(module, name, lent[id(buffer)])
+        self.lent = lent
+
+    def close(self) -> None:
+        """After the last part, or where one failed."""
+        for module, name, buffer in self.places:
+            lent = self.lent.get(id(buffer))
+            if lent is not None and getattr(module, name) is lent:
+                set_data(buffer, lent)
+                setattr(module, name, buffer)

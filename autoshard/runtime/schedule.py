@@ -7,6 +7,8 @@ Each B is the backward through all stages. Devices work at the same time because
 """
 
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +29,21 @@ from autoshard.runtime.losses import (
     own_factors,
     own_loss,
 )
-from autoshard.runtime.microbatches import why_whole
+from autoshard.runtime.microbatches import Written, why_whole
 from autoshard.runtime.state import Division, Runtime
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """One batch on its way: its parts, and what they have made so far. `factors`: see `losses.py`."""
+
+    parts: list[Part]
+    targets: list[Any]
+    factors: list[float]
+    training: bool
+    losses: bool
+    outputs: list[Any] = field(default_factory=list)
+    values: list[torch.Tensor | None] = field(default_factory=list)
 
 
 class LocalSchedule:
@@ -59,34 +74,27 @@ class LocalSchedule:
     def _run(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, training: bool) -> Any:
         runtime = self._runtime()
         division = runtime.record.division
+        if division is not None and division.devices:  # replicas divide each call by themselves
+            division = None
         parts = self._parts(division, args, kwargs)
         targets = split_rows(target, parts, "target") if target is not None else [None] * len(parts)
         factors = factors_of(self.reduction, parts, targets) if self.loss is not None else []
-        outputs: list[Any] = []
-        values: list[torch.Tensor | None] = []
+        pass_ = _Pass(parts=parts, targets=targets, factors=factors, training=training, losses=losses is not None)
         ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
-        with runtime.copies.joined():
+        written = Written(() if division is None else division.batch.written, self.model)
+        with runtime.copies.joined(), closing(written):
             for kind, index in _order(len(parts), ahead):
                 if kind == "F":
-                    outputs.append(self._forward(runtime, parts[index]))
-                    value = self._loss_of(outputs[index], targets[index]) if training or losses is not None else None
-                    values.append(value)
-                    if not training:
-                        outputs[index] = _without_history(outputs[index])
+                    written.begin()
+                    self._forward(runtime, pass_, index)
                 elif training:
                     if index == 0:
-                        factors = factors or self._own_factors(division, outputs[0], parts)
-                        self._check(division, outputs, targets, parts)
-                    outputs[index] = _without_history(outputs[index])
-                    value = values[index]
-                    assert value is not None
-                    if factors[index]:  # a part without a label has a loss of NaN, and no share in that of the batch
-                        torch.autograd.backward(value, torch.full_like(value, factors[index]))
-                    values[index] = value.detach()
+                        self._before_backward(division, pass_)
+                    _backward(pass_, index)
         self._steps += 1
         if losses is not None:
-            losses.extend(value.detach() for value in values if value is not None)
-        return outputs[0] if division is None else merge(division.batch, outputs, parts)
+            losses.extend(value.detach() for value in pass_.values if value is not None)
+        return pass_.outputs[0] if division is None else merge(division.batch, pass_.outputs, parts)
 
     def _runtime(self) -> Runtime:
         for hook in torch_private.forward_pre_hooks(self.model):
@@ -100,22 +108,24 @@ class LocalSchedule:
     def _parts(self, division: Division | None, args: tuple, kwargs: dict[str, Any]) -> list[Part]:
         if division is None:
             return [Part(args=args, kwargs=kwargs, rows=1, labels={})]
-        problem = why_whole(division, self.model)
+        problem = why_whole(division.batch, self.model)
         if problem:
-            raise PlanError(
-                f'this batch can\'t be divided: {problem}. Plan with workload=autoshard.Workload(mode="training").'
-            )
+            raise PlanError(f"this batch can't be divided: {problem}. Call .eval() on it, or plan in training mode.")
         return split(division.batch, self.model, args, kwargs, division.count)
 
-    def _forward(self, runtime: Runtime, part: Part) -> Any:
+    def _forward(self, runtime: Runtime, pass_: _Pass, index: int) -> None:
         """Run the model on one part and leave its output where it was made, if that is one device."""
+        part = pass_.parts[index]
         runtime.local.stepping = True
         try:
             output = self.model(*part.args, **part.kwargs)
         finally:
             runtime.local.stepping = False
         devices = list(dict.fromkeys(tensor.device for _, tensor in tensors_in(output)))
-        return to_device(output, devices[-1]) if len(devices) > 1 else output
+        output = to_device(output, devices[-1]) if len(devices) > 1 else output
+        wanted = pass_.training or pass_.losses
+        pass_.values.append(self._loss_of(output, pass_.targets[index]) if wanted else None)
+        pass_.outputs.append(output if pass_.training else _without_history(output))
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
         if self.loss is None:
@@ -125,18 +135,25 @@ class LocalSchedule:
             target = target if device is None else to_device(target, device)
         return call_loss(self.loss, output, target)
 
-    def _own_factors(self, division: Division | None, output: Any, parts: list[Part]) -> list[float]:
-        return [1.0] if division is None else own_factors(division.batch, own_loss(output)[0], parts)
+    def _before_backward(self, division: Division | None, pass_: _Pass) -> None:
+        """Know the factors of the losses, by the parts that have run before the first backward."""
+        outputs = pass_.outputs
+        if self.loss is None:
+            path, _ = own_loss(outputs[0])
+            pass_.factors = [1.0] if division is None else own_factors(division.batch, path, pass_.parts)
+        elif division is not None and len(outputs) > 1:
+            device = next((tensor.device for _, tensor in tensors_in(outputs[0])), None)
+            targets = [target if device is None else to_device(target, device) for target in pass_.targets]
+            check_reduction(division.batch, self.loss, self.reduction, outputs, targets, pass_.parts, self._steps)
 
-    def _check(self, division: Division | None, outputs: list[Any], targets: list[Any], parts: list[Part]) -> None:
-        """Look whether the loss function reduces as was said, by the parts that have run before the first backward."""
-        if self.loss is None or division is None or len(outputs) < 2:
-            return
-        device = next((tensor.device for _, tensor in tensors_in(outputs[0])), None)
-        moved = [target if device is None else to_device(target, device) for target in targets[: len(outputs)]]
-        check_reduction(
-            division.batch, self.loss, self.reduction, outputs, moved, parts[: len(outputs)], self._steps
-        )  # fmt: skip
+
+def _backward(pass_: _Pass, index: int) -> None:
+    value, factor = pass_.values[index], pass_.factors[index]
+    pass_.outputs[index] = _without_history(pass_.outputs[index])
+    assert value is not None
+    if factor:  # a part without a label has a loss of NaN, and no share in that of the batch
+        torch.autograd.backward(value, torch.full_like(value, factor))
+    pass_.values[index] = value.detach()
 
 
 def _order(count: int, ahead: int) -> Iterator[tuple[str, int]]:

@@ -49,16 +49,14 @@ class _Local(threading.local):
 class Division:
     """How calls of the model are divided, into micro-batches or over replicas.
 
-    `count`: into how many, one after another through `stages` devices in the order that `schedule` names. `training`:
-    the plan is for training; one for inference says nothing about modules in training mode. `devices`: of replicas,
-    which run at the same time; `shares` as in `Mesh`.
+    `count`: into how many, one after another through `stages` devices in the order that `schedule` names. `devices`: of
+    replicas, which run at the same time; `shares` as in `Mesh`.
     """
 
     batch: BatchAxis
     count: int
     stages: int
     schedule: str
-    training: bool
     devices: tuple[torch.device, ...] = ()
     shares: tuple[int, ...] = ()
 

@@ -79,7 +79,13 @@ def pipeline(
     """A plan over simulated devices "cpu:0" and so on, the children of the lists in the model dealt out in order."""
     workload = workload or autoshard.Workload(mode="training", batch_size=8)
     shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
-    key = shapes, workload, devices, tuple((name, tensor.dtype) for name, tensor in model.named_parameters())
+    key = (
+        type(model),
+        shapes,
+        workload,
+        devices,
+        tuple((name, tensor.dtype) for name, tensor in model.named_parameters()),
+    )
     if key not in _PLANNED:
         _PLANNED[key] = _dealt_out(model, inputs, workload, devices)
     plan = _PLANNED[key]

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
 from tests.runtime.pipelines import LABELLED, pipeline, sentences, words
-
-INFERENCE = autoshard.Workload(batch_size=8)
 
 
 def counted(model):
@@ -134,17 +133,114 @@ def test_a_cache_belongs_to_all_rows():
     assert seen == [8, 1, 1, 1, 1]
 
 
-def test_a_plan_for_inference_does_not_train():
-    """Its proof says nothing of modules that behave otherwise in training."""
-    model, inputs = words().eval(), sentences()
+def test_modules_that_mix_rows_in_training_stay_in_evaluation_mode():
+    model, inputs = words(), sentences()
+    model.blocks[1][2].eval()
+    batch = replace(LABELLED, frozen=("blocks.1",))
+    model.blocks[1].eval()
     with autoshard.simulate("3x16MiB"):
-        autoshard.apply(model, pipeline(model, inputs, workload=INFERENCE))
+        autoshard.apply(model, pipeline(model, inputs, batch))
         seen = counted(model)
         model(**inputs)
         model.blocks[1][2].train()
-        with pytest.warns(RuntimeWarning, match=r"made for inference, and blocks\.1\.2 is in training mode"):
+        with pytest.warns(RuntimeWarning, match=r"blocks\.1 was in evaluation mode at planning"):
             model(**inputs)
+        with pytest.raises(PlanError, match=r"blocks\.1 was in evaluation mode at planning"):
+            autoshard.schedule(model).step(**inputs)
     assert seen == [2, 2, 2, 2, 8]
+
+
+class Counts(nn.Module):
+    """Counts its calls, by which it scales what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x) * self.calls
+        return x
+
+
+@pytest.mark.parametrize("order", ["whole", "gpipe", "1f1b"])
+def test_buffers_begin_alike_in_every_part(order):
+    batch = BatchAxis(
+        size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), written=("calls",),
+        outputs=(BatchOutput(path="", how="cat", axis="*8"),),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, x = Counts().double(), torch.randn(8, 8, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, {"x": x}, batch, schedule=order))
+        steps = autoshard.schedule(model, lambda output: output.sum(), reduction="sum")
+        for _ in range(2):
+            if order == "whole":
+                found = model(x)
+                found.sum().backward()
+            else:
+                found = steps.step(x)
+            wanted = original(x)
+            wanted.sum().backward()
+            close(found.detach(), wanted.detach())
+        assert model.calls.item() == 2
+        for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+            close(ours.grad, theirs.grad)
+
+
+class Remembers(nn.Module):
+    """Returns an object that holds keys of every block, as caches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, memory=None):
+        memory = Memory() if memory is None else memory
+        for block in self.blocks:
+            x = block(x)
+            memory.layers.append(Layer(x))
+        memory.first = memory.layers[0]
+        return x, memory
+
+
+class Layer:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.device = keys, keys.device
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.full, self.first, self.kind = False, None, Layer
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_model_remembers_is_put_together_where_the_plan_knows_how(known):
+    outputs = ["0", *(f"1.layers.{index}.keys" for index in ((0, 1, 2) if known else (0,)))]
+    batch = BatchAxis(
+        size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),),
+        outputs=tuple(BatchOutput(path=path, how="cat", axis="*8") for path in outputs),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, x = Remembers().double(), torch.randn(8, 8, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    with autoshard.simulate("3x16MiB"), torch.no_grad():
+        autoshard.apply(model, pipeline(model, {"x": x}, batch))
+        output, memory = model(x)
+        if not known:
+            with pytest.raises(PlanError, match=r"the output 1\.layers\.1 is a Layer of which every part"):
+                memory.layers[1].keys  # noqa: B018
+            return
+        assert memory.first is memory.layers[0] and len(memory.layers) == 3
+        wanted, theirs = original(x)
+        close(output, wanted)
+        for index, (left, right) in enumerate(zip(memory.layers, theirs.layers, strict=True)):
+            assert left.keys.device == torch.device(f"cpu:{index}")
+            close(left.keys, right.keys)
 
 
 def test_arguments_for_all_parts_are_copied_once_per_device():
