@@ -11,6 +11,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "model.py")
 # What each prints if it is right; they assert it themselves too.
 SAYS = {
+    "column_parallel_by_hand.py": "by autoshard: output and gradient of the input equal to one device",
+    "data_parallel.py": ": True",
+    "ddp.py": "autoshard: weights equal to those of one process",
+    "device_maps.py": "every map equal to one device, bit for bit: True",
+    "lightning_strategies.py": "all equal to one device: True",
+    "resnet_pipeline.py": "by autoshard: equal to the whole batch on one device",
     "column_parallel.py": "24 tokens of 2 sequences equal: True",
     "generate.py": "24 tokens of 2 sequences equal: True",
     "load.py": "24 tokens of 2 sequences equal: True",
@@ -30,6 +36,8 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
+    if path.name == "lightning_strategies.py":
+        pytest.importorskip("lightning", reason="lightning is not installed: pip install -e .[lightning]")
     done = run(str(path))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
@@ -39,6 +47,12 @@ def test_column_parallel_on_two_processes():
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/column_parallel.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS["column_parallel.py"] in done.stdout, done.stdout
+
+
+def test_ddp_under_torchrun():
+    done = run("-m", "autoshard", "run", "--processes", "2", "examples/ddp.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS["ddp.py"] in done.stdout, done.stdout
 
 
 def test_embedded_example_is_planned_without_its_weights():
