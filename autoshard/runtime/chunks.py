@@ -155,26 +155,32 @@ def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> An
     """
     if len(outputs) == 1:
         return outputs[0]
-    known = {one.path: one for one in batch.outputs}
-    given: dict[tuple[int, ...], Any] = {}
-
-    def join(path: str, leaves: list[Any]) -> Any:
-        if isinstance(leaves[0], PLAIN):
-            return _same(path, leaves)
-        same = tuple(map(id, leaves))
-        if same not in given:  # a tensor that is twice in the outputs is one tensor afterwards, too
-            if isinstance(leaves[0], torch.Tensor):
-                given[same] = _joined(batch, known.get(path), path, leaves, parts)
-            else:
-                given[same] = _object(path, leaves, join)
-        return given[same]
-
     try:
-        return join_leaves(list(outputs), join)
+        return join_leaves(list(outputs), _Join(batch, parts))
     except ValueError as error:
         raise PlanError(
             f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
         ) from None
+
+
+class _Join:
+    """Joins leaves of outputs; what is twice in the outputs of each part is one thing afterwards, too."""
+
+    def __init__(self, batch: BatchAxis, parts: Sequence[Part]) -> None:
+        self.batch, self.parts = batch, parts
+        self.known = {one.path: one for one in batch.outputs}
+        self.made: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, path: str, leaves: list[Any]) -> Any:
+        if isinstance(leaves[0], PLAIN):
+            return _same(path, leaves)
+        same = tuple(map(id, leaves))
+        if same not in self.made:
+            if isinstance(leaves[0], torch.Tensor):
+                self.made[same] = _joined(self.batch, self.known.get(path), path, leaves, self.parts)
+            else:
+                self.made[same] = _object(path, leaves, self)
+        return self.made[same]
 
 
 def part_weights(how: BatchOutput, parts: Sequence[Part]) -> list[float]:

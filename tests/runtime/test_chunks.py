@@ -1,5 +1,7 @@
 """Dividing calls along the batch and putting outputs together: every row comes back where it was."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,6 +169,19 @@ def test_an_object_with_state_is_refused_when_it_is_used():
     assert tensor.shape == (4,) and isinstance(cache, Unmerged)
     with pytest.raises(PlanError, match="the output 1 is a Identity"):
         cache.keys  # noqa: B018
+
+
+def test_merged_outputs_go_without_garbage_collection():
+    batch = axis_of(IDS, outputs=[cat("0")])
+    parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
+    gc.disable()
+    try:
+        tensor, _ = merge(batch, [(torch.zeros(2), nn.Identity()), (torch.zeros(2), nn.Identity())], parts)
+        gone = weakref.ref(tensor)
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_targets_are_divided_as_the_rows_are():
