@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
+
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
-from autoshard.cost import check_devices, lower_bound, optimizer_seconds
+from autoshard.cost import check_devices, op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer
 from autoshard.plan import Mesh, Plan
@@ -34,7 +36,8 @@ class Run:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
     `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
-    thread launches all ops of all devices; 0 where every device has its own.
+    thread launches all ops of all devices; 0 where every device has its own. `bound_seconds`: no pipeline with as many
+    devices and micro-batches and this schedule is.
     """
 
     figures: Figures
@@ -42,6 +45,7 @@ class Run:
     order: Order
     simulated: Simulated
     issue_seconds: float = 0.0
+    bound_seconds: float = 0.0
 
 
 def estimate_pipeline(
@@ -54,8 +58,7 @@ def estimate_pipeline(
     `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
     """
     run = run_plan(plan, profile, cluster, processes=processes)
-    bound = lower_bound(profile, cluster, "throughput") if lower_bound_seconds is None else lower_bound_seconds
-    return price(run, plan, profile, cluster, bound)
+    return price(run, plan, profile, cluster, run.bound_seconds if lower_bound_seconds is None else lower_bound_seconds)
 
 
 def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
@@ -71,9 +74,22 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
     figures = stage_figures(profile, part, plan.stages, devices, processes=processes)
     run = run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
-    if processes:
-        return run
-    return replace(run, issue_seconds=plan.num_microbatches * sum(s.launch_seconds for s in figures.stages))
+    issue = 0.0 if processes else plan.num_microbatches * sum(s.launch_seconds for s in figures.stages)
+    bound = max(issue, _bound(part, cluster, plan))
+    return replace(run, issue_seconds=issue, bound_seconds=bound)
+
+
+def _bound(part: Profile, cluster: Cluster, plan: Plan) -> float:
+    """Seconds that no pipeline of these numbers goes below: see `strategies.stage_search.Search.bound`."""
+    m, p = plan.num_microbatches, (plan.mesh or Mesh()).pipeline
+    known = {(tuple(sorted(d.flops_per_second.items())), d.bytes_per_second, d.launch_seconds): d
+             for d in cluster.devices if d.name != "disk"}  # fmt: skip
+    fastest = np.min([op_seconds(part, device) for device in known.values()], axis=0)
+    through = float(fastest.sum())
+    busiest = m * through / p
+    if plan.schedule == "zero-bubble":
+        return busiest
+    return max(busiest, through / (1 - (1 - 1 / m) ** p) if len(plan.stages) == p else through)
 
 
 def needs_processes(plan: Plan, cluster: Cluster) -> bool:

@@ -6,7 +6,7 @@ stage 1   …
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,15 +101,11 @@ def stage_figures(
             )
         )
     shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)
+    figures = Figures(stages=tuple(found), borders=_borders(graph, staged, len(stages)), shared=shared)
+    if processes:
+        return figures
     moves = memory.moves
-    return Figures(
-        stages=tuple(found),
-        borders=_borders(graph, staged, len(stages)),
-        shared=shared,
-        aligned=moves.aligned,
-        unfolded=moves.unfolded,
-        written_back=moves.written_back,
-    )
+    return replace(figures, aligned=moves.aligned, unfolded=moves.unfolded, written_back=moves.written_back)
 
 
 def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[list[np.ndarray], ...]:

@@ -51,6 +51,8 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
     data = asdict(estimate)
     for device, row in zip(estimate.devices, data["devices"], strict=True):
         row["free_bytes"] = device.free_bytes
+    if estimate.pipelining is not None:  # what happens when is what `autoshard trace` writes
+        del data["pipelining"]["events"]
     if estimate.streaming is not None:
         data["streaming"]["nbytes"] = estimate.streaming.nbytes
     return data

@@ -23,6 +23,7 @@ from autoshard.report.layout import (
     print_sentences,
     print_table,
 )
+from autoshard.report.pipelined import print_pipelining
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
@@ -97,6 +98,8 @@ def print_plan(
     else:
         print_section(console, "Modules")
         _print_placements(console, plan, profile)
+    if estimate.pipelining is not None:
+        print_pipelining(console, estimate.pipelining)
     print_section(console, "Predicted")
     _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
@@ -251,7 +254,9 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
             rate(profile, estimate.latency_seconds),
         ]
     ]
-    if estimate.streaming is not None:
+    if estimate.pipelining is not None:
+        lines.append(["devices wait", f"{estimate.pipelining.bubble:.0%}", "of the pass, on average"])
+    elif estimate.streaming is not None:
         lines += streaming_lines(estimate.streaming, estimate.latency_seconds)
     elif estimate.all_reduces or estimate.all_gathers:
         count = collectives_line(estimate.all_reduces, estimate.all_gathers)

@@ -23,7 +23,10 @@ from autoshard.strategies.stage_search import Array, Line
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 _CUTS_PER_STAGE = 4
-"""Cuts between whole modules are enough where there are so many per stage; else smaller modules are cut, too."""
+"""Cuts between whole modules are enough where there are so many per stage; else smaller modules are cut, too.
+
+Half as many in one process, where tensors that meet inside a cut module are watched, which costs time.
+"""
 
 
 class Lines:
@@ -108,7 +111,7 @@ class Lines:
         for depth in [*sorted(set(self.depths[1:].tolist())), int(self.depths.max(initial=0))]:
             allowed = (self.depths <= depth) & ~self.forbidden[: self.count]
             allowed[0] = True
-            if allowed.sum() >= _CUTS_PER_STAGE * stages:
+            if allowed.sum() >= (_CUTS_PER_STAGE // 2 if self.one_thread else _CUTS_PER_STAGE) * stages:
                 break
         return np.append(np.flatnonzero(allowed), self.count)
 
@@ -170,6 +173,7 @@ class Lines:
             bandwidth=bandwidth,
             training=self.training,
             issue_seconds=self._issue_seconds() * microbatches if self.one_thread else 0.0,
+            step=together(self._step()),
         )
 
     def _issue_seconds(self) -> float:
@@ -199,6 +203,16 @@ class Lines:
         if workload.training:
             for name, nbytes in trained_sizes(graph):
                 held[owner[name]] += nbytes * (1 + OPTIMIZER_STATE_TENSORS[workload.optimizer])
+        return held
+
+    def _step(self) -> Array:
+        """[n] bytes of the optimizer's step: accelerators hold a denominator of every parameter at once, a CPU few."""
+        held, workload = np.zeros(self.count), self.profile.workload
+        if workload.training and workload.optimizer in ("adam", "adamw"):
+            owner = tensor_units(self.graph, self.units)
+            if any(not device.name.startswith("cpu") for device in self.cluster.devices):
+                for name, nbytes in trained_sizes(self.graph):
+                    held[owner[name]] += nbytes
         return held
 
     def _crossing(self, part: float) -> tuple[Array, Array, Array]:

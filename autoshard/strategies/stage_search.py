@@ -49,6 +49,7 @@ class Line:
             while the piece runs.
         kept_again: [n] bytes that are kept where activations are computed again; again: [n] what that takes meanwhile.
         lasting: [n] bytes per micro-batch that stay to the end of the pass.
+        step: [n] bytes that the optimizer's step takes on top of what is static, when the pass is over.
         sends, returns: [2, n + 1] tensors and their bytes that go over a cut before each piece, and back.
         capacity: [D] bytes. latency, bandwidth: [D, D] of copies from row to column.
         training: there is a backward.
@@ -73,6 +74,7 @@ class Line:
     bandwidth: Array
     training: bool
     issue_seconds: float = 0.0
+    step: Array | None = None
 
     @property
     def size(self) -> int:
@@ -94,7 +96,9 @@ class Line:
     def totals(self) -> dict[str, Array]:
         """Sums up to each piece of everything that adds up."""
         names = ("forward", "backward", "weight", "static", "kept", "kept_again", "lasting")
-        return {name: _sums_before(getattr(self, name)) for name in names}
+        found = {name: _sums_before(getattr(self, name)) for name in names}
+        stepping = self.static if self.step is None else self.static + self.step
+        return found | {"stepping": _sums_before(stepping)}
 
     @cached_property
     def largest(self) -> dict[str, Array]:
@@ -174,7 +178,7 @@ class Search:
         recompute = plain.recompute
         if self.may_recompute:
             if self.count == self.positions:  # those that do not fit
-                ways = [self._stage_bytes(plain) > self.line.capacity[devices]]
+                ways = [self._stage_bytes(plain) > self.line.capacity[devices]]  # the step takes the same in any way
             else:
                 ways = []
             for way in (*ways, np.ones_like(recompute)):
@@ -236,14 +240,15 @@ class Search:
     def _loads(self, many: Many) -> Array:
         """[K] the largest part of a device's capacity that is in use."""
         held = np.zeros((self.positions, len(many.cuts)))
-        passing = np.zeros_like(held)
+        passing, stepping = np.zeros_like(held), np.zeros_like(held)
         for stage in range(self.count):
             at = stage % self.positions
             fixed, more = self._fixed_and_passing(many, stage)
             held[at] += fixed
             passing[at] = np.maximum(passing[at], more)
+            stepping[at] += self._between("stepping", many, stage)
         room = np.maximum(self.line.capacity[many.devices[:, : self.positions]].T, 1e-9)
-        return ((held + passing) / room).max(axis=0)
+        return (np.maximum(held + passing, stepping) / room).max(axis=0)
 
     # ---- the search
 
@@ -380,6 +385,8 @@ class Search:
         fixed = between(totals["static"]) + line.microbatches * between(totals["lasting"]) + line.largest["transient"]
         plain = fixed + self.keep[stage] * (between(totals["kept"]) + came) + came * (not line.training)
         again = fixed + self.keep[stage] * between(totals["kept_again"]) + line.largest["again"]
+        stepping = between(totals["stepping"])
+        plain, again = np.maximum(plain, stepping), np.maximum(again, stepping)
         room = float(line.capacity[device])  # of several stages on a device the sum is looked at when they are run
         fits = plain <= room
         if self.figure == "load":
