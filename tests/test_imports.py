@@ -47,7 +47,7 @@ FLOORS = (
     {"integrations"},
     {"planning"},
     {"api"},
-    {"report"},
+    {"report", "lightning"},
     {"cli"},
     {"__main__"},
 )

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-import autoshard.api as api
+from autoshard import api
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.plan import Plan
 from autoshard.runtime.cuts import cut_record, full_state_dict, local_state_dict
