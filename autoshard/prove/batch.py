@@ -12,6 +12,7 @@ expert) may not be short otherwise.
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,24 +29,30 @@ from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
 from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import Key, find_mixer
-from autoshard.prove.parts import Division, Mixed, check_parts
+from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
 from autoshard.runtime.chunks import bind, plain_arguments
 from autoshard.workload import Workload
 
 ROWS = 4
 """Rows of a proof."""
+MANY = (4, 5, 3)
+"""Rows of the parts where something works along the batch."""
 TOKENS = 8
 """What other dimensions of inputs are shortened to where the model is large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A model and how it is called: `bound` are the arguments by the names of its
-    forward's parameters."""
+    """A model and how it is called.
+
+    `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
+    the arguments by the names of the forward's parameters.
+    """
 
     model: nn.Module
     given: Call
+    paths: tuple[tuple[str, ...], ...]
     bound: dict[str, Any]
     graph: ModelGraph
     walk: BatchWalk
@@ -94,8 +101,13 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
             refused = refused or error
             continue
         bound = bind(model, args, kwargs)
+        by_id: dict[int, list[str]] = {}
+        for path, tensor in nested.tensors_in(bound):
+            by_id.setdefault(id(tensor), []).append(path)
+        paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
+        walk = walk_all(known)
         return Question(
-            model=model, given=(args, kwargs), bound=bound, graph=known, walk=walk_all(known), workload=workload
+            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=known, walk=walk, workload=workload
         )
     raise refused or PlanError("the recorded run is not one of these inputs.")
 
@@ -107,13 +119,14 @@ def _is_of(graph: ModelGraph, given: Call) -> bool:
 
 def _packed(question: Question, batch: BatchAxis) -> str:
     """Inputs that may hold rows in a way that no dimension tells, in words."""
+    uneven = {item.path for item in batch.inputs if "(" in item.axis}
     found = [
         f"{path} {list(tensor.shape)}"
         for path, tensor in nested.tensors_in(question.bound)
-        if path in batch.whole and tensor.dim() > 1 and tensor.shape[0] > batch.size
+        if path in uneven or (path in batch.whole and tensor.dim() > 1 and tensor.shape[0] > batch.size)
     ]
     listed = " and ".join(found)
-    return f". No dimension of {listed} is the batch of {batch.size}: rows packed one after the other" if found else ""
+    return f". No dimension of {listed} is the batch: are its rows packed one after the other?" if found else ""
 
 
 def _guesses(question: Question) -> Iterator[tuple[BatchAxis, Rows | None]]:
@@ -140,14 +153,10 @@ def _guesses(question: Question) -> Iterator[tuple[BatchAxis, Rows | None]]:
 
 def _guess(question: Question, size: int, chosen: Mapping[int, tuple[int, str]], rows: Rows | None) -> BatchAxis:
     """The batch as these dimensions of inputs; what else is given is for all parts."""
-    paths: dict[int, list[str]] = {}
-    for path, tensor in nested.tensors_in(question.bound):
-        paths.setdefault(id(tensor), []).append(path)
-    given = [tensor for _, tensor in nested.tensors_in(question.given)]
     items = {
         path: BatchInput(path=path, dim=dim, axis=axis)
         for place, (dim, axis) in sorted(chosen.items())
-        for path in paths[id(given[place])]
+        for path in question.paths[place]
     }
     whole = tuple(path for path, _ in nested.tensors_in(question.bound) if path not in items)
     outputs = _hints(question.graph, rows) if rows else ()
@@ -162,14 +171,22 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
 
 def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Run the numbers. Raises `Mixed` or `NotRun`."""
-    training = question.workload.training
+    graph, training = question.graph, question.workload.training
     stopped: NotRun | None = None
-    for short in (True, False) if is_heavy(question.graph) else (False,):
-        bound = _ended(question, batch) if short else question.bound
-        for dtype in (torch.float32,) if is_heavy(question.graph) else (torch.float64, torch.float32):
-            trial = copy_model(question.model, question.graph, dtype, training)
+    for bound in [_ended(question, batch), question.bound] if is_heavy(graph) else [question.bound]:
+        asked = replace(question, bound=bound)
+
+        def compared(dtype: torch.dtype, asked: Question = asked) -> BatchAxis:
+            return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows)
+
+        if is_heavy(graph):  # faster, but sums and means are not told apart as well
+            with suppress(Mixed, NotRun):
+                found = compared(torch.float32)
+                if all(one.how in ("cat", "same") for one in found.outputs):
+                    return found
+        for dtype in (torch.float64, torch.float32):
             try:
-                return _compared(replace(question, bound=bound), trial, batch, rows)
+                return compared(dtype)
             except NotRun as error:  # code that asks for single precision, or for inputs of a size
                 stopped = stopped or error
     assert stopped is not None
@@ -178,28 +195,46 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
 
 def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Compare the whole with parts for every kind of rows that the model takes."""
-    found = _with_rows(batch, ROWS)
-    draws, ran = 0, None
+    known: dict[str, list[BatchOutput]] | None = None
+    checked: list[Checked] = []
     stopped: NotRun | None = None
+    ran: Division | None = None
     for bound, parts in _kinds(question, batch, rows):
-        division = _division(question, trial, found, bound, parts)
+        count = sum(parts)
+        division = _division(question, trial, _with_rows(batch, count), bound, parts)
         try:
-            again, drawn = check_parts(trial, division)
+            one = check_parts(trial, division, known and _for_rows(known, count))
         except NotRun as error:
             stopped = stopped or error
             continue
         except Mixed as error:
-            raise Mixed(f"{_named(question, rows, find_mixer(trial, division))}{error}") from None
-        if ran is not None and again.outputs != found.outputs:
-            raise Mixed("outputs are made of those of parts in one way for some inputs, and in another for others")
-        found, draws, ran = again, draws + drawn, ran or division
-    if ran is None:
+            mixer = find_mixer(trial, division) or find_mixer(trial, replace(division, rows=_halves(parts)))
+            raise Mixed(f"{_named(question, rows, mixer)}{error}") from None
+        known, ran = _for_rows(one.ways, batch.size), ran or division
+        checked.append(one)
+    if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
+    outputs = tuple(ways[0] for ways in known.values())
     proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
-    if draws:
+    if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
-    frozen = _frozen(question.model, trial, replace(ran, batch=found))
-    return replace(_with_rows(found, batch.size), frozen=frozen, proof=proof)
+    return replace(
+        batch,
+        outputs=outputs,
+        written=tuple(sorted({name for one in checked for name in one.written})),
+        frozen=_frozen(question.model, trial, replace(ran, rows=_halves(ran.rows))),
+        proof=proof,
+    )
+
+
+def _for_rows(known: Mapping[str, list[BatchOutput]], rows: int) -> dict[str, list[BatchOutput]]:
+    """The same ways with another number of rows in their axes."""
+    return {path: [replace(way, axis=with_rows(way.axis, rows)) for way in ways] for path, ways in known.items()}
+
+
+def _halves(parts: tuple[int, ...]) -> tuple[int, int]:
+    """Two parts of which none has one row: some code raises for one, before anything can be compared."""
+    return sum(parts) // 2, sum(parts) - sum(parts) // 2
 
 
 def _division(
@@ -217,7 +252,6 @@ def _frozen(model: nn.Module, trial: Trial, division: Division) -> tuple[str, ..
     still = {path: type(module) for path, module in model.named_modules() if not module.training}
     if not still:
         return ()
-    trial = replace(trial, draws=True)
     kept: set[type] = set()
     while True:
         for path, module in trial.model.named_modules():
@@ -237,40 +271,49 @@ def _frozen(model: nn.Module, trial: Trial, division: Division) -> tuple[str, ..
 
 
 def _kinds(question: Question, batch: BatchAxis, rows: Rows | None) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Arguments of several kinds of rows, and how they are divided. A model may refuse some of them."""
-    inputs, labels = _with_rows(batch, ROWS).inputs, _labels(question)
-    same = enlarged(question.bound, batch.inputs, batch.size, ROWS)
-    other = unlabelled(varied(same, inputs, ROWS, 0), inputs, labels)
+    """Arguments of several kinds of rows, and how they are divided. A model may refuse some of them.
+
+    Where something works along the batch, also more rows, since a few may go together by chance, and rows all alike.
+    """
+    labels = _labels(question)
+
+    def made(count: int, seed: int) -> tuple[dict[str, Any], dict[str, Any], tuple[BatchInput, ...]]:
+        inputs = _with_rows(batch, count).inputs
+        same = enlarged(question.bound, batch.inputs, batch.size, count)
+        return same, unlabelled(varied(same, inputs, count, seed), inputs, labels), inputs
+
+    same, other, inputs = made(ROWS, 0)
     masked = shortened(other, inputs, ROWS)
     kinds = [(other, (ROWS - 1, 1)), (unlabelled(same, inputs, labels), (1, ROWS - 1))]
     if masked is not None:
         kinds = [(masked, (1, ROWS - 1)), kinds[0]]
     yield from (kind for kind in kinds if not are_alike(kind[0], inputs, ROWS))
     if rows is None or rows.blocked:
-        yield alike(other, inputs, ROWS), (1, ROWS - 1)
+        _, other, inputs = made(sum(MANY), 1)
+        yield other, MANY
+        yield alike(other, inputs, sum(MANY)), MANY[::-1]
 
 
 def _ended(question: Question, batch: BatchAxis) -> dict[str, Any]:
     """The call with the first few of its tokens: along dimensions that are neither the batch nor one of a parameter."""
     graph, walk = question.graph, question.walk
-    paths = {id(tensor): path for path, tensor in nested.tensors_in(question.bound)}
     taken = {(item.path, item.dim) for item in batch.inputs}
     fixed = {axis for tensor in graph.tensors if tensor.kind == "parameter" for axis in walk.axes.get(tensor.value, ())}
     made = dict(question.bound)
-    for value, (_, tensor) in zip(graph.inputs, nested.tensors_in(question.given), strict=True):
-        path, short = paths[id(tensor)], tensor
+    for value, paths in zip(graph.inputs, question.paths, strict=True):
+        tensor = nested.tensor_at(made, paths[0])
+        assert tensor is not None
         for dim, axis in enumerate(walk.axes.get(value, ())):
-            if tensor.shape[dim] > TOKENS and (path, dim) not in taken and axis not in fixed:
-                short = short.narrow(dim, 0, TOKENS)
-        made = nested.replace_at(made, path, short)
+            if tensor.shape[dim] > TOKENS and (paths[0], dim) not in taken and axis not in fixed:
+                tensor = tensor.narrow(dim, 0, TOKENS)
+        for path in paths:
+            made = nested.replace_at(made, path, tensor)
     return made
 
 
 def _labels(question: Question) -> dict[str, int]:
     """Inputs that a loss compares with, and which number says that a label does not count."""
-    paths = {id(tensor): path for path, tensor in nested.tensors_in(question.bound)}
-    given = [tensor for _, tensor in nested.tensors_in(question.given)]
-    return {paths[id(given[place])]: ignored for place, ignored in labels_of(question.graph)}
+    return {path: ignored for place, ignored in labels_of(question.graph) for path in question.paths[place]}
 
 
 def _named(question: Question, rows: Rows | None, mixer: tuple[Key, bool] | None) -> str:

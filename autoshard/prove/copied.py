@@ -28,13 +28,12 @@ KEPT = 2
 class Trial:
     """A model with random values, how its floats are stored, and what computes with its largest weights.
 
-    `draws`: whether it may draw random numbers; `training`: whether it is run with a backward.
+    `training`: whether it is run with a backward.
     """
 
     model: nn.Module
     dtype: torch.dtype
     weights: AbstractContextManager
-    draws: bool
     training: bool
 
 
@@ -71,5 +70,4 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
     if large:
         alike = [region.paths for region in find_regions(graph) if region.path != OUTSIDE]
         put_stubs(copied, graph, [path for paths in alike for path in paths[KEPT:]])
-    draws = any(torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ()) for op in graph.ops)
-    return Trial(model=copied, dtype=dtype, weights=weights if large else nullcontext(), draws=draws, training=training)
+    return Trial(model=copied, dtype=dtype, weights=weights if large else nullcontext(), training=training)

@@ -21,6 +21,11 @@ class SteadyDraws(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without this, the first use imports all of the compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -40,11 +45,11 @@ class SteadyDraws(TorchDispatchMode):
     def _row(self, name: str, made: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What stands in every row: numbers along the last dimension, one number where that is all there is."""
         torch.manual_seed(0)
-        width = made.shape[-1] if made.dim() > 1 else 1
-        uniform = torch.rand(width, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
+        shape = made.shape[-1:] if made.dim() > 1 else ()
+        uniform = torch.rand(shape, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
         if "bernoulli" in name:
-            p = args[1] if len(args) > 1 else kwargs.get("p", args[0])
-            return torch.ones_like(made) * (torch.as_tensor(p, dtype=made.dtype) > 0.5)
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name.endswith("_") else args[0])
+            return torch.ones_like(made) * (torch.as_tensor(p, dtype=made.dtype) > 0)
         if "exponential" in name:
             return (-uniform.log()).to(made.dtype)
         if "normal" in name or "randn" in name:

@@ -9,7 +9,6 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +54,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
     draws = SteadyDraws()
-    with torch.set_grad_enabled(trial.training), trial.weights, draws if trial.draws else nullcontext():
+    with torch.set_grad_enabled(trial.training), trial.weights, draws:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():
@@ -86,11 +85,22 @@ class Division:
         return split(batch, self.model, self.args, self.kwargs, self.rows)
 
 
-def check_parts(trial: Trial, division: Division) -> tuple[BatchAxis, int]:
-    """Run a call whole and in parts, and compare.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What agreed: for each output the ways in which it can be made of those of parts, the likeliest first.
 
-    Returns the batch with its outputs and the buffers that are written, and how often a run drew random numbers. Raises
-    `NotRun` or `Mixed`.
+    `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
+    """
+
+    ways: dict[str, list[BatchOutput]]
+    written: tuple[str, ...]
+    draws: int
+
+
+def check_parts(trial: Trial, division: Division, known: Mapping[str, list[BatchOutput]] | None = None) -> Checked:
+    """Run a call whole and in parts, and compare. `known`: the ways for outputs found so far, of which some may fail.
+
+    Raises `NotRun` or `Mixed`.
     """
     try:
         whole = run(trial, division.args, division.kwargs)
@@ -104,38 +114,54 @@ def check_parts(trial: Trial, division: Division) -> tuple[BatchAxis, int]:
             what = f"a part of {part.rows} of {sum(division.rows)} rows can't be run"
             raise Mixed(f"{what}: {_in_short(error)}") from error
     outputs = [result.output for result in results]
-    hows = find_outputs(whole.output, outputs, division)
+    found = find_outputs(whole.output, outputs, division, known)
     written = _check_written(whole, results)
-    found = replace(division.batch, outputs=hows, written=tuple(sorted({*division.batch.written, *written})))
     if trial.training:
+        first = tuple(ways[0] for ways in found.values())
+        merged = merge(replace(division.batch, outputs=first), outputs, division.parts(first))
         with trial.weights:
-            _check_gradients(trial.model, whole.output, merge(found, outputs, division.parts(hows)))
-    return found, whole.draws
+            _check_gradients(trial.model, whole.output, merged)
+    return Checked(ways=found, written=tuple(written), draws=whole.draws)
 
 
-def find_outputs(whole: Any, outputs: Sequence[Any], division: Division) -> tuple[BatchOutput, ...]:
-    """How every tensor of an output is made from those of the parts, by trial. Raises `Mixed` for one that is not."""
+def find_outputs(
+    whole: Any, outputs: Sequence[Any], division: Division, known: Mapping[str, list[BatchOutput]] | None = None
+) -> dict[str, list[BatchOutput]]:
+    """How every tensor of an output may be made from those of the parts. Raises `Mixed` for one that can't be."""
     tensors = dict(nested.tensors_in(whole))
     pieces = [dict(nested.tensors_in(output)) for output in outputs]
     if any(set(piece) != set(tensors) for piece in pieces):
         raise Mixed("parts have other outputs than the whole")
-    return tuple(
-        find_output(path, tensor, [piece[path] for piece in pieces], division) for path, tensor in tensors.items()
-    )
+    if known is not None and set(known) != set(tensors):
+        raise Mixed("the outputs are others for other rows")
+    return {
+        path: find_output(
+            path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
+        )
+        for path, tensor in tensors.items()
+    }
 
 
-def find_output(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> BatchOutput:
-    """How one tensor is made from those of the parts. Raises `Mixed`."""
-    for how in ways(path, whole, pieces, division):
+def find_output(
+    path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division,
+    known: Sequence[BatchOutput] | None = None,
+) -> list[BatchOutput]:  # fmt: skip
+    """The ways in which one tensor can be made from those of the parts. Raises `Mixed` if there is none."""
+    found = []
+    for how in ways(path, whole, pieces, division) if known is None else known:
         batch = replace(division.batch, outputs=(how,))
         try:
             parts = division.parts((how,))
-            found = merge(batch, [{path: piece} if path else piece for piece in pieces], parts)
+            made = merge(batch, [{path: piece} if path else piece for piece in pieces], parts)
         except PlanError:
             continue
-        made = nested.tensor_at(found, path)
-        if made is not None and not _difference(whole, made):
-            return how
+        merged = nested.tensor_at(made, path)
+        if merged is not None and not _difference(whole, merged):
+            found.append(how)
+            if how.how in ("cat", "same"):  # no other can be as good
+                break
+    if found:
+        return found
     name = path or "its output"
     if all(piece.shape == whole.shape for piece in pieces):
         raise Mixed(f"{name} is neither a sum nor a mean of what parts give")

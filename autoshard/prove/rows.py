@@ -16,9 +16,6 @@ from autoshard.batching import BatchInput
 from autoshard.nested import replace_at, tensor_at
 from autoshard.sharding import coordinates_of, kept
 
-NOISE = 0.3
-"""Of a float of an input, how much is random, of the mean of all."""
-
 
 class NotRun(Exception):
     """What would be compared could not be run, or made; the message says why."""
@@ -58,9 +55,7 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, se
         if is_mask(tensor):
             continue
         if tensor.is_floating_point() or tensor.is_complex():
-            spread = float(tensor.abs().mean()) if tensor.numel() else 0.0
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
-            tensor = tensor + noise * (NOISE * spread or 1.0)
+            tensor = _random_as(tensor, generator)
         elif tensor.dim() - item.dim >= 2:
             tensor = _shuffled(tensor, item.dim, generator)
         made = replace_at(made, item.path, tensor)
@@ -72,6 +67,18 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, se
                 more = torch.arange(rows, dtype=tensor.dtype).view(-1, *[1] * (tensor.dim() - item.dim - 1))
                 made = replace_at(made, item.path, tensor + more)
     return made
+
+
+def _random_as(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with the mean and the spread of these, and of their sign where all have the same."""
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    known = tensor.detach().double() if not tensor.is_complex() else tensor.detach().real.double()
+    good = known[known.isfinite()]
+    spread = float(good.std()) if good.numel() > 1 else 0.0
+    made = noise * (spread or 1.0) + (float(good.mean()) if good.numel() else 0.0)
+    if spread and bool((good >= 0).all()):
+        made = made.abs()
+    return torch.where(known.isfinite(), made, known).to(tensor.dtype)
 
 
 def is_mask(tensor: torch.Tensor | None) -> bool:

@@ -28,6 +28,11 @@ class StandIns(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without this, the first use imports all of the compiler, which takes seconds."""
+        return False
+
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any shape with one number in memory."""
         tensor = torch.full((), 0.02, dtype=dtype) if dtype.is_floating_point else torch.zeros((), dtype=dtype)

@@ -1,0 +1,308 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard.batching import BatchAxis
+from autoshard.errors import PlanError
+from autoshard.prove.batch import find_batch_axis
+from autoshard.prove.stand_ins import StandIns
+from autoshard.runtime.chunks import merge, split
+from autoshard.workload import Workload
+
+from .batches import Counter, Decoder, Experts, Output, Pair, Small, Statistics
+
+TRAINING = Workload(mode="training")
+
+
+def found(model: nn.Module, inputs, workload: Workload = TRAINING) -> BatchAxis:
+    torch.manual_seed(0)
+    return find_batch_axis(model, inputs, workload)
+
+
+def refused(model: nn.Module, inputs, workload: Workload = TRAINING) -> str:
+    with pytest.raises(PlanError) as error:
+        found(model, inputs, workload)
+    return str(error.value)
+
+
+def rows(batch: BatchAxis) -> dict[str, tuple[int, str]]:
+    return {item.path: (item.dim, item.axis) for item in batch.inputs}
+
+
+def ways(batch: BatchAxis) -> dict[str, str]:
+    return {item.path: item.how for item in batch.outputs}
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+def is_equal_in_parts(model: nn.Module, inputs: dict, batch: BatchAxis, parts) -> bool:
+    """Run a call as a plan would, on the model's own weights."""
+    pieces = split(batch, model, (), inputs, parts)
+    made = merge(batch, [model(*piece.args, **piece.kwargs) for piece in pieces], pieces)
+    whole = model(**inputs)
+    return all(torch.allclose(made[name], whole[name], rtol=1e-5, atol=1e-6) for name in whole)
+
+
+# ---- rows that stay apart
+
+
+def test_tokens_masks_and_logits_have_the_batch():
+    inputs = {"input_ids": tokens(5, 8), "attention_mask": torch.ones(5, 8, dtype=torch.int64)}
+    batch = found(Decoder(), inputs)
+    assert batch.size == 5
+    assert rows(batch) == {"input_ids": (0, "*5"), "attention_mask": (0, "*5")}
+    assert ways(batch) == {"logits": "cat"}
+    inputs["attention_mask"][2, 5:] = 0
+    assert is_equal_in_parts(Decoder(), inputs, batch, (2, 3))
+
+
+def test_position_ids_of_one_row_are_for_all_parts():
+    inputs = {"input_ids": tokens(3, 8), "position_ids": torch.arange(8)[None]}
+    batch = found(Decoder(), inputs)
+    assert rows(batch) == {"input_ids": (0, "*3")}
+    assert batch.whole == ("position_ids",)
+
+
+def test_a_loss_is_weighted_by_the_labels_that_count():
+    batch = found(Decoder(), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
+    loss = next(one for one in batch.outputs if one.path == "loss")
+    assert (loss.how, loss.weights, loss.ignored, loss.skipped) == ("weighted", "labels", -100, 1)
+    labels = tokens(3, 8)
+    labels[0, 2:] = -100
+    assert is_equal_in_parts(Decoder(), {"input_ids": tokens(3, 8), "labels": labels}, batch, (1, 2))
+
+
+def test_a_loss_that_is_summed_up():
+    batch = found(Decoder(reduction="sum"), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
+    assert ways(batch) == {"logits": "cat", "loss": "sum"}
+
+
+def test_a_mean_over_all_rows_and_what_is_the_same_in_all_parts():
+    model = Small(lambda self, x: (self.linear(x).square().mean(), self.linear.weight.sum(), self.linear(x)))
+    assert ways(found(model, torch.randn(4, 6))) == {"0": "mean", "1": "same", "2": "cat"}
+
+
+def test_a_loss_that_is_weighted_by_a_mask():
+    class Masked(Decoder):
+        def forward(self, input_ids, attention_mask):
+            losses = super().forward(input_ids)["logits"].square().mean(-1)
+            return (losses * attention_mask).sum() / attention_mask.sum()
+
+    (loss,) = found(Masked(), {"input_ids": tokens(3, 8), "attention_mask": torch.ones(3, 8)}).outputs
+    assert (loss.how, loss.weights, loss.ignored) == ("weighted", "attention_mask", 0)
+
+
+def test_several_rows_of_an_input_for_each_of_the_batch():
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 6)
+
+        def forward(self, prompt, codes):
+            codes = self.embed(codes.view(-1, 3, codes.shape[-1])).sum((1, 2))
+            return (codes + self.embed(prompt).sum(1)).repeat_interleave(2, 0)
+
+    batch = found(Codes(), {"prompt": tokens(4, 5), "codes": tokens(12, 7)})
+    assert rows(batch) == {"prompt": (0, "*4"), "codes": (0, "*4x3")}
+    assert [(one.how, one.axis) for one in batch.outputs] == [("cat", "*4x2")]
+
+
+def test_the_batch_in_the_second_dimension():
+    model = nn.TransformerEncoderLayer(6, 2, 12, batch_first=False).eval()
+    batch = found(model, torch.randn(5, 3, 6))
+    assert [(item.dim, item.axis) for item in (*batch.inputs, *batch.outputs)] == [(1, "*3"), (1, "*3")]
+
+
+def test_outputs_in_data_classes():
+    model = Small(lambda self, x: Output(score=self.linear(x).sum(), hidden=(x, self.linear(x))))
+    assert ways(found(model, torch.randn(3, 6))) == {"score": "sum", "hidden.0": "cat", "hidden.1": "cat"}
+
+
+def test_tokens_that_are_sorted_by_expert():
+    batch = found(Experts(), torch.randn(3, 5, 8))
+    assert ways(batch) == {"": "cat"}
+    assert "forward and backward" in batch.proof
+
+
+def test_rows_that_are_picked_by_their_number():
+    def last(self, x):
+        return self.linear(x)[torch.arange(len(x)), (x[..., 0] > 0).sum(1) % x.shape[1]]
+
+    assert ways(found(Small(last), torch.randn(3, 5, 6))) == {"": "cat"}
+
+
+def test_random_numbers_are_no_mixing():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
+    assert "draws random numbers" in found(model, torch.randn(4, 6)).proof
+    assert "draws" not in found(model.eval(), torch.randn(4, 6), Workload()).proof
+
+
+def test_a_batch_of_zeros_is_proved_on_other_numbers():
+    assert rows(found(Decoder(), {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}))
+    assert "mixes its rows" in refused(Small(lambda self, x: self.linear(x) - x.mean(0)), torch.zeros(2, 6))
+
+
+def test_buffers_that_all_parts_write_alike():
+    assert found(Small(lambda self, x: self.more[0](x), Counter()), torch.randn(4, 6)).written == (
+        "more.0.calls",
+        "more.0.table",
+    )
+
+
+def test_arguments_that_are_no_tensors_belong_to_the_proof():
+    class Scaled(nn.Linear):
+        def forward(self, x, count=1, flag=True):
+            return super().forward(x).sum() / count
+
+    assert found(Scaled(6, 6), {"x": torch.randn(3, 6), "count": 7}).plain == ("count=7",)
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_were():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.1)).train()
+    model[1].eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flags = [module.training for module in model.modules()]
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    batch = find_batch_axis(model, torch.randn(4, 6, generator=torch.Generator()), TRAINING)
+    assert torch.equal(torch.rand(2), wanted)
+    assert batch.frozen == ("1",)
+    assert [module.training for module in model.modules()] == flags
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- rows that mix
+
+
+def test_statistics_of_the_batch_are_named():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train()
+    assert "1 (BatchNorm1d) mixes its rows (batch_norm in 1: statistics are taken over it)" in refused(
+        model, torch.randn(4, 6)
+    )
+    batch = found(model.eval(), torch.randn(4, 6))
+    assert batch.frozen == ("1",)
+    assert found(nn.Linear(6, 6).eval(), torch.randn(4, 6)).frozen == ()
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda self, x: self.linear(x) - x.mean(0),
+        lambda self, x: self.linear(x) * x.amax(0),
+        lambda self, x: self.linear(x).cumsum(0),
+        lambda self, x: self.linear(x).flip(0),
+        lambda self, x: self.linear(x) + x[:1],
+        lambda self, x: self.linear(x).softmax(0),
+        lambda self, x: self.linear(x) + torch.arange(len(x))[:, None],
+        lambda self, x: self.linear(x) / len(x),
+        lambda self, x: self.linear(x) * (2.0 if x.max() > 1.5 else 1.0),
+        lambda self, x: self.linear(x)[torch.argsort(x[:, 0])],
+        lambda self, x: self.linear(x)[x[:, 0] > 0],
+        lambda self, x: self.linear(x).square().mean().sqrt(),
+        lambda self, x: self.linear(x).mean() + x.sum(),
+        lambda self, x: self.linear(x) @ self.linear(x).T,
+        lambda self, x: self.linear(x).flatten().roll(1).view_as(x),
+    ],
+)  # fmt: skip
+def test_rows_that_mix_are_refused(mixing):
+    assert "can't be divided" in refused(Small(mixing), torch.randn(4, 6))
+
+
+def test_the_module_in_which_rows_mix_is_named():
+    class Mixing(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model = Small(lambda self, x: self.linear(self.more[0](self.linear(x))), Mixing())
+    assert "more.0 (Mixing) mixes its rows (mean in more.0)" in refused(model, torch.randn(4, 6))
+
+
+def test_images_against_texts_are_refused():
+    inputs = {"image": torch.randn(3, 6), "text": torch.randn(3, 5)}
+    assert "can't be divided" in refused(Pair(), inputs)
+    assert "can't be divided" in refused(Pair(loss=True), inputs)
+
+
+@pytest.mark.parametrize("capacity", [2, 9])
+def test_experts_with_room_for_so_many_tokens_of_all_rows_are_refused(capacity):
+    """9 is more than an expert gets of random tokens: all rows alike want one and the same."""
+    assert "can't be divided" in refused(Experts(capacity), torch.randn(3, 5, 8))
+
+
+def test_a_loss_with_a_part_that_is_no_mean_is_refused():
+    def balanced(self, x):
+        share = self.linear(x).softmax(-1).mean(0)
+        return self.linear(x).square().mean() + (share * share).sum()
+
+    assert "neither a sum nor a mean" in refused(Small(balanced), torch.randn(4, 6))
+
+
+def test_a_buffer_with_a_mean_of_the_rows_is_refused():
+    model = Small(lambda self, x: self.linear(self.more[0](x)), Statistics())
+    assert "the buffer more.0.average" in refused(model, torch.randn(4, 6))
+
+
+def test_rows_that_are_packed_are_refused():
+    class Packed(nn.Linear):
+        def forward(self, patches, lengths):
+            return torch.stack([part.sum(0) for part in super().forward(patches).split(lengths.tolist())])
+
+    assert "No dimension of patches [7, 6] is the batch" in refused(
+        Packed(6, 6), {"patches": torch.randn(7, 6), "lengths": torch.tensor([3, 4])}
+    )
+
+
+def test_a_model_made_for_so_many_rows_is_refused():
+    model = Small(lambda self, x: self.linear(x) * self.more[0].weight, nn.Linear(6, 4))
+    assert "can't be divided" in refused(model, torch.randn(4, 6))
+
+
+# ---- large models
+
+
+def test_a_large_model_is_proved_without_its_weights():
+    with torch.device("meta"):
+        model = Decoder(width=4096, depth=12, vocabulary=20_000)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 2e9
+    inputs = {"input_ids": tokens(4, 64), "labels": tokens(4, 64), "attention_mask": torch.ones(4, 64)}
+    batch = found(model, inputs)
+    assert ways(batch) == {"logits": "cat", "loss": "weighted"}
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_large_model_whose_rows_mix_is_refused():
+    class Mixing(Decoder):
+        def forward(self, input_ids):
+            logits = super().forward(input_ids)["logits"]
+            return logits - logits.mean(0)
+
+    with torch.device("meta"):
+        model = Mixing(width=4096, depth=3, vocabulary=1000)
+    assert "can't be divided" in refused(model, {"input_ids": tokens(4, 64)})
+
+
+def test_a_stand_in_takes_no_memory_and_keeps_rows_apart():
+    weights = StandIns()
+    weight = weights.make((1 << 20, 1 << 20), torch.float32)
+    with weights:
+        x = torch.randn(3, 1 << 20)
+        made = F.linear(x, weight)
+        assert made.shape == (3, 1 << 20)
+        assert torch.equal(F.linear(x[1:2], weight), made[1:2])
+        assert not torch.equal(made[0], made[1])
+        assert F.linear(x, weight.t().contiguous()).shape == made.shape
+        assert weights.holds(weight.to(torch.float64))
+        table = weights.make((1 << 20, 8), torch.float32)
+        assert torch.equal(F.embedding(torch.tensor([5, 7]), table)[1], F.embedding(torch.tensor([7]), table)[0])
+
+
+def test_stated_rows_survive_writing_and_reading():
+    batch = found(Decoder(), {"input_ids": tokens(5, 8), "labels": tokens(5, 8)})
+    assert BatchAxis(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}) == batch
