@@ -12,7 +12,6 @@ expert) may not be short otherwise.
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
 from autoshard.prove.copied import Trial, copy_model, is_heavy
-from autoshard.prove.culprit import Key, find_mixer
+from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
 from autoshard.runtime.chunks import bind, plain_arguments
@@ -80,7 +79,8 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
             try:
                 return _proved(question, batch, rows)
             except Mixed as error:
-                refused, tried = refused or str(error), batch.inputs[0].dim
+                refused = refused or f"{_named(question, rows, error)}{error}"
+                tried = batch.inputs[0].dim
             except NotRun as error:
                 refused = refused or f"with other rows the model could not be run: {error}{_packed(question, batch)}"
     name = type(model).__name__
@@ -180,10 +180,16 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
             return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows)
 
         if is_heavy(graph):  # faster, but sums and means are not told apart as well
-            with suppress(Mixed, NotRun):
+            try:
                 found = compared(torch.float32)
                 if all(one.how in ("cat", "same") for one in found.outputs):
                     return found
+            except NotRun as error:
+                stopped = stopped or error
+                continue
+            except Mixed as error:
+                if not error.values:
+                    raise
         for dtype in (torch.float64, torch.float32):
             try:
                 return compared(dtype)
@@ -203,13 +209,13 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         count = sum(parts)
         division = _division(question, trial, _with_rows(batch, count), bound, parts)
         try:
-            one = check_parts(trial, division, known and _for_rows(known, count))
+            one = check_parts(division, known and _for_rows(known, count))
         except NotRun as error:
             stopped = stopped or error
             continue
         except Mixed as error:
-            mixer = find_mixer(trial, division) or find_mixer(trial, replace(division, rows=_halves(parts)))
-            raise Mixed(f"{_named(question, rows, mixer)}{error}") from None
+            error.division = division
+            raise
         known, ran = _for_rows(one.ways, batch.size), ran or division
         checked.append(one)
     if ran is None or known is None:
@@ -222,7 +228,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         batch,
         outputs=outputs,
         written=tuple(sorted({name for one in checked for name in one.written})),
-        frozen=_frozen(question.model, trial, replace(ran, rows=_halves(ran.rows))),
+        frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows))),
         proof=proof,
     )
 
@@ -244,22 +250,22 @@ def _division(
     masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
     args, kwargs = question.call(bound)
     labels = {**_labels(question), **masks}
-    return Division(model=trial.model, batch=batch, args=args, kwargs=kwargs, rows=parts, labels=labels)
+    return Division(trial=trial, batch=batch, args=args, kwargs=kwargs, rows=parts, labels=labels)
 
 
-def _frozen(model: nn.Module, trial: Trial, division: Division) -> tuple[str, ...]:
+def _frozen(model: nn.Module, division: Division) -> tuple[str, ...]:
     """Modules in evaluation mode that would mix rows in training mode: those whose class is seen to; else all."""
     still = {path: type(module) for path, module in model.named_modules() if not module.training}
     if not still:
         return ()
     kept: set[type] = set()
     while True:
-        for path, module in trial.model.named_modules():
+        for path, module in division.trial.model.named_modules():
             module.training = path not in still or still[path] not in kept
         try:
-            check_parts(trial, division)
+            check_parts(division)
         except Mixed:
-            mixer = find_mixer(trial, division)
+            mixer = find_mixer(division)
             kind = still.get(mixer[0][0]) if mixer is not None and mixer[1] else None
             if kind is None or kind in kept:
                 return ("",) if "" in still else tuple(still)
@@ -316,8 +322,12 @@ def _labels(question: Question) -> dict[str, int]:
     return {path: ignored for place, ignored in labels_of(question.graph) for path in question.paths[place]}
 
 
-def _named(question: Question, rows: Rows | None, mixer: tuple[Key, bool] | None) -> str:
+def _named(question: Question, rows: Rows | None, error: Mixed) -> str:
     """Who mixes rows, in words that end where a reason may follow."""
+    division = error.division
+    if division is None:
+        return ""
+    mixer = find_mixer(division) or find_mixer(replace(division, rows=_halves(division.rows)))
     if mixer is None:
         return ""
     (path, time), inside = mixer

@@ -16,14 +16,14 @@ Key = tuple[str, int]
 Seen = dict[Key, dict[str, torch.Tensor]]
 
 
-def find_mixer(trial: Trial, division: Division) -> tuple[Key, bool] | None:
+def find_mixer(division: Division) -> tuple[Key, bool] | None:
     """The innermost call of a module that is given rows of their own and mixes them; None if there is none.
 
     False beside it: what it is given is mixed already, by code of the module around it.
     """
     try:
-        given, made = _watched(trial, division.args, division.kwargs)
-        pieces = [_watched(trial, part.args, part.kwargs) for part in division.parts()]
+        given, made = _watched(division.trial, division.args, division.kwargs)
+        pieces = [_watched(division.trial, part.args, part.kwargs) for part in division.parts()]
     except Exception:  # what a part raises is told as it is
         return None
     for wanted in (False, None):  # other values where shapes go together; then shapes that don't

@@ -30,7 +30,15 @@ NOISE = 1e-6
 
 
 class Mixed(Exception):
-    """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
+    """The parts together do not give what the whole gives; the message says what differs, or what the parts raised.
+
+    `values`: shapes go together and only numbers differ; `division`: of which call.
+    """
+
+    def __init__(self, message: str, *, values: bool = False) -> None:
+        super().__init__(message)
+        self.values = values
+        self.division: Division | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ class Division:
     `labels`: inputs that a loss may be weighted by, and what in them does not count.
     """
 
-    model: nn.Module
+    trial: Trial
     batch: BatchAxis
     args: tuple
     kwargs: dict[str, Any]
@@ -82,7 +90,7 @@ class Division:
     def parts(self, outputs: Sequence[BatchOutput] = ()) -> list[Part]:
         """The calls of the parts, with what counts in each for outputs that are weighted by it."""
         batch = replace(self.batch, outputs=tuple(outputs))
-        return split(batch, self.model, self.args, self.kwargs, self.rows)
+        return split(batch, self.trial.model, self.args, self.kwargs, self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +105,12 @@ class Checked:
     draws: int
 
 
-def check_parts(trial: Trial, division: Division, known: Mapping[str, list[BatchOutput]] | None = None) -> Checked:
+def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | None = None) -> Checked:
     """Run a call whole and in parts, and compare. `known`: the ways for outputs found so far, of which some may fail.
 
     Raises `NotRun` or `Mixed`.
     """
+    trial = division.trial
     try:
         whole = run(trial, division.args, division.kwargs)
     except Exception as error:
@@ -164,9 +173,10 @@ def find_output(
         return found
     name = path or "its output"
     if all(piece.shape == whole.shape for piece in pieces):
-        raise Mixed(f"{name} is neither a sum nor a mean of what parts give")
+        raise Mixed(f"{name} is neither a sum nor a mean of what parts give", values=True)
     sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
-    raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})")
+    fitting = any(True for _ in ways(path, whole, pieces, division))
+    raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})", values=fitting)
 
 
 def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> Iterator[BatchOutput]:
@@ -196,7 +206,7 @@ def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
     for name, value in whole.written.items():
         for result in results:
             if name not in result.written or _difference(value, result.written[name]):
-                raise Mixed(f"the buffer {name} is written, and parts write something else into it")
+                raise Mixed(f"the buffer {name} is written, and parts write something else into it", values=True)
     return list(whole.written)
 
 
@@ -207,7 +217,7 @@ def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
     largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
     for name, value in wanted.items():
         if _difference(value, found[name], NOISE * largest):
-            raise Mixed(f"the gradient of {name} is not the sum of those of parts")
+            raise Mixed(f"the gradient of {name} is not the sum of those of parts", values=True)
 
 
 def _gradients(model: nn.Module, output: Any) -> dict[str, torch.Tensor]:
