@@ -73,7 +73,9 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
     figures = stage_figures(profile, part, plan.stages, devices, processes=processes)
-    run = run_schedule(figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload)
+    run = run_schedule(
+        figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes
+    )
     issue = 0.0 if processes else plan.num_microbatches * sum(s.launch_seconds for s in figures.stages)
     bound = max(issue, _bound(part, cluster, plan))
     return replace(run, issue_seconds=issue, bound_seconds=bound)
@@ -108,12 +110,13 @@ def rows_of_part(size: int, parts: int) -> int:
 
 
 def run_schedule(
-    figures: Figures, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload
-) -> Run:
+    figures: Figures, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload,
+    *, one_process: bool = False,
+) -> Run:  # fmt: skip
     """Put stages in the order of a schedule and run it by the clock. "none" is one forward after the other."""
     order = make_order(
         "gpipe" if schedule == "none" else schedule, len(names), microbatches,
-        stages_per_device=len(figures.stages) // len(names), training=workload.training,
+        stages_per_device=len(figures.stages) // len(names), training=workload.training, one_process=one_process,
     )  # fmt: skip
     times = Times(
         forward=[stage.forward_seconds for stage in figures.stages],

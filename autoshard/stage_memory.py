@@ -104,8 +104,10 @@ class StageMemory:
         self.gradients = ~rows.copied & (gradients | made_last)
         # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
-        if processes:
-            self.passing &= ~(rows.copied & (kind == 1))
+        lent = rows.copied & (kind == 1)  # one copy of a parameter is enough for all micro-batches
+        self.passing &= ~lent
+        if not processes:
+            self.kept_copies |= lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
         self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
 

@@ -34,10 +34,12 @@ Order = tuple[tuple[Action, ...], ...]
 
 
 def make_order(
-    schedule: str, num_devices: int, num_microbatches: int, *, stages_per_device: int = 1, training: bool = True
-) -> Order:
+    schedule: str, num_devices: int, num_microbatches: int, *, stages_per_device: int = 1, training: bool = True,
+    one_process: bool = False,
+) -> Order:  # fmt: skip
     """Return what every device does and in which order; in inference forwards only.
 
+    In `one_process` a backward goes through all stages at once, so with "1f1b" all are as far ahead as the first.
     Raises `SpecError` if the schedule does not exist or can't have these numbers.
     """
     check_schedule(schedule, num_devices, num_microbatches, stages_per_device=stages_per_device, training=training)
@@ -47,7 +49,8 @@ def make_order(
         if schedule == "gpipe":
             row = _gpipe(device, num_microbatches)
         elif schedule == "1f1b":
-            row = _one_forward_one_backward(device, num_devices, num_microbatches)
+            ahead = num_devices if one_process else num_devices - device
+            row = _one_forward_one_backward(device, min(num_microbatches, ahead), num_microbatches)
         else:
             row = _interleaved(device, *shape, split=schedule == "zero-bubble")
         rows.append(tuple(action for action in row if training or action.kind == "F"))
@@ -100,9 +103,8 @@ def _gpipe(device: int, microbatches: int) -> list[Action]:
     return forwards + [Action("B", device, i) for i in range(microbatches)]
 
 
-def _one_forward_one_backward(device: int, devices: int, microbatches: int) -> list[Action]:
-    """As many forwards as there are stages from here on, then a backward for each further one."""
-    ahead = min(microbatches, devices - device)
+def _one_forward_one_backward(device: int, ahead: int, microbatches: int) -> list[Action]:
+    """Some forwards ahead (as many as there are stages from here on), then a backward for each further one."""
     row = [Action("F", device, i) for i in range(ahead)]
     for i in range(microbatches):
         row.append(Action("B", device, i))

@@ -173,6 +173,7 @@ class Lines:
             bandwidth=bandwidth,
             training=self.training,
             issue_seconds=self._issue_seconds() * microbatches if self.one_thread else 0.0,
+            one_process=self.one_thread,
             step=together(self._step()),
         )
 

@@ -54,6 +54,7 @@ class Line:
         capacity: [D] bytes. latency, bandwidth: [D, D] of copies from row to column.
         training: there is a backward.
         issue_seconds: a pass is not faster: what one thread needs to launch all of its ops; 0 for a thread per device.
+        one_process: all devices are used from one.
     """
 
     microbatches: int
@@ -74,6 +75,7 @@ class Line:
     bandwidth: Array
     training: bool
     issue_seconds: float = 0.0
+    one_process: bool = False
     step: Array | None = None
 
     @property
@@ -141,7 +143,7 @@ class Search:
         check_schedule(
             schedule, positions, line.microbatches, stages_per_device=per_device, training=line.training
         )  # fmt: skip
-        self._ordered = schedule, positions, line.microbatches, per_device, line.training
+        self._ordered = schedule, positions, line.microbatches, per_device, line.training, line.one_process
         self.splits = schedule == "zero-bubble"
         self.may_recompute = may_recompute and line.training and not self.splits
         self._known: dict[tuple, Found | None] = {}
@@ -425,10 +427,13 @@ class Search:
 
 @lru_cache(maxsize=256)
 def _program(
-    schedule: str, positions: int, microbatches: int, per_device: int, training: bool
-) -> tuple[Program, list[int]]:  # fmt: skip
+    schedule: str, positions: int, microbatches: int, per_device: int, training: bool, one_process: bool
+) -> tuple[Program, list[int]]:
     """The steps of a schedule, and how many micro-batches every stage keeps at one time."""
-    order = make_order(schedule, positions, microbatches, stages_per_device=per_device, training=training)
+    order = make_order(
+        schedule, positions, microbatches,
+        stages_per_device=per_device, training=training, one_process=one_process,
+    )  # fmt: skip
     count = positions * per_device
     flying = in_flight(order) if training else dict.fromkeys(range(count), 0)
     return compile_order(order, count), [flying[stage] for stage in range(count)]

@@ -104,3 +104,4 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages_to_g
     assert in_flight(make_order("gpipe", 3, 6)) == {0: 6, 1: 6, 2: 6}
     assert in_flight(make_order("1f1b", 3, 6)) == {0: 3, 1: 2, 2: 1}
     assert in_flight(make_order("1f1b", 3, 6, training=False)) == {0: 1, 1: 1, 2: 1}
+    assert in_flight(make_order("1f1b", 3, 6, one_process=True)) == {0: 3, 1: 3, 2: 3}
