@@ -14,22 +14,31 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.module_paths import above
+from autoshard.module_paths import above, join
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.stage_calls import Follower, Following, Table
+from autoshard.runtime.shown import Shown
+from autoshard.runtime.stage_calls import Follower, Following
 from autoshard.runtime.stage_moves import Wire
+
+_KINDS = ("_parameters", "_buffers")
 
 
 @dataclass(slots=True)
 class Installed:
     """Undoes `install`."""
 
+    model: "weakref.ref[nn.Module]"
     followers: list[Follower]
 
     def remove(self) -> None:
-        """Give every module its own forward back."""
+        """Give every module its own forward and tensors back."""
+        model = self.model()
+        for module in () if model is None else model.modules():
+            for kind in _KINDS:
+                if type(vars(module)[kind]) is Shown:
+                    vars(module)[kind] = dict(vars(module)[kind].items())
         for follower in self.followers:
-            module = follower.module()
+            module = follower.module()  # type: ignore[assignment]
             if module is None or vars(module).get("forward") is not follower:
                 continue
             del vars(module)["forward"]
@@ -46,23 +55,19 @@ def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int])
     outermost, mixed = _places(model, positions)
     followers = []
     for path, module in model.named_modules():
-        names = [*vars(module)["_parameters"], *vars(module)["_buffers"]]
-        if names:
-            own = {name: positions.get(f"{path}.{name}" if path else name) for name in names}
-            following.tables.append(
-                Table(weakref.ref(module), {name: at for name, at in own.items() if at is not None})
-            )
+        for kind in _KINDS:
+            tensors = vars(module)[kind]
+            if tensors:
+                at = {name: positions[join(path, name)] for name in tensors if join(path, name) in positions}
+                vars(module)[kind] = Shown(tensors, at, following.wire)
         if path in outermost or path in mixed:
             followers.append(Follower(module, path, outermost.get(path), following))
     for follower in followers:
         module = follower.module()
         assert module is not None
         vars(module)["forward"] = follower
-        if follower.position == record.position:
-            below = {id(one) for one in module.modules()}
-            follower.tables = [table for table in following.tables if id(table.module()) in below]
     record.extras["inference"] = following
-    return Installed(followers)
+    return Installed(weakref.ref(model), followers)
 
 
 def _places(model: nn.Module, positions: dict[str, int]) -> tuple[dict[str, int], set[str]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _MASKED = {aten.index.Tensor, aten._unsafe_index.Tensor}
 _RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
+_as_list, _as_array = torch.Tensor.tolist, torch.Tensor.numpy  # others may stand there while a module is watched
 _set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -65,10 +66,10 @@ class StageTensor(torch.Tensor):
         return f"StageTensor(size={tuple(self.shape)}, dtype={self.dtype}, position {self.position}, {where})"
 
     def tolist(self) -> Any:
-        return self.wire.told(self.position, None if self.value is None else self.value.tolist())
+        return self.wire.told(self.position, None if self.value is None else _as_list(self.value))
 
     def numpy(self, *, force: bool = False) -> ndarray:
-        return self.wire.told(self.position, None if self.value is None else self.value.numpy(force=force))
+        return self.wire.told(self.position, None if self.value is None else _as_array(self.value, force=force))
 
     def __array__(self, dtype: Any = None) -> ndarray:
         found = self.numpy(force=True)

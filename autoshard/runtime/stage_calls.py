@@ -13,8 +13,8 @@ while a module runs with arguments of a new kind; where there are any, its proce
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +25,16 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remote_tensor import (
     StageTensor,
-    outline,
     reads_values,
     run_at,
     staged,
+    tensors_of,
     traits_of,
     written_of,
 )
 from autoshard.runtime.shape_rules import shape_of
 from autoshard.runtime.stage_moves import Wire
-from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes
+from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes, run_composite
 
 
 @dataclass(slots=True)
@@ -52,90 +52,20 @@ class Kind:
     writes: bool = False
 
 
-@dataclass(slots=True)
-class Table:
-    """Parameters and buffers of one module of a position, as it has them and as code between modules sees them."""
-
-    module: "weakref.ref[nn.Module]"
-    positions: Mapping[str, int]
-    plain: tuple[dict, dict] = ({}, {})
-    shown: tuple[dict, dict] = ({}, {})
-    known: tuple[int, ...] = ()
-
-    def show(self, wire: Wire) -> None:
-        """Let code between modules see tensors of a position."""
-        module = self.module()
-        if module is None:
-            return
-        own = vars(module)
-        self.plain = own["_parameters"], own["_buffers"]
-        known = (*map(id, self.plain[0].values()), *map(id, self.plain[1].values()))
-        if known != self.known:
-            self.known = known
-            parameters, buffers = self.plain
-            self.shown = self._as_staged(wire, parameters), self._as_staged(wire, buffers)
-        own["_parameters"], own["_buffers"] = self.shown
-
-    def _as_staged(self, wire: Wire, tensors: dict) -> dict:
-        shown: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            position = self.positions.get(name)
-            value = tensor if position == wire.position else None
-            shown[name] = (
-                tensor if tensor is None or position is None else staged(wire, position, value, shape_of(tensor))
-            )
-        return shown
-
-    def hide(self) -> None:
-        """Undo `show`."""
-        module = self.module()
-        if module is not None:
-            vars(module)["_parameters"], vars(module)["_buffers"] = self.plain
-
-
 @dataclass(slots=True, kw_only=True)
 class Following:
     """What the calls of one applied model share."""
 
     record: PipelineRecord
     wire: Wire
-    tables: list[Table] = field(default_factory=list)
-
-
-class _Watch(TorchDispatchMode):
-    """Sees the ops of a module of this position when values that they give must be told to others."""
-
-    def __init__(self, wire: Wire, kind: Kind, arguments: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.wire, self.kind = wire, kind
-        self.arguments = {tensor.untyped_storage()._cdata for tensor in arguments}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, StageTensor) for kind in types):
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        traits = traits_of(func)
-        self.kind.may_draw |= traits.draws
-        if traits.written and not self.kind.writes:
-            written = written_of(func, args, kwargs)
-            self.kind.writes = any(one.untyped_storage()._cdata in self.arguments for one in written)
-        if not traits.composite and reads_values(func, args):
-            self.kind.reads = True
-            self.wire.told(self.wire.position, outline(result))
-        return result
 
 
 class _Follow(TorchDispatchMode):
-    """Sees the ops of a module of another position: all that comes out of them is remote."""
+    """Sees the ops of a module of one position: here they compute, elsewhere they give shapes."""
 
-    def __init__(self, wire: Wire, position: int, path: str, kind: Kind, watched: bool) -> None:
+    def __init__(self, wire: Wire, position: int, path: str, kind: Kind) -> None:
         super().__init__()
-        self.wire, self.position, self.path, self.kind, self.watched = wire, position, path, kind, watched
+        self.wire, self.position, self.path, self.kind = wire, position, path, kind
         self.arguments: set[int] = set()
 
     @classmethod
@@ -146,27 +76,35 @@ class _Follow(TorchDispatchMode):
         kwargs = kwargs or {}
         traits = traits_of(func)
         if traits.composite:
-            from autoshard.torch_private import run_composite
-
             with self:
                 return run_composite(func, args, kwargs)
         if traits.written:
-            for one in written_of(func, args, kwargs):
+            for one in map(self.wire.settled, written_of(func, args, kwargs)):
                 if not isinstance(one, StageTensor):
-                    raise RankError(
-                        f"{self.path} writes into a tensor that all processes have ({func}), but runs in one only. "
-                        "Use autoshard.schedule(model), or a plan without a pipeline."
-                    )
-                self.kind.writes |= id(one.writes) in self.arguments
+                    return self._on_ordinary(func, args, kwargs)
+                self._note_write(one)
         self.kind.may_draw |= traits.draws
         if reads_values(func, args):
             self.kind.reads = True
-            if not self.watched:
-                raise RankError(
-                    f"{self.path} reads values of its tensors ({func}) in this call, which it did not in others like "
-                    "it. Call it with arguments of one kind, or use a plan without a pipeline."
-                )
         return run_at(self.wire, self.position, func, args, kwargs)
+
+    def _note_write(self, tensor: StageTensor) -> None:
+        if id(tensor.writes) in self.arguments and not self.kind.writes:
+            if not self.wire.watched:
+                raise RankError(
+                    f"{self.path} writes into an argument in this call, which it did not in others like it. Use "
+                    "arguments of one kind, or a plan without a pipeline."
+                )
+            self.kind.writes = True
+
+    def _on_ordinary(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Write into a tensor that all processes have: a counter, say, as the process does that runs the module."""
+        if any(isinstance(one, StageTensor) for one in tensors_of(args, kwargs)):
+            raise RankError(
+                f"{self.path} writes what it computes into a tensor that all processes have ({func}), and runs in one "
+                "only. Use autoshard.schedule(model), or a plan without a pipeline."
+            )
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -198,7 +136,6 @@ class Follower:
         self.module, self.path, self.position, self.following = weakref.ref(module), path, position, following
         self.usual: Any = vars(module).get("forward")
         self.kinds: dict[Any, Kind] = {}
-        self.tables: list[Table] = []  # of the module and those below it
 
     @property
     def __wrapped__(self) -> Any:  # who asks for the signature of a forward means the model's own
@@ -229,7 +166,7 @@ class Follower:
 
     def _begin(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the outermost call: what comes out of it, all processes have."""
-        following, wire = self.following, self.following.wire
+        wire = self.following.wire
         if torch.is_grad_enabled() and module.training:
             raise ApplyError(
                 "this model runs as a pipeline over processes, where a forward alone can't be trained: call "
@@ -239,8 +176,6 @@ class Follower:
             args, kwargs = map_tensors(args, _ordinary), map_tensors(kwargs, _ordinary)
             wire.begin([tensor for _, tensor in tensors_in((args, kwargs))])
             wire.depth = 1
-            for table in following.tables:
-                table.show(wire)
             try:
                 if self.position is None:
                     output = forward(*args, **kwargs)
@@ -249,8 +184,6 @@ class Follower:
                 return publish(wire, output)
             finally:
                 wire.depth = 0
-                for table in following.tables:
-                    table.hide()
 
     def _stage(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a module of one position, here or there."""
@@ -261,46 +194,36 @@ class Follower:
         watched = kind is None or kind.reads or kind.draws
         if kind is None:
             kind = self.kinds[key] = Kind()
-        before, wire.inside = wire.inside, position
-        entry = Entry(wire, position)
-        drawn = False
+        before = wire.inside, wire.watched, wire.path
+        wire.inside, wire.watched, wire.path = position, watched, self.path
+        here = position == wire.position
+        entry = Entry(wire, position, plain=here and not watched)
+        generator = torch.get_rng_state() if here and watched else None
         try:
-            given = entry.brought((args, kwargs))
-            if position == wire.position:
-                generator = torch.get_rng_state() if watched else None
-                output = self._compute(forward, given, entry, kind, watched)
-                drawn = generator is not None and not torch.equal(generator, torch.get_rng_state())
-            else:
-                mode = _Follow(wire, position, self.path, kind, watched)
-                mode.arguments = {id(one.writes) for one in entry.staged}
-                with mode, _values_told(wire, position) if watched else contextlib.nullcontext():
-                    output = forward(*given[0], **given[1])
+            given_args, given_kwargs = entry.brought((args, kwargs))
+            with contextlib.ExitStack() as stack:
+                if here:
+                    stack.enter_context(torch.inference_mode())
+                if not entry.plain:
+                    mode = _Follow(wire, position, self.path, kind)
+                    mode.arguments = {id(one.writes) for one in entry.staged}
+                    stack.enter_context(mode)
+                if watched:
+                    stack.enter_context(_values_told(wire, position))
+                output = forward(*given_args, **given_kwargs)
         finally:
-            wire.inside = before
+            wire.inside, wire.watched, wire.path = before
         output = entry.taken_out(output)
+        if here and watched:
+            keep_plain((args, kwargs))
         if watched and kind.may_draw:
+            drawn = generator is not None and not torch.equal(generator, torch.get_rng_state())
             kind.draws = wire.told(position, drawn)
         if kind.draws:
             wire.share_generator(position)
         if kind.writes:
             entry.written()
         return output
-
-    def _compute(self, forward: Callable[..., Any], given: Any, entry: "Entry", kind: Kind, watched: bool) -> Any:
-        wire = self.following.wire
-        for table in self.tables:
-            table.hide()
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.inference_mode())
-                if watched:
-                    values = [one.value for one in entry.staged if one.value is not None]
-                    stack.enter_context(_Watch(wire, kind, values))
-                    stack.enter_context(_values_told(wire, wire.position))
-                return forward(*given[0], **given[1])
-        finally:
-            for table in self.tables:
-                table.show(wire)
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,9 +254,8 @@ def _kind_of(args: tuple, kwargs: dict) -> Any:
 class Entry:
     """What one call of a module is given: its tensors, brought to its position, and the way back of each."""
 
-    def __init__(self, wire: Wire, position: int) -> None:
-        self.wire, self.position = wire, position
-        self.here = wire.position == position
+    def __init__(self, wire: Wire, position: int, plain: bool) -> None:
+        self.wire, self.position, self.plain = wire, position, plain
         self.staged: list[StageTensor] = []  # arguments, at the position
         self.originals: dict[int, torch.Tensor] = {}  # id of what the module is given -> what the caller gave
         self.kept: list[Any] = []
@@ -368,11 +290,11 @@ class Entry:
             moved = wire.moved(tensor, self.position)
             self.staged.append(moved)
             given: torch.Tensor = moved
-            if self.here:
+            if self.plain:
                 assert moved.value is not None
                 given = moved.value
         else:
-            given = wire.at_home(tensor) if self.here else tensor
+            given = wire.at_home(tensor) if self.plain else tensor
         self.originals[id(given)] = tensor
         self.kept.append(given)
         return given
@@ -390,7 +312,7 @@ class Entry:
             return original
         if isinstance(tensor, StageTensor):
             return tensor
-        made = staged(self.wire, self.position, tensor if self.here else None, shape_of(tensor))
+        made = staged(self.wire, self.position, tensor if self.plain else None, shape_of(tensor))
         self.originals[id(tensor)] = made
         self.kept.append(tensor)
         return made
@@ -400,7 +322,7 @@ class Entry:
         wire = self.wire
         for one in self.staged:
             one.writes[0] += 1
-            original = self.originals.get(id(one.value if self.here else one))
+            original = self.originals.get(id(one.value if self.plain else one))
             if isinstance(original, StageTensor) and original is not one:
                 back = wire.moved(one, original.position)
                 if original.value is not None:
@@ -423,3 +345,28 @@ def publish(wire: Wire, output: Any) -> Any:
         return known[id(tensor)]
 
     return map_tensors(output, public)
+
+
+def keep_plain(value: Any, depth: int = 8, seen: set[int] | None = None) -> None:
+    """Let objects that a module of this position was given hold its tensors as they are: its next call computes with
+    them.
+
+    Looked through are the attributes of objects, lists and dicts. What is not found costs time, and changes nothing.
+    """
+    seen = set() if seen is None else seen
+    if depth == 0 or id(value) in seen or isinstance(value, (torch.Tensor, nn.Module, type, str, int, float)):
+        return
+    seen.add(id(value))
+    if isinstance(value, tuple):
+        for item in value:
+            keep_plain(item, depth - 1, seen)
+        return
+    holder: Any = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+    if not isinstance(holder, (list, dict)):
+        return
+    for key, item in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
+        if type(item) is StageTensor and item.value is not None:
+            if holder is not value:  # lists and dicts that code between modules sees go on as they are
+                holder[key] = item.value
+        else:
+            keep_plain(item, depth - 1, seen)

@@ -7,6 +7,7 @@
 Every message begins with a header that says what follows; one that is not what the receiver expects is an error.
 """
 
+import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remote_tensor import StageTensor, shape_of, staged
 from autoshard.runtime.shape_rules import Shape, ShapeRules
+from autoshard.torch_private import no_dispatch_modes
 
 _MAX_DIMS = 10
 _DTYPES = sorted(
@@ -33,17 +35,19 @@ class Wire:
     """What this process needs to follow the others, and they it.
 
     Attributes:
-        inside: position whose module is running in every process, None in code between modules.
+        inside: position whose module is running in every process, None in code between modules; `path` of the module;
+            `watched`: all its ops are seen, in every process.
         runs: forwards begun so far; `depth`: calls of the model's modules in progress.
     """
 
     def __init__(self, record: PipelineRecord, control: Any) -> None:
+        self.record = record
         self.position, self.device = record.position, record.device
         self.ranks: ProcessRanks = record.across
         self.control = control
         self.rules = ShapeRules()
         self.inside: int | None = None
-        self.watched = False
+        self.watched, self.path = False, ""
         self.runs = 0
         self.depth = 0
         self.seed = 0
@@ -132,9 +136,26 @@ class Wire:
 
     def told(self, position: int, word: Any) -> Any:
         """Return what a position has to say, in all processes: values that Python reads. All of them call this."""
-        words = [word]
-        self._call(dist.broadcast_object_list, words, group=self.control, group_src=position)
-        return words[0]
+        if self.inside is not None and not self.watched:
+            raise RankError(
+                f"Python reads values of a tensor in this call of {self.path}, which it did not in others like it. Use "
+                "arguments of one kind, or a plan without a pipeline."
+            )
+        data = pickle.dumps(word) if position == self.position else b""
+        first = bytearray(_WORD_BYTES)
+        first[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
+        beginning = data[: _WORD_BYTES - _LENGTH_BYTES]
+        first[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
+        self._broadcast_bytes(first, position)
+        size = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        rest = bytearray(data[len(beginning) :]) or bytearray(max(0, size - (_WORD_BYTES - _LENGTH_BYTES)))
+        if rest:
+            self._broadcast_bytes(rest, position)
+        return pickle.loads((first[_LENGTH_BYTES:] + rest)[:size])
+
+    def _broadcast_bytes(self, data: bytearray, position: int) -> None:
+        buffer = torch.frombuffer(data, dtype=torch.uint8)
+        self._call(dist.broadcast, buffer, group=self.control, group_src=position)
 
     def share_generator(self, position: int) -> None:
         """A position drew random numbers: all go on from where its generator is."""
@@ -153,7 +174,7 @@ class Wire:
         return header
 
     def _read(self, header: torch.Tensor, position: int, expected: Shape) -> Shape:
-        seed, dtype, dims, *rest = header.tolist()
+        seed, dtype, dims, *rest = _as_list(header)
         shape = Shape(tuple(rest[:dims]), tuple(rest[dims : 2 * dims]), 0, _DTYPES[dtype])
         if seed != self.seed:
             raise RankError(
@@ -169,13 +190,15 @@ class Wire:
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
                 return function(*arguments, **options)
         except RuntimeError as error:
             raise lost(self.ranks, error) from error
 
 
 _HEADER = 3 + 2 * _MAX_DIMS
+_WORD_BYTES, _LENGTH_BYTES = 256, 8
+_as_list = torch.Tensor.tolist  # while a module is watched, reading values means to tell them
 
 
 def _said(shape: Shape) -> str:
