@@ -5,7 +5,8 @@
     cuda:1                                 | blocks.2 | head |
 
 The events are the estimate's own seconds laid out one after another: those of a device add up to its
-`compute_seconds`, and the last one ends at `latency_seconds`. Neighbouring ops of one module are one event.
+`compute_seconds`, and the last one ends at `latency_seconds`, unless that is longer because one thread can't launch ops
+any faster. Neighbouring ops of one module are one event.
 """
 
 from autoshard.cluster.cluster import Cluster

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import check_devices
+from autoshard.cost import check_devices, op_seconds, optimizer_seconds
 from autoshard.cut_cost import OUTSIDE, Collective, local_profile, trace_cuts
-from autoshard.estimate import Estimate, Event
+from autoshard.estimate import DeviceEstimate, Estimate, Event, Transfer
 from autoshard.flow import flow
 from autoshard.mesh_cost import estimate_mesh
 from autoshard.module_paths import above
 from autoshard.plan import Plan
+from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.timeline.turns import Run, optimizer_events, runs
+from autoshard.timeline.turns import Run, kind_of, optimizer_events, runs
 
 
 def of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
@@ -107,19 +108,70 @@ def _backward_end(graph: ModelGraph, collective: Collective) -> int:
 
 
 def of_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
-    """Stages and replicas: the events of the estimate's own simulation, and what comes after them."""
+    """Stages: the events of the estimate's own simulation. Replicas alone: see `_replicas`."""
     estimate = estimate_mesh(plan, profile, cluster)
-    return list(estimate.pipelining.events) if estimate.pipelining is not None else _at_once(estimate)
+    if estimate.pipelining is not None:
+        return list(estimate.pipelining.events)
+    return _replicas(plan, profile, cluster, estimate)
 
 
-def _at_once(estimate: Estimate) -> list[Event]:
-    """Devices that compute alone and then do something together, of which only sums are known."""
-    found = []
+def _replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estimate) -> list[Event]:
+    """Parts of the batch go out, every replica computes, gradients are summed, results come home.
+
+    The estimate has one figure for what a device computes; forward and backward share it as they do on one device.
+    """
+    found: list[Event] = []
+    clock = 0.0
+    home = plan.devices[0].name
+    for transfer in estimate.transfers:
+        if transfer.destination != home:
+            found.append(_moved(transfer, clock))
+            clock = found[-1].end_seconds
+    begin = clock
     for device in estimate.devices:
-        times = (("forward", device.compute_seconds), ("all-reduce", device.transfer_seconds))
-        clock = 0.0
-        for kind, seconds in times:
-            if seconds:
-                found.append(Event(device=device.name, kind=kind, begin_seconds=clock, end_seconds=clock + seconds))
-                clock += seconds
+        at = begin
+        for kind, seconds in _kinds(device, plan, profile, cluster):
+            found.append(Event(device=device.name, kind=kind, begin_seconds=at, end_seconds=at + seconds))
+            at += seconds
+        clock = max(clock, at)
+    end = clock
+    for device in estimate.devices:
+        if device.transfer_seconds:
+            kind = "all-reduce" if estimate.all_reduces else "all-gather"
+            end = max(end, clock + device.transfer_seconds)
+            found.append(
+                Event(
+                    device=device.name, kind=kind, begin_seconds=clock, end_seconds=clock + device.transfer_seconds
+                )
+            )  # fmt: skip
+    for transfer in estimate.transfers:
+        if transfer.destination == home:
+            found.append(_moved(transfer, end))
+            end = found[-1].end_seconds
     return found
+
+
+def _moved(transfer: Transfer, clock: float) -> Event:
+    return Event(
+        device=transfer.destination, kind="transfer", begin_seconds=clock, end_seconds=clock + transfer.seconds,
+        source=transfer.source, nbytes=transfer.nbytes,
+        label=f"{transfer.producer or 'inputs'} -> {transfer.consumer or 'outputs'}",
+    )  # fmt: skip
+
+
+def _kinds(device: DeviceEstimate, plan: Plan, profile: Profile, cluster: Cluster) -> list[tuple[str, float]]:
+    """What a replica computes, by kind: the optimizer's step as it is, the rest in proportion."""
+    if not device.compute_seconds:
+        return []
+    graph, mesh = profile.graph, plan.mesh
+    seconds = op_seconds(profile, cluster.device(device.name))
+    totals: dict[str, float] = {}
+    for op in graph.ops:
+        kind = kind_of(op, graph)
+        totals[kind] = totals.get(kind, 0.0) + float(seconds[op.index])
+    trained = sum(nbytes for _, nbytes in trained_sizes(graph)) if profile.workload.training else 0
+    kept = trained / mesh.data if mesh is not None and mesh.sharded else trained
+    step = min(optimizer_seconds(kept, profile.workload, cluster.device(device.name)), device.compute_seconds)
+    scale = (device.compute_seconds - step) / (sum(totals.values()) or 1.0)
+    found = [(kind, total * scale) for kind, total in totals.items() if total]
+    return [*found, ("optimizer", step)] if step else found

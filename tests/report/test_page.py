@@ -116,4 +116,4 @@ def test_a_long_timeline_is_folded_and_keeps_its_seconds():
         return totals
 
     assert busy(few) == pytest.approx(busy(found))
-    assert timeline_data(found, cluster.names)["lanes"][0] == cluster.names[0]
+    assert timeline_data(found, cluster.names, 0.0)["lanes"][0] == cluster.names[0]

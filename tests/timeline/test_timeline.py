@@ -40,6 +40,8 @@ CASES = {
     "cuts": ("2xA100-40GB", "column-parallel", None),
     "unequal cuts": ("2xA100-40GB", "column-parallel", None),
     "cuts in training": ("2xA100-40GB", "column-parallel", TRAINING),
+    "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=256)),
+    "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=256)),
     "streamed": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
     "streamed to two": ({"cpu:0": "80KiB", "cpu:1": "80KiB", "cpu": "10MiB"}, "auto", None),
 }
@@ -48,19 +50,21 @@ CASES = {
 def made(case: str):
     spec, strategy, workload = CASES[case]
     objective = "memory" if "cuts" in case else "throughput" if case in ("placements", "training") else "latency"
-    model = Net().train(workload is TRAINING)
+    large = case in ("replicas", "pipeline")
+    inputs = torch.zeros(64, 256, dtype=torch.long) if large else INPUTS
+    model = Net(width=256 if large else 32).train(workload is not None)
     if case in ("placements", "training"):  # without pins one device is best
         names = parse_devices(spec).names
         pins = {f"downs.{i}": names[(i + 1) % len(names)] for i in range(4)}
     else:
         pins = None
     plan = autoshard.plan(
-        model, spec, inputs=INPUTS, strategy=strategy, workload=workload, objective=objective, pins=pins
+        model, spec, inputs=inputs, strategy=strategy, workload=workload, objective=objective, pins=pins
     )
     if case == "unequal cuts":
         cuts = tuple(replace(cut, shares=(cut.size * 3 // 4, cut.size // 4)) for cut in plan.cuts)
         plan = replace(plan, cuts=cuts)
-    profile = autoshard.profile(model, INPUTS, workload=workload)
+    profile = autoshard.profile(model, inputs, workload=workload)
     return plan, profile, parse_devices(spec)
 
 
@@ -72,7 +76,9 @@ def test_events_sum_to_the_estimate(case):
     assert found and all(event.end_seconds >= event.begin_seconds >= 0 for event in found)
     for device in estimate.devices:
         own = [
-            e for e in found if e.device == device.name and e.kind in ("forward", "backward", "recompute", "optimizer")
+            e
+            for e in found
+            if e.device == device.name and e.kind in ("forward", "backward", "recompute", "weight", "optimizer")
         ]
         total = sum(event.end_seconds - event.begin_seconds for event in own)
         assert total == pytest.approx(device.compute_seconds, rel=1e-9)

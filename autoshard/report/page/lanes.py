@@ -22,8 +22,9 @@ def lanes_of(events: Sequence[Event], names: Sequence[str]) -> list[tuple[str, b
     return [lane for lane in order if lane in used]
 
 
-def timeline_data(events: Sequence[Event], names: Sequence[str]) -> dict[str, Any]:
-    """Return {"lanes": [label], "labels": [text], "kinds": [name], "events": [[lane, kind, begin, end, label, …]]}.
+def timeline_data(events: Sequence[Event], names: Sequence[str], latency_seconds: float) -> dict[str, Any]:
+    """Return {"lanes": [label], "labels": [text], "kinds": [name], "events": [[lane, kind, begin, end, label, …]],
+    "end": of the pass}.
 
     Seconds have nine significant digits. `stage`, `micro-batch`, `source` and `bytes` follow where there are any.
     """
@@ -49,6 +50,7 @@ def timeline_data(events: Sequence[Event], names: Sequence[str]) -> dict[str, An
         "labels": list(labels),
         "kinds": list(kinds),
         "events": rows,
+        "end": max([latency_seconds, *(row[3] for row in rows)]),
     }
 
 

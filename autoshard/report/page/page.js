@@ -63,7 +63,7 @@ const timeline = data.timeline;
 const chart = byId("lanes");
 const lanes = timeline.lanes.map(() => []);
 for (const event of timeline.events) lanes[event[0]].push(event);
-const END = timeline.events.reduce((most, event) => Math.max(most, event[3]), 0) || 1;
+const END = timeline.end || 1;
 let view = [0, END], lane = 0, chosen = null;
 
 for (const kind of timeline.kinds) {
