@@ -100,7 +100,7 @@ def plan_measured(
         return _auto(request)
     makers = {"column-parallel": _cut, "pipeline": _pipeline, "data-parallel": _replicate}
     if strategy not in makers:
-        return _place(request, strategy)
+        return place(request, strategy)
     _check_usable(request, strategy)
     return makers[strategy](request)
 
@@ -109,7 +109,7 @@ def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
     from autoshard.strategies.compare import compare as price_all
 
-    return price_all(_candidates(request), request.profile, request.limited, request.objective)
+    return price_all(candidates_of(request), request.profile, request.limited, request.objective)
 
 
 def _auto(request: Request) -> Plan:
@@ -119,18 +119,18 @@ def _auto(request: Request) -> Plan:
     """
     alone = len(request.cluster.devices) == 1 or (request.processes not in (0, len(request.cluster.devices)))
     if request.pins or alone or (not request.processes and request.profile.workload.assumed):
-        return _place(request, "auto")
+        return place(request, "auto")
     from autoshard.strategies.compare import explained
 
     return explained(compare(request))
 
 
-def _candidates(request: Request) -> "list[Candidate]":
-    """The strategies in the order in which equals are taken: the simplest first."""
+def candidates_of(request: Request) -> "list[Candidate]":
+    """The strategies in the order in which equals are taken, the simplest first."""
     from autoshard.prove.prove import unproved
     from autoshard.strategies.compare import Candidate
 
-    found = [Candidate(name="auto", make=lambda: _place(request, "auto"))]
+    found = [Candidate(name="auto", make=lambda: place(request, "auto"))]
     if "disk" in request.cluster.names or request.pins:
         return found
     stated = not request.profile.workload.assumed
@@ -144,7 +144,7 @@ def _candidates(request: Request) -> "list[Candidate]":
     return [*found, cut]
 
 
-def _place(request: Request, strategy: str) -> Plan:
+def place(request: Request, strategy: str) -> Plan:
     return plan_profile(
         request.profile, request.cluster, strategy=strategy, objective=request.objective,
         max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory,

@@ -46,7 +46,7 @@ FLOORS = (
     {"verify", "timeline", "doctor", "explain"},
     {"integrations"},
     {"planning"},
-    {"api"},
+    {"api", "comparing"},
     {"report", "lightning"},
     {"cli"},
     {"__main__"},

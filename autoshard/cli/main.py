@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoshard.cli.comparing import compare_command
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
 from autoshard.cli.explaining import explain_command
 from autoshard.cli.machine import doctor_command, run_command
@@ -28,9 +29,10 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.reporting import report_command, trace_command
 from autoshard.cli.steps import capturing, check_same_model, devices_of, load, pairs, profile_of, workload_of
-from autoshard.errors import SpecError
+from autoshard.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
+    from autoshard.batching import BatchAxis
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
@@ -250,6 +252,7 @@ def devices_command(
         print_devices(output(), cluster)
 
 
+app.command("compare")(compare_command)
 app.command("explain")(explain_command)
 app.command("report")(report_command)
 app.command("trace")(trace_command)
@@ -268,6 +271,7 @@ def _show_axes(target: "Target", as_json: bool) -> None:
     from autoshard.axes.groups import find_groups
     from autoshard.capture.capture import capture
     from autoshard.profile.measure import profile_graph
+    from autoshard.prove.batch import find_batch_axis
     from autoshard.report.axes import axes_document, print_axes
 
     if target.workload.training:
@@ -275,11 +279,15 @@ def _show_axes(target: "Target", as_json: bool) -> None:
     with capturing(target):
         graph = capture(target.model, target.inputs, workload=target.workload, composite=True)
         found = find_groups(graph)
+        try:
+            batch: "BatchAxis | str" = find_batch_axis(target.model, target.inputs, target.workload, graph)
+        except PlanError as error:
+            batch = str(error)
     profile = profile_graph(graph, target.workload)
     if as_json:
-        print_json(axes_document(profile, found, title=target.title, notes=target.notes))
+        print_json(axes_document(profile, found, batch=batch, title=target.title, notes=target.notes))
     else:
-        print_axes(output(), profile, found, title=target.title, notes=target.notes)
+        print_axes(output(), profile, found, batch=batch, title=target.title, notes=target.notes)
 
 
 def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool) -> None:

@@ -1,0 +1,52 @@
+"""compare: every strategy, and what peers would do, in one table."""
+
+from autoshard.cli.console import output, print_json, reports_errors, step
+from autoshard.cli.options import (
+    BatchOption,
+    DevicesOption,
+    JsonOption,
+    MaxMemoryOption,
+    NewTokensOption,
+    ObjectiveOption,
+    OptimizerOption,
+    SeqOption,
+    TargetArgument,
+    TrainOption,
+)
+from autoshard.cli.steps import devices_of, load, pairs, profile_of, workload_of
+
+
+@reports_errors
+def compare_command(
+    target: TargetArgument,
+    devices: DevicesOption = "auto",
+    objective: ObjectiveOption = "latency",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    new_tokens: NewTokensOption = None,
+    train: TrainOption = False,
+    optimizer: OptimizerOption = None,
+    max_memory: MaxMemoryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
+    from autoshard.comparing import compare_all
+    from autoshard.planning import Request
+
+    limits = pairs(max_memory, "--max-memory", "cuda:0=20GiB")
+    cluster = devices_of(devices, limits)
+    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
+    request = Request(
+        model=loaded.model, inputs=loaded.inputs, profile=profile_of(loaded), cluster=cluster, objective=objective,
+        max_memory=limits,
+    )  # fmt: skip
+    with step("planning with every strategy"):
+        ours, theirs = compare_all(request)
+    if as_json:
+        from autoshard.report.compared import comparison_document
+
+        print_json(comparison_document(ours, theirs, title=loaded.title))
+        return
+    from autoshard.report.compared import print_comparison
+
+    print_comparison(output(), ours, theirs, title=loaded.title)

@@ -1,0 +1,63 @@
+"""Every strategy and every peer on the same model and devices, in one table."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from autoshard.errors import PlanError, SpecError
+from autoshard.integrations.peer_maps import PeerMap, peer_maps
+from autoshard.mesh_cost import price
+from autoshard.plan import Plan
+from autoshard.planning import Request, candidates_of, place, plan_measured
+from autoshard.strategies.compare import Alternative, Candidate, Comparison, compare, value_of
+
+PLACING = ("sequential", "balanced", "balanced_low_0")
+
+
+def compare_all(request: Request) -> tuple[Comparison, tuple[Alternative, ...]]:
+    """Plan with every strategy and price the maps of peers; returns our rows, and theirs.
+
+    A workload that nobody stated counts as stated: all strategies are asked. Raises `PlanError` if none is possible.
+    """
+    stated = dataclasses.replace(request.profile.workload, assumed=False)
+    request = dataclasses.replace(request, profile=dataclasses.replace(request.profile, workload=stated))
+    named = [Candidate(name=name, make=_placing(request, name)) for name in PLACING]
+    ours = compare([*candidates_of(request), *named], request.profile, request.limited, request.objective)
+    theirs = [_priced(one, request) for one in peer_maps(request.model, request.limited)]
+    written: Mapping[str, str] | None = getattr(request.model, "_tp_plan", None)
+    if written:
+        theirs.append(_cut_as_written(request, written))
+    return ours, tuple(theirs)
+
+
+def _placing(request: Request, strategy: str) -> Callable[[], Plan]:
+    return lambda: place(request, strategy)
+
+
+def _priced(peer: PeerMap, request: Request) -> Alternative:
+    if peer.refused:
+        return Alternative(name=peer.name, refused=peer.refused)
+    plan = Plan.from_device_map(peer.device_map, request.profile)
+    plan = dataclasses.replace(plan, objective=request.objective)
+    return _alternative(peer.name, plan, request)
+
+
+def _alternative(name: str, plan: Plan, request: Request) -> Alternative:
+    try:
+        figures = price(plan, request.profile, request.limited)
+    except (PlanError, SpecError) as error:
+        return Alternative(name=name, refused=str(error))
+    value = value_of(figures, request.objective, request.profile.workload.training)
+    return Alternative(name=name, plan=plan, estimate=figures, value=value)
+
+
+def _cut_as_written(request: Request, written: Mapping[str, str]) -> Alternative:
+    """What Transformers has written down for the model, carried out by us and priced."""
+    name = "Transformers tp_plan"
+    try:
+        plan = plan_measured(
+            request.model, request.inputs, request.profile, request.cluster, strategy="column-parallel",
+            objective=request.objective, max_memory=request.max_memory, tp_plan=written,
+        )  # fmt: skip
+    except (PlanError, SpecError) as error:
+        return Alternative(name=name, refused=str(error))
+    return _alternative(name, plan, request)

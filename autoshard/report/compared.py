@@ -1,0 +1,110 @@
+"""A comparison of strategies, for a terminal of 80 columns and as a document."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoshard.report.layout import Column, print_section, print_sentences, print_table
+from autoshard.sizes import format_bytes, format_seconds
+from autoshard.strategies.compare import Alternative, Comparison, devices_used
+
+
+def print_comparison(console: Console, found: Comparison, peers: Sequence[Alternative], *, title: str) -> None:
+    """Print every strategy with its figures, what peers would do, and why the winner wins."""
+    console.print(Text(title, style="bold"))
+    doing = "training" if found.training else "inference"
+    print_section(console, "Strategies", f"for {found.objective}, {doing}; the best plan of each")
+    print_table(console, _columns(), [_row(one, found) for one in _ordered(found.alternatives)])
+    if peers:
+        print_section(console, "Others", "their own maps, priced alike")
+        print_table(console, _columns(), [_row(one, found) for one in peers])
+    print_sentences(console, "Why", _why(found, peers))
+    refused = [f"{one.name}: {one.refused}" for one in (*found.alternatives, *peers) if one.plan is None]
+    print_sentences(console, "Not possible", refused)
+
+
+def _columns() -> list[Column]:
+    titles = ("Devices", "Fullest", "One pass", "Busiest", "Moved")
+    return [Column(title="Strategy", flexible=True), *(Column(title=title, right=True) for title in titles)]
+
+
+def _ordered(rows: Sequence[Alternative]) -> list[Alternative]:
+    return sorted(rows, key=lambda one: one.value)
+
+
+def _row(one: Alternative, found: Comparison) -> list[str | Text]:
+    chosen = one is found.chosen
+    name = Text(one.name, style="bold" if chosen else "")
+    if not one.usable:
+        name.append("  torchrun", style="bright_black")
+    if one.plan is None or one.estimate is None:
+        return [name, Text("not possible", style="bright_black"), "", "", "", ""]
+    figures = one.estimate
+    fullest = max(figures.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
+    return [
+        name,
+        str(devices_used(one)),
+        Text(f"{share:.0%}", style="" if figures.fits else "bold red"),
+        format_seconds(figures.latency_seconds),
+        format_seconds(figures.bottleneck_seconds),
+        format_bytes(sum(transfer.nbytes for transfer in figures.transfers)) if figures.transfers else "-",
+    ]
+
+
+def _why(found: Comparison, peers: Sequence[Alternative]) -> list[str]:
+    chosen = found.chosen
+    assert chosen.plan is not None
+    measure = {"memory": "leaves the most memory", "throughput": "has the least to do on its busiest device"}
+    best = measure.get(found.objective, "has the fastest pass")
+    if found.objective == "throughput" and found.training:
+        best = "has the fastest step"
+    sentences = [f"{chosen.name} {best}, and at most {found.gap:.1%} could be gained by any plan on these devices."]
+    faster = [one for one in found.alternatives if one.plan is not None and one.value < chosen.value * (1 - 1e-9)]
+    if faster:
+        one = min(faster, key=lambda row: row.value)
+        gain = 1 - one.value / chosen.value
+        sentences.append(f"With one process per device (torchrun) {one.name} would be {gain:.0%} better.")
+    fitting = [one for one in peers if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)]
+    if fitting:
+        one = min(fitting, key=lambda row: row.value)
+        sentences.append(f"{one.name} takes {one.value / chosen.value:.2f} times as much.")
+    if any(one.estimate is not None and not one.estimate.fits for one in peers):
+        names = [one.name for one in peers if one.estimate is not None and not one.estimate.fits]
+        sentences.append(f"{', '.join(names)}: a device would run out of memory.")
+    return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
+
+
+def comparison_document(found: Comparison, peers: Sequence[Alternative], *, title: str) -> dict[str, Any]:
+    """The comparison as plain data."""
+    return {
+        "title": title,
+        "objective": found.objective,
+        "training": found.training,
+        "chosen": found.chosen.name,
+        "lower_bound": found.bound,
+        "gap": found.gap,
+        "strategies": [_data(one) for one in found.alternatives],
+        "others": [_data(one) for one in peers],
+    }
+
+
+def _data(one: Alternative) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": one.name, "possible": one.plan is not None, "usable_now": one.usable}
+    if one.plan is None or one.estimate is None:
+        return {**row, "refused": one.refused}
+    figures = one.estimate
+    return {
+        **row,
+        "value": one.value,
+        "fits": figures.fits,
+        "devices": devices_used(one),
+        "latency_seconds": figures.latency_seconds,
+        "bottleneck_seconds": figures.bottleneck_seconds,
+        "transfer_bytes": sum(transfer.nbytes for transfer in figures.transfers),
+        "peak_bytes": {device.name: device.peak_bytes for device in figures.devices},
+        "reasons": list(one.plan.reasons),
+    }

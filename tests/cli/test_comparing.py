@@ -1,0 +1,74 @@
+"""`autoshard compare`: every strategy and peer priced by the same estimate."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.cli.main import app
+from autoshard.integrations.peer_maps import peer_maps
+from tests.models import by_name
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+def model():
+    return nn.Sequential(*[Block() for _ in range(8)])
+
+def example_inputs(batch_size=4):
+    return torch.zeros(batch_size, 64)
+"""
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    return "model.py"
+
+
+def test_all_strategies_and_peers_are_priced_alike(target):
+    done = CliRunner().invoke(
+        app, ["compare", target, "-d", "1x700KiB,1x1500KiB", "--objective", "throughput", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    rows = {row["name"]: row for row in data["strategies"]}
+    assert {"sequential", "balanced", "column-parallel", "pipeline", "data-parallel"} <= set(rows)
+    assert all(row["possible"] or row["refused"] for row in rows.values())
+    best = min((row for row in rows.values() if row["possible"] and row["usable_now"]), key=lambda row: row["value"])
+    assert rows[data["chosen"]]["value"] == pytest.approx(best["value"], rel=1e-8)
+    assert data["lower_bound"] <= best["value"] * (1 + 1e-9)
+    theirs = {row["name"]: row for row in data["others"]}
+    assert theirs["Accelerate balanced"]["bottleneck_seconds"] >= rows["balanced"]["bottleneck_seconds"]
+
+
+def test_the_table_fits_a_terminal_of_80_columns(target):
+    shown = CliRunner().invoke(app, ["compare", target, "-d", "2x2MiB"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "Accelerate sequential" in shown.stdout and "Why" in shown.stdout
+
+
+def test_what_spills_is_said():
+    case = by_name("llama")
+    cluster = autoshard.Cluster.from_dict(_cluster(50_000))
+    found = {one.name: one for one in peer_maps(case.model(), cluster)}
+    assert all(one.refused and not one.device_map for one in found.values())
+    roomy = {one.name: one for one in peer_maps(case.model(), autoshard.Cluster.from_dict(_cluster(1 << 30)))}
+    assert set(roomy["Accelerate balanced"].device_map.values()) == {"cuda:0", "cuda:1"}
+
+
+def _cluster(memory_bytes):
+    from autoshard.cluster.parse import parse_devices
+
+    return parse_devices({"cuda:0": memory_bytes, "cuda:1": memory_bytes}).to_dict()
