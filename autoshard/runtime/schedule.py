@@ -47,13 +47,19 @@ class _Pass:
 
 
 class LocalSchedule:
-    """Steps of a model to which a plan is applied in this process; see `autoshard.schedule`."""
+    """Steps of a model to which a plan is applied in this process; see `autoshard.schedule`.
 
-    def __init__(self, model: nn.Module, loss: Loss | None = None, reduction: Reduction = "mean") -> None:
+    `check`: look in every step whether the loss function reduces as was said.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss | None = None, reduction: Reduction = "mean", *, check: bool = True
+    ) -> None:
         check_arguments(loss, reduction)
         self.model = model
         self.loss = loss
         self.reduction = reduction
+        self.check = check
         self._steps = 0
         self._runtime()
 
@@ -141,7 +147,7 @@ class LocalSchedule:
         if self.loss is None:
             path, _ = own_loss(outputs[0])
             pass_.factors = [1.0] if division is None else own_factors(division.batch, path, pass_.parts)
-        elif division is not None and len(outputs) > 1:
+        elif self.check and division is not None and len(outputs) > 1:
             device = next((tensor.device for _, tensor in tensors_in(outputs[0])), None)
             targets = [target if device is None else to_device(target, device) for target in pass_.targets]
             check_reduction(division.batch, self.loss, self.reduction, outputs, targets, pass_.parts, self._steps)

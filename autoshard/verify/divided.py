@@ -1,12 +1,16 @@
 """What is different where the applied model runs in parts of its batch: rounding, and what its differences may mean."""
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.capture.backward import training_loss
 from autoshard.plan import Plan
 from autoshard.runtime.hooks import RootHook
+from autoshard.runtime.schedule import LocalSchedule
+from autoshard.runtime.state import Division
 
 IN_PARTS = (
     "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "
@@ -22,8 +26,25 @@ def is_divided(plan: Plan) -> bool:
 
 def runs_in_parts(model: nn.Module) -> bool:
     """Whether such a plan is applied to a model."""
+    return _division(model) is not None
+
+
+def steps_by_schedule(model: nn.Module) -> bool:
+    """Whether the plan that is applied to a model has backwards between forwards, which only a schedule can run."""
+    division = _division(model)
+    return division is not None and division.schedule == "1f1b" and not division.devices
+
+
+def step_by_schedule(model: nn.Module, args: tuple, kwargs: dict[str, Any], own_loss: bool) -> Any:
+    """Run a batch by the schedule; `own_loss`: the model has one, else its outputs are summed as in planning."""
+    name = type(model).__name__
+    loss = None if own_loss else lambda output: training_loss(output, name)
+    return LocalSchedule(model, loss, "sum", check=False).step(*args, **kwargs)
+
+
+def _division(model: nn.Module) -> Division | None:
     hooks = [hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, RootHook)]
-    return any(hook.runtime.record.division is not None for hook in hooks)
+    return hooks[0].runtime.record.division if hooks else None
 
 
 def in_one_piece(plan: Plan) -> Plan:

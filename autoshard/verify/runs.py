@@ -15,6 +15,7 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.packed import named_stored
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.verify.cuts import matched, rounding_of, whole_tensors
+from autoshard.verify.divided import step_by_schedule, steps_by_schedule
 from autoshard.verify.report import Difference
 
 
@@ -128,6 +129,7 @@ def _train(
     loss.backward()
     yield from results_of("forward", "", "output", output)
     yield from results_of("backward", "", "loss", loss)
+    own_loss = _own_loss(output) is not None
     gradients = list(_gradients(model, args, kwargs))
     yield from gradients
     yield from _buffers(model)
@@ -144,9 +146,12 @@ def _train(
         model.zero_grad()
         args, kwargs = _copied((work.args, work.kwargs), device)
         measure()
-        output = _listed(model(*args, **kwargs))
-        loss = training_loss(output, type(model).__name__)
-        loss.backward()
+        if steps_by_schedule(model):
+            output = step_by_schedule(model, args, kwargs, own_loss)
+        else:
+            output = _listed(model(*args, **kwargs))
+            loss = training_loss(output, type(model).__name__)
+            loss.backward()
         if optimizer is not None:
             optimizer.step()
 
@@ -157,19 +162,23 @@ def _weighted_loss(output: Any, name: str, left_out: frozenset[str]) -> torch.Te
     A plain sum would do for memory, but its gradient is one number expanded, which a copy between devices makes dense,
     and kernels may round the two otherwise; and all that normalises would hide errors behind a gradient of zero.
     """
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     found = {
         id(tensor): tensor
         for path, tensor in tensors_in(output)
         if tensor.requires_grad and tensor.is_floating_point() and path not in left_out
     }
-    if not found or (isinstance(own, torch.Tensor) and own.requires_grad):
+    if not found or _own_loss(output) is not None:
         return training_loss(output, name)
     parts = []
     for tensor in found.values():
         weights = torch.arange(tensor.numel(), dtype=torch.float32).cos().view(tensor.shape)
         parts.append((tensor * weights.to(tensor.device, tensor.dtype)).sum().to("cpu", torch.float32))
     return torch.stack(parts).sum()
+
+
+def _own_loss(output: Any) -> torch.Tensor | None:
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return own if isinstance(own, torch.Tensor) and own.requires_grad else None
 
 
 def _gradients(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Result]:
