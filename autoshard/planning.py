@@ -58,7 +58,7 @@ class Request:
         """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
         from autoshard.prove.batch import find_batch_axis
 
-        return find_batch_axis(self.model, self.inputs, self.profile.workload)
+        return find_batch_axis(self.model, self.inputs, self.profile.workload, self.composite)
 
     @cached_property
     def composite(self) -> "ModelGraph":
@@ -98,7 +98,7 @@ def plan_measured(
         raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
     if strategy == "auto":
         return _auto(request)
-    makers = {"column-parallel": _cut, "pipeline": _pipeline, "data-parallel": _replicate}
+    makers = {"column-parallel": _cut, "pipeline": _pipeline, "data-parallel": _replicate, "hybrid": _mesh}
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
@@ -137,11 +137,17 @@ def candidates_of(request: Request) -> "list[Candidate]":
     if stated:
         found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
         found.append(Candidate(name="pipeline", make=lambda: _pipeline(request)))
-    cut = Candidate(
-        name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request),
-        usable=request.processes > 1,
-    )  # fmt: skip
-    return [*found, cut]
+    many = request.processes > 1
+    found.append(
+        Candidate(
+            name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request), usable=many
+        )
+    )
+    if stated and len(request.cluster.devices) >= 4:
+        found.append(
+            Candidate(name="hybrid", make=lambda: _mesh(request, unproved), prove=lambda: _mesh(request), usable=many)
+        )
+    return found
 
 
 def place(request: Request, strategy: str) -> Plan:
@@ -173,6 +179,16 @@ def _pipeline(request: Request) -> Plan:
     return pipeline(
         request.profile, request.limited, request.batch, objective=request.objective,
         num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
+    )  # fmt: skip
+
+
+def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
+    from autoshard.strategies.mesh import hybrid
+
+    return hybrid(
+        request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
+        objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
+        processes=request.processes,
     )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ def _show_axes(target: "Target", as_json: bool) -> None:
         graph = capture(target.model, target.inputs, workload=target.workload, composite=True)
         found = find_groups(graph)
         try:
-            batch: "BatchAxis | str" = find_batch_axis(target.model, target.inputs, target.workload, graph)
+            batch: BatchAxis | str = find_batch_axis(target.model, target.inputs, target.workload, graph)
         except PlanError as error:
             batch = str(error)
     profile = profile_graph(graph, target.workload)

@@ -93,10 +93,9 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
     calls = [as_call(inputs, model)] if inputs is not None else derive_inputs(model, workload)
     refused: CaptureError | None = None
     for args, kwargs in calls:
-        if graph is not None and not _is_of(graph, (args, kwargs)):
-            continue
         try:
-            known = graph or capture(model, kwargs or args, workload=forward, composite=True)
+            if graph is None or not _is_of(graph, (args, kwargs)):
+                graph = capture(model, kwargs or args, workload=forward, composite=True)
         except CaptureError as error:
             refused = refused or error
             continue
@@ -105,11 +104,12 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
         for path, tensor in nested.tensors_in(bound):
             by_id.setdefault(id(tensor), []).append(path)
         paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
-        walk = walk_all(known)
+        walk = walk_all(graph)
         return Question(
-            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=known, walk=walk, workload=workload
+            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk, workload=workload
         )
-    raise refused or PlanError("the recorded run is not one of these inputs.")
+    assert refused is not None
+    raise refused
 
 
 def _is_of(graph: ModelGraph, given: Call) -> bool:

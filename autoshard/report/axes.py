@@ -9,6 +9,7 @@ from rich.text import Text
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
+from autoshard.batching import BatchAxis
 from autoshard.module_paths import is_below, join, relative
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import INDENT, print_left_off, print_section, print_sentences
@@ -111,11 +112,30 @@ def blocked_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
     return lines
 
 
+def batch_in_words(batch: BatchAxis) -> str:
+    """What of the inputs is divided with the batch, and how outputs are made of those of its parts."""
+    ways = {"cat": "put together", "sum": "added up", "mean": "averaged", "same": "the same in all parts"}
+    inputs = [item.path + (f" (dimension {item.dim})" if item.dim else "") for item in batch.inputs]
+    made: dict[str, list[str]] = {}
+    for one in batch.outputs:
+        how = f"weighted by {one.weights}" if one.how == "weighted" else ways[one.how]
+        made.setdefault(how, []).append(one.path or "the output")
+    outputs = "; ".join(f"{', '.join(paths[:4])}{', …' if len(paths) > 4 else ''} {how}" for how, paths in made.items())
+    return f"{batch.size} rows of {', '.join(inputs)} can be divided: {outputs}"
+
+
 def print_axes(
-    console: Console, profile: Profile, found: AxisGroups, *, title: str = "", notes: Iterable[str] = ()
-) -> None:
-    """Print what can be cut, block by block, and what can't, with the op and the module that are against it."""
+    console: Console, profile: Profile, found: AxisGroups, *,
+    batch: BatchAxis | str = "", title: str = "", notes: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Print what can be cut, block by block, and what can't, with the op and the module that are against it.
+
+    `batch`: how the batch can be divided, or why it can't.
+    """
     print_heading(console, title, profile)
+    if batch:
+        print_section(console, "The batch")
+        print_item(console, *((batch, "") if isinstance(batch, str) else (batch_in_words(batch), batch.proof)))
     for block in axis_rows(profile, found):
         many = f"{block.count} x, " if block.count > 1 else ""
         each = " each" if block.count > 1 else ""
@@ -133,13 +153,16 @@ def print_axes(
     print_sentences(console, "Notes", [*profile.graph.notes, *notes])
 
 
-def axes_document(profile: Profile, found: AxisGroups, *, title: str = "", notes: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the groups and what is blocked as plain data; names are relative to the blocks."""
+def axes_document(
+    profile: Profile, found: AxisGroups, *, batch: BatchAxis | str = "", title: str = "", notes: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return groups and what is blocked as plain data; names are relative to blocks. `batch`: as for `print_axes`."""
     ndims = {tensor.name: len(tensor.shape) for tensor in profile.graph.tensors}
     return {
         "format": "autoshard axes report",
         "version": VERSION,
         "model": {"title": title, "class": profile.modules[0].class_name, "fingerprint": profile.graph.fingerprint},
+        "batch": {"refused": batch} if isinstance(batch, str) else asdict(batch),
         "blocks": [
             {"paths": list(region.paths), "matrix_bytes": _matrix_bytes(profile, found, region.paths[0])}
             for region in found.regions

@@ -85,6 +85,19 @@ def test_axes_are_printed_in_words(file):
     assert max(map(len, printed.splitlines())) <= 80 and not any(line.endswith(" ") for line in printed.splitlines())
 
 
+def test_the_batch_is_among_the_axes(file, tmp_path):
+    printed = command("profile", file, "--axes").stdout
+    assert "The batch\n  2 rows of ids can be divided: the output put together\n    equal in parts" in printed
+    mixing = tmp_path / "mixing.py"
+    mixing.write_text(MODEL.replace("return x * self", "return (x - x.mean(0)) * self"))
+    assert "the model's own forward mixes its rows (mean in the model itself)" in " ".join(
+        command("profile", str(mixing), "--axes").stdout.split()
+    )
+    assert json.loads(command("profile", file, "--axes", "--json").stdout)["batch"]["inputs"] == [
+        {"path": "ids", "dim": 0, "axis": "*2"}
+    ]
+
+
 def test_axes_as_json(file):
     document = json.loads(command("profile", file, "--axes", "--json").stdout)
     assert document["format"] == "autoshard axes report" and document["model"]["class"] == "Model"
