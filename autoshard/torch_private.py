@@ -45,6 +45,7 @@ __all__ = [
     "innermost_function_mode",
     "intercept",
     "is_composite",
+    "is_fully_sharded",
     "is_held",
     "is_storage_shared",
     "is_wrapper_type",
@@ -61,6 +62,7 @@ __all__ = [
     "swap_contents",
     "total_norm",
     "uncount_hooks",
+    "undo_fully_shard",
     "untracked_views",
 ]
 
@@ -372,3 +374,29 @@ def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
 def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
     """A fake CPU tensor in the memory of a meta tensor."""
     return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def undo_fully_shard(model: torch.nn.Module) -> None:
+    """Take off the modules of a model what `fully_shard` put on them: classes, hooks and states; not its parameters."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            _module_state_mapping.pop(module)
+            for key in (REGISTRY_KEY, STATE_KEY):
+                vars(module).pop(key)
+            module.__class__ = type(module).__mro__[2]
+        for flag in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(module).pop(flag, None)

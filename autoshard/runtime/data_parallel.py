@@ -4,16 +4,18 @@
                                               └──▶ DistributedDataParallel(Inner)  ──▶  the model's own forward
     gradients  ──▶  bucket by bucket, while backward goes on, their mean over the replicas
 
-`Inner` has the model's own tables of parameters and modules, so names and objects are the same. Each process gives its
-own rows; the mean is over processes, and over rows where the plan gives devices unequal shares of them. Without
-gradients a forward concerns nobody else: processes may evaluate or generate as much as they like.
+Sharded replicas are fully_shard's (`sharded.py`). Where a replica is cut over ranks of its own, gradients are averaged
+over those that have the same part. `Inner` has the model's own tables of parameters and modules, so names and objects
+are the same. Each process gives its own rows; the mean is over processes, and over rows where the plan gives devices
+unequal shares of them. Without gradients a forward concerns nobody else: processes may evaluate or generate as they
+like.
 """
 
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
-from autoshard.plan import Plan
+from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.moves import move_tensors, named_tensors
+from autoshard.runtime.sharded import Replaced, check_shardable, no_sync, shard, unshard
+from autoshard.runtime.staged import group_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +44,7 @@ class ReplicaRecord:
     Attributes:
         ranks: all processes of the plan; `replicas`: those that have the same part of the model.
         device: where this process computes; `originals`: name -> device it was on before.
+        replaced: parameters that were replaced by sharded ones; `handles`: undo the hooks.
     """
 
     plan: Plan
@@ -46,6 +52,8 @@ class ReplicaRecord:
     replicas: ProcessRanks
     device: torch.device
     originals: dict[str, torch.device]
+    replaced: list[Replaced] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
         return self  # a copy of the model runs on the same processes
@@ -62,14 +70,24 @@ def apply_replicas(
     mark, error = Mark(), problem
     tensors = named_tensors(model)
     originals = {name: tensor.device for name, tensor in tensors.items()}
+    mesh = plan.mesh
     try:
         if problem is None:
             check_replicas(model, plan)
-            mark = mark_of(model, plan.cuts, device)
+            if mesh is not None and mesh.sharded:
+                check_shardable(model, plan)
+            # each replica draws random numbers of its own
+            mark = replace(mark_of(model, plan.cuts, device), random=())
     except Exception as found:
         error = found
     agree(ranks, mark, error, device)
-    assert device is not None
+    assert device is not None and mesh is not None
+    record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
+    if plan.cuts:
+        tensor_ranks, record.replicas = _groups(mesh, ranks)
+        apply_cuts(model, plan.cuts, tensor_ranks, device=device)
+        average_gradients(model, record)
+        return model
     undo = None
     try:
         undo = move_tensors(tensors, dict.fromkeys(tensors, device))
@@ -77,13 +95,26 @@ def apply_replicas(
         error = found
     try:
         agree(ranks, Mark(), error)
+        if mesh.sharded:
+            record.replaced, used = shard(model, plan, ranks, device)
+            record.handles += used.handles
     except BaseException:
         if undo is not None:
             undo()
         raise
-    record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
-    average_gradients(model, record)
+    if mesh.sharded:
+        record.handles.append(model.register_forward_pre_hook(Marked(record)))
+        _offer_no_sync(model, functools.partial(no_sync, model))
+    else:
+        average_gradients(model, record)
     return model
+
+
+def _groups(mesh: Mesh, ranks: ProcessRanks) -> tuple[ProcessRanks, ProcessRanks]:
+    """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
+    replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
+    alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
+    return group_of(replicas, ranks), group_of(alike, ranks)
 
 
 def check_replicas(model: nn.Module, plan: Plan) -> None:
@@ -93,6 +124,8 @@ def check_replicas(model: nn.Module, plan: Plan) -> None:
             "this plan has replicas and does not say how the batch is divided. Plan again with "
             'strategy="data-parallel".'
         )
+    if plan.cuts and plan.mesh is not None and plan.mesh.sharded:
+        raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta:
             raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
@@ -102,8 +135,13 @@ def average_gradients(model: nn.Module, record: ReplicaRecord) -> None:
     """Let gradients become their mean over `record.replicas` in every backward, until `stop_averaging`."""
     parallel = Parallel(model, record)
     vars(model)["forward"] = parallel
+    _offer_no_sync(model, parallel.no_sync)
+
+
+def _offer_no_sync(model: nn.Module, no_sync: Callable[[], Any]) -> None:
+    """Give the model the method that DistributedDataParallel has, unless it has one of this name."""
     if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = parallel.no_sync
+        vars(model)["no_sync"] = no_sync
 
 
 def stop_averaging(model: nn.Module) -> None:
@@ -120,18 +158,42 @@ def stop_averaging(model: nn.Module) -> None:
 def replica_record(model: nn.Module) -> ReplicaRecord | None:
     """What of replicas over processes was applied to a model, None if nothing was."""
     forward = vars(model).get("forward")
-    return forward.record if isinstance(forward, Parallel) else None
+    if isinstance(forward, Parallel):
+        return forward.record
+    hooks = torch_private.forward_pre_hooks(model)
+    return next((hook.record for hook in hooks if isinstance(hook, Marked)), None)
 
 
 def remove_replicas(model: nn.Module) -> nn.Module:
-    """Make a replica an ordinary model again, where it was, with its present values; no other rank is waited for."""
+    """Make a replica an ordinary model again, where it was, with its present values.
+
+    All ranks call it where parameters are sharded or cut. Raises `ApplyError` if nothing is applied.
+    """
     record = replica_record(model)
     if record is None:
         raise ApplyError("nothing to remove: this model is no replica.")
+    if record.replaced:
+        unshard(model, record.replaced, record.originals)
+        for handle in record.handles:
+            handle.remove()
+        vars(model).pop("no_sync", None)
+    else:
+        stop_averaging(model)
+    if record.plan.cuts:
+        return remove_cuts(model)
     tensors = named_tensors(model)
     move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
-    stop_averaging(model)
     return model
+
+
+class Marked:
+    """The hook on the root of a sharded replica that holds the record; it does nothing."""
+
+    def __init__(self, record: ReplicaRecord) -> None:
+        self.record = record
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        return None
 
 
 class Inner(nn.Module):

@@ -15,7 +15,7 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.errors import PlanError
-from autoshard.module_paths import is_below
+from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
@@ -160,7 +160,11 @@ class Task:
 
 
 def gathered_blocks(graph: ModelGraph) -> list[str]:
-    """Modules that are gathered as one: the outermost repeated ones whose parameters nobody else reads."""
+    """Modules that are gathered as one: the outermost repeated ones whose parameters nobody else reads.
+
+    Each must need what the one before it made: all ranks gather together, so none may run a block that others skip, as
+    experts side by side may.
+    """
     values = {tensor.value: tensor.name for tensor in graph.tensors if tensor.kind == "parameter"}
     storages = {tensor.storage: values[tensor.value] for tensor in graph.tensors if tensor.value in values}
     callable_paths = {module.path for module in graph.modules if module.callable and not module.aliases}
@@ -178,7 +182,31 @@ def gathered_blocks(graph: ModelGraph) -> list[str]:
     for names in graph.tied():  # one that is registered in two places belongs to both
         homes = {block_of.get(name, "") for name in names}
         foreign |= homes if len(homes) > 1 else set()
-    return [path for path in paths if path not in foreign]
+    return [path for path in paths if path not in foreign | _beside_one_another(graph, paths)]
+
+
+def _beside_one_another(graph: ModelGraph, paths: Sequence[str]) -> set[str]:
+    """Repeated modules of lists in which one does not need what the one before it made."""
+    of_call = [next((at for at, path in enumerate(paths) if is_below(call.path, path)), -1) for call in graph.calls]
+    needs: dict[int, int] = {}  # value -> the modules it was made with, one bit each
+    seen = dict.fromkeys(range(len(paths)), 0)
+    for op in graph.ops:
+        if op.backward:
+            continue
+        mask = 0
+        for value in op.inputs:
+            mask |= needs.get(value, 0)
+        at = of_call[op.call]
+        if at >= 0:
+            seen[at] |= mask
+            mask |= 1 << at
+        for value in op.outputs:
+            needs[value] = needs.get(value, 0) | mask
+    apart: set[str] = set()
+    for at in range(1, len(paths)):
+        if parent(paths[at]) == parent(paths[at - 1]) and not seen[at] >> (at - 1) & 1:
+            apart.add(parent(paths[at]))
+    return {path for path in paths if parent(path) in apart}
 
 
 def _reasons(

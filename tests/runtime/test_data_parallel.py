@@ -14,9 +14,11 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput
 from autoshard.errors import ApplyError, PlanError, RankError
-from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.nested import tensors_in
+from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
+from tests.runtime.cut_models import CASES
 
 TRAINING = Workload(mode="training")
 
@@ -72,6 +74,17 @@ class Experts(nn.Module):
         return {"loss": y.square().mean()}
 
 
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": x.square().mean()}
+
+
 def words(rows):
     ids = torch.randint(0, 32, (rows, 5))
     return {"ids": ids, "labels": ids.roll(1, 0)}
@@ -81,6 +94,7 @@ MODELS = {
     "words": (Words, words),
     "pictures": (Pictures, lambda rows: {"x": torch.randn(rows, 3, 8, 8)}),
     "recurrent": (Recurrent, lambda rows: {"x": torch.randn(rows, 4, 6)}),
+    "layers": (Layers, lambda rows: {"x": torch.randn(rows, 6)}),
     "experts": (Experts, lambda rows: {"x": torch.randn(rows, 6)}),
 }
 
@@ -123,11 +137,11 @@ def steps(model, batches):
     return torch.stack(losses), gradients
 
 
-def difference(ones, others):
-    """The largest between gradients; those of parameters that no rank used are None."""
+def difference(ones, others, zeros=False):
+    """The largest between gradients; those of parameters that no rank used are None, or zero until a step."""
     pairs = list(zip(ones, others, strict=True))
-    assert all((a is None) == (b is None) for a, b in pairs)
-    return max(float((a - b).abs().max()) for a, b in pairs if a is not None)
+    assert all((a is None) == (b is None) or (zeros and b is None) for a, b in pairs)
+    return max(float((a if b is None else a - b).abs().max()) for a, b in pairs if a is not None)
 
 
 def train_on_ranks(names, shares):
@@ -200,6 +214,119 @@ def habits():
 def test_what_people_do_with_replicas():
     for seen in run_ranks(habits, 2):
         assert seen["accumulated"] < 1e-6 and seen["norms"] < 1e-6 and seen["frozen"] and seen["copied"], seen
+
+
+def sharded_steps(names):
+    """Sharded replicas train as one process does, keep their part, and become ordinary again."""
+    made, count = {}, dist.get_world_size()
+    for name in names:
+        model, make = start(name)
+        batches = [make(12) for _ in range(3)]
+        alone = copy.deepcopy(model)
+        expected, wanted = steps(alone, batches)
+        before = list(model.state_dict()), list(model.parameters()), type(model)
+        stages = tuple(Stage(paths=(f"layers.{index}",)) for index in range(3)) if name == "layers" else ()
+        autoshard.apply(model, plan_for(model, batches[0], count, sharded=True, stages=stages))
+        losses, gradients = steps(model, [own_rows(given, (12 // count,) * count) for given in batches])
+        gradients = [None if one is None else one.full_tensor() for one in gradients]
+        mean = losses / count
+        dist.all_reduce(mean)
+        kept = sum(one.to_local().numel() for one in model.parameters()) / sum(p.numel() for p in alone.parameters())
+        same = before[0] == list(model.state_dict()) and isinstance(model, before[2])
+        autoshard.remove(model)
+        same &= all(a is b for a, b in zip(before[1], model.parameters(), strict=True)) and type(model) is before[2]
+        unread = [index for index, one in enumerate(wanted) if one is None]
+        same &= all(torch.equal([*model.parameters()][index], [*alone.parameters()][index]) for index in unread)
+        given = make(4)
+        out = float((model(**given)["loss"] - alone(**given)["loss"]).abs())
+        model(**given)["loss"].backward()
+        made[name] = float((mean - expected).abs().max()), difference(gradients, wanted, True), same, kept, out
+    return made
+
+
+def test_sharded_replicas():
+    for made in run_ranks(sharded_steps, 2, ["words", "layers", "recurrent", "experts"]):
+        for name, (losses, gradients, same, kept, out) in made.items():
+            assert losses < 1e-6 and gradients < 1e-6 and same and out < 1e-4, (name, losses, gradients, same, out)
+            assert kept < 0.6, (name, kept)
+
+
+def sharded_habits():
+    """Saving, accumulating, and an optimizer that was made too early."""
+    model, make = start("words")
+    given = make(8)
+    alone, early = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    autoshard.apply(model, plan_for(model, given, 2, sharded=True))
+    mine, said = own_rows(given, (4, 4)), ""
+    halves = [{name: tensor[half * 2 : half * 2 + 2] for name, tensor in mine.items()} for half in range(2)]
+    with model.no_sync():
+        (model(**halves[0])["loss"] / 2).backward()
+    (model(**halves[1])["loss"] / 2).backward()
+    alone(**given)["loss"].backward()
+    wanted = [one.grad for one in alone.parameters()]
+    apart = difference(
+        [None if one.grad is None else one.grad.full_tensor() for one in model.parameters()], wanted, True
+    )
+    norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, alone)]
+    try:
+        early.step()
+    except ApplyError as error:
+        said = str(error)
+    return apart, float((norms[0].full_tensor() - norms[1]).abs()), said
+
+
+def test_what_people_do_with_sharded_replicas():
+    for apart, norms, said in run_ranks(sharded_habits, 2):
+        assert apart < 1e-6 and norms < 1e-5 and "made before autoshard.apply" in said, (apart, norms, said)
+
+
+def cut_replicas(names):
+    """Two replicas, each cut over two ranks."""
+    made = {}
+    replica = dist.get_rank() // 2
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = case.make()
+        alone = copy.deepcopy(model)
+        torch.manual_seed(1)
+        batches = [tuple(more_rows(tensor) for tensor in case.inputs) for _ in range(3)]
+        plan = plan_for(model, {"x": batches[0][0]}, 4)
+        plan = dataclasses.replace(plan, mesh=Mesh(data=2, tensor=2), cuts=case.cuts(2))
+        autoshard.apply(model, plan)
+        results = []
+        for one, parts, own in ((alone, 1, 0), (model, 2, replica)):
+            optimizer, losses = torch.optim.AdamW(one.parameters(), lr=1e-3), []
+            for given in batches:
+                optimizer.zero_grad()
+                output = one(*(tensor.chunk(parts)[own] for tensor in given))
+                loss = sum(tensor.square().mean() for _, tensor in tensors_in(output))
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+                optimizer.step()
+                losses += [loss.detach(), norm]
+            results.append(torch.stack(losses))
+        mean = results[1] / 4
+        dist.all_reduce(mean)
+        autoshard.remove(model)
+        ordinary = all(a.shape == b.shape for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+        made[name] = float(((mean - results[0]).abs() / results[0].abs().clamp(min=1)).max()), ordinary
+    return made
+
+
+def more_rows(tensor):
+    """Four times as many rows, all different."""
+    rows = tensor.repeat(4, *[1] * (tensor.dim() - 1))
+    return (
+        rows + torch.randn(rows.shape)
+        if rows.is_floating_point()
+        else torch.stack([row.roll(at) for at, row in enumerate(rows)])
+    )
+
+
+def test_replicas_that_are_cut():
+    for made in run_ranks(cut_replicas, 4, [name for name in CASES if name != "dropout"]):
+        assert all(losses < 1e-6 and ordinary for losses, ordinary in made.values()), made
 
 
 def refusals():

@@ -13,7 +13,7 @@ from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.replica_cost import estimate_replicas
-from autoshard.strategies.data_parallel import data_parallel
+from autoshard.strategies.data_parallel import data_parallel, gathered_blocks
 from autoshard.workload import Workload
 
 BATCH = BatchAxis(size=12, inputs=(BatchInput(path="x", dim=0, axis="*12"),), outputs=())
@@ -122,6 +122,22 @@ def test_parameters_are_sharded_where_a_replica_does_not_fit(profiles):
     assert estimate_replicas(plan, profile, small).fits
     with pytest.raises(PlanError, match="torchrun --nproc-per-node 4"):
         data_parallel(profile, small, BATCH)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.layers = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_what_may_be_skipped_is_not_gathered_on_its_own():
+    graph = autoshard.capture(Experts(), {"x": torch.randn(4, 64)})
+    assert gathered_blocks(graph) == ["layers.0", "layers.1"]
 
 
 def test_memory_as_objective_shards(profiles):

@@ -1,0 +1,216 @@
+"""Sharded replicas: torch's fully_shard, block by block, on the user's own module, and the way back.
+
+    rank 0   weight rows 0 … 3   ┐  gathered for the forward of a block and for its backward, then let go;
+    rank 1   weight rows 4 … 7   ┘  gradients are averaged and scattered: each keeps those of its rows
+
+torch puts new parameters in the place of the old ones, so optimizers must be made afterwards; one made before is told
+so at its first step. The old objects wait, without memory, and are the model's again after removal.
+
+A parameter that one rank used and another did not (experts) must be scattered by both, so all are, as zeros where there
+is nothing. Before an optimizer steps, ranks agree on which nobody used: these have no gradient, as on one device.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.plan import Plan
+from autoshard.runtime.collectives import ProcessRanks
+
+
+@dataclass(slots=True, eq=False)
+class Replaced:
+    """A parameter that was replaced, and where it was: (module, name) for each of its names."""
+
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    device: torch.device
+
+
+def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device) -> "tuple[list[Replaced], Used]":
+    """Let every rank keep its part of each parameter; returns what was replaced, and what follows their use.
+
+    All ranks call it, after `check_shardable`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    modules = dict(model.named_modules())
+    blocks = [path for stage in plan.stages for path in stage.paths]
+    mesh = DeviceMesh.from_group(ranks.group, device.type)
+    replaced: list[Replaced] = []
+    for module in (*(modules[path] for path in blocks), model):
+        before = _parameters(module, {id(one.parameter) for one in replaced})
+        fully_shard(module, mesh=mesh)
+        for one in before:
+            _let_go(one.parameter)
+        replaced += before
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    for one in replaced:
+        vars(one.parameter)[_MARK] = True
+    used = Used(model, replaced, ranks)
+    _followed.append(weakref.ref(used, _followed.remove))
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    return replaced, used
+
+
+def check_shardable(model: nn.Module, plan: Plan) -> None:
+    """Raise `PlanError` for a block that the model lacks, `ApplyError` for a parameter that can't be sharded."""
+    modules = {path for path, _ in model.named_modules()}
+    for stage in plan.stages:
+        for path in stage.paths:
+            if path not in modules:
+                raise PlanError(f"the plan gathers {path!r} as one, which this {type(model).__name__} does not have.")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ApplyError(f"{name} has a gradient, which can't be sharded with it. Call zero_grad() before apply.")
+        if parameter.dim() == 0 or not parameter.is_contiguous():
+            what = "has no dimension" if parameter.dim() == 0 else "is not contiguous"
+            raise ApplyError(
+                f'{name} {what}, and can\'t be sharded by its rows. Plan with another strategy, or "auto".'
+            )
+
+
+def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str, torch.device]) -> None:
+    """Put the whole parameters back, the same objects, with the values they have now; all ranks call it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if torch_private.is_fully_sharded(module) and reshard is not None:
+            reshard()
+    torch_private.undo_fully_shard(model)
+    for one in replaced:
+        module, name = one.places[0]
+        present: Any = module._parameters[name]
+        target = originals.get(names.get(id(present), ""), one.device)
+        with torch.no_grad():
+            one.parameter.data = present.full_tensor().to(target)
+            one.parameter.grad = None if present.grad is None else present.grad.full_tensor().to(target)
+        one.parameter.requires_grad_(present.requires_grad)
+        for module, name in one.places:
+            module._parameters[name] = one.parameter
+        vars(one.parameter).pop(_MARK)
+
+
+@contextlib.contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """Inside, backward keeps whole gradients in this process; they are in the mean of the next one outside."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with all of its rows; all ranks call it. Any that is not sharded is returned as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of which each rank has a part (a DTensor)."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
+    found: dict[int, Replaced] = {}
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in done or is_sharded(parameter):
+                continue
+            one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device))
+            one.places.append((inner, name))
+    return list(found.values())
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    """Free the memory of a parameter that nobody uses any more, and keep the object."""
+    with torch.no_grad():
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+_MARK = "autoshard_replaced"
+"""Attribute of a parameter that is not the model's for now."""
+_watching: list[Any] = []
+
+
+class Used:
+    """Which sharded parameters of a model got a gradient on this rank since they had none."""
+
+    def __init__(self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks) -> None:
+        self.ranks = ranks
+        self.places = [one.places[0] for one in replaced]
+        self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
+        self.seen: set[int] = set()
+        self.handles = []
+        of_module: dict[nn.Module, list[int]] = {}
+        for index, (module, _) in enumerate(self.places):
+            of_module.setdefault(module, []).append(index)
+        blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
+        for block in reversed(blocks):  # the model itself comes last
+            inside = [index for module in block.modules() for index in of_module.pop(module, [])]
+            self.handles.append(block.register_forward_pre_hook(_Note(self, inside)))
+
+    def settle(self, stepped: set[int]) -> None:
+        """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
+        own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
+        if not own:
+            return
+        counts = torch.tensor([float(index in self.seen) for index in own], device=self.parameters[own[0]].device)
+        for index, used in zip(own, self.ranks.all_reduce(counts).tolist(), strict=True):
+            if not used:
+                self.parameters[index].grad = None
+
+
+class _Note:
+    """Pre-hook of a block, whose parameters are whole now: look who of them gets a gradient."""
+
+    def __init__(self, used: Used, indices: Sequence[int]) -> None:
+        self.used, self.indices = used, indices
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled():
+            return
+        seen = self.used.seen
+        for index in self.indices:
+            if self.used.parameters[index].grad is None:
+                seen.discard(index)
+            inner, name = self.used.places[index]
+            parameter: Any = inner._parameters[name]
+            trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)
+            if trained and _NOTED not in vars(parameter):
+                vars(parameter)[_NOTED] = True
+                parameter.register_post_accumulate_grad_hook(functools.partial(_see, seen, index))
+
+
+def _see(seen: set[int], index: int, parameter: torch.Tensor) -> None:
+    seen.add(index)
+
+
+_NOTED = "autoshard_noted"
+_followed: "list[weakref.ref[Used]]" = []
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(_MARK in vars(parameter) for parameter in parameters):
+        raise ApplyError(
+            f"this {type(optimizer).__name__} was made before autoshard.apply sharded the parameters, and would train "
+            "nothing. Make it afterwards, from model.parameters()."
+        )
+    ids = set(map(id, parameters))
+    for reference in list(_followed):
+        used = reference()
+        if used is not None:
+            used.settle(ids)
