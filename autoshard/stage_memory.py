@@ -86,7 +86,8 @@ class StageMemory:
         self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool
     ) -> None:
         self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
-        moves = flow(graph, {path: str(i) for i, stage in enumerate(stages) for path in stage.paths})
+        placements = {path: str(i) for i, stage in enumerate(stages) for path in stage.paths}
+        moves = flow(graph, placements, watched=not processes)
         self.held: dict[str, tuple[int, ...]] = {name: (int(stage),) for name, stage in moves.tensor_device.items()}
         if processes:
             self.held = dict(staged.held)
