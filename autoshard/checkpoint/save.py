@@ -27,10 +27,12 @@ from autoshard.packed import is_packed
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_tensor
+from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.mapped import let_go, region_of
 from autoshard.runtime.moves import tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
+from autoshard.runtime.sharded import is_sharded, whole_of
 from autoshard.runtime.staged import whole_value
 from autoshard.sizes import format_bytes
 
@@ -83,7 +85,9 @@ class State:
     def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; all ranks call it at once."""
         value = self.values[name].detach()
-        return whole_tensor(value if self.stages is None else whole_value(value, name, self.stages), name, self.record)
+        if self.stages is None or self.stages.has(name):
+            value = whole_tensor(value, name, self.record)
+        return whole_of(value) if self.stages is None else whole_value(value, name, self.stages)
 
     def twins(self) -> list[list[str]]:
         """Names of each tensor, in alphabetical order; views of the same memory in other ways are other tensors."""
@@ -100,7 +104,7 @@ def state_of(model: nn.Module) -> State:
     """Read the state dict of a model. Raises `CheckpointError` for what safetensors can't hold."""
     values: dict[str, torch.Tensor] = {}
     stages = pipeline_record(model)
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():  # without, that of a cut model is put together
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"{name} of the state dict is a {type(value).__name__}, and safetensors files hold tensors only. Keep "
@@ -108,7 +112,7 @@ def state_of(model: nn.Module) -> State:
             )
         if value.is_meta and (stages is None or stages.has(name)):
             raise CheckpointError(f"{name} has no data: it is on the meta device. Load the weights first.")
-        if is_packed(value):
+        if is_packed(value) and not (is_sharded(value) and replica_record(model) is not None):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, and safetensors files hold ordinary tensors. Save the model "
                 "before it is quantised, or divided by other means than autoshard."
@@ -116,7 +120,7 @@ def state_of(model: nn.Module) -> State:
         if value.layout is not torch.strided or value.is_nested:
             raise CheckpointError(f"{name} is no dense tensor ({value.layout}). Make it dense before saving.")
         dtype_name(name, value.dtype)
-        values[name] = value
+        values[name] = value.detach()
     record = cut_record(model)
     parameters = [torch.Size(whole_shape(one, name, record)).numel() for name, one in model.named_parameters()]
     return State(values=values, record=record, stages=stages, num_parameters=sum(parameters))
@@ -167,11 +171,10 @@ def save_state(
 ) -> None:
     """Write a model's tensors, divided by `prepare`, to a directory that replaces `path`; `write_more` comes first.
 
-    All ranks that share a cut model call it; rank 0 writes. Raises `CheckpointError`, on the other ranks `RankError`;
+    All ranks that share a model call it; rank 0 writes. Raises `CheckpointError`, on the other ranks `RankError`;
     what was at `path` is then as it was.
     """
-    stages, cuts = pipeline_record(model), cut_record(model)
-    ranks = stages.ranks if stages is not None else None if cuts is None else cuts.ranks
+    ranks = _ranks_of(model)
     writes = not isinstance(ranks, ProcessRanks) or ranks.rank == 0
     shards: Sequence[Shard] = ()
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -199,6 +202,16 @@ def save_state(
         except Exception as found:
             error = found
         _settle(ranks, path, error)
+
+
+def _ranks_of(model: nn.Module) -> Ranks | None:
+    """The ranks that each have a part of a model, None where this process has all of it."""
+    stages, cuts, replicas = pipeline_record(model), cut_record(model), replica_record(model)
+    if stages is not None:
+        return stages.ranks
+    if replicas is not None and replicas.replaced:
+        return replicas.ranks
+    return None if cuts is None else cuts.ranks
 
 
 def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception | None:

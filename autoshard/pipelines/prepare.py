@@ -17,6 +17,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
 from autoshard.capture.tape import Reading, Ref
 from autoshard.errors import PlanError
+from autoshard.module_paths import is_below
 from autoshard.nested import leaves_in, tensors_in
 from autoshard.pipelines.programs import Program, check_reading, fill_refs, find_traffic, write_program, write_readings
 from autoshard.pipelines.steps import Recorded, find_steps, is_inside
@@ -88,9 +89,12 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
                 f"the input {path} requires a gradient, and gradients of inputs don't come back out of a pipeline over "
                 "processes. Give it detached, or make it a parameter of the model."
             )
+    whole: nn.Module = record.extras.get("skeleton", model)  # a model that is cut has other shapes
+    for own, other in zip(whole.modules(), model.modules(), strict=True):
+        own.training = other.training
     record.silent = True
     try:
-        graph, tape = record_forward(model, part.args, part.kwargs, grad=grad)
+        graph, tape = record_forward(whole, part.args, part.kwargs, grad=grad)
     finally:
         record.silent = False
     if tape.drew:
@@ -101,6 +105,7 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
     staged = divide(graph, [stage.paths for stage in record.plan.stages])
     found = find_steps(graph, tape, staged)
     _check_assumptions(found)
+    _check_cuts(found, record)
     traffic = find_traffic(found, len(record.plan.stages))
     read, readings = write_readings(found, model, record.device)
     template = tape.calls[0].output
@@ -138,6 +143,17 @@ def _check_assumptions(found: Recorded) -> None:
             raise PlanError(
                 f"the forward decides by values that it computes: {reading.assumed}. What decides so has to be inside "
                 "of a module that runs on one stage; use a plan without a pipeline."
+            )
+
+
+def _check_cuts(found: Recorded, record: PipelineRecord) -> None:
+    """Refuse cut blocks that are not called whole: the shapes inside of them are those of the whole model here."""
+    called = [step.call.path for step in found.steps if step.call is not None and step.call.function is None]
+    for block in {block for cut in record.plan.cuts for block in cut.blocks}:
+        if not any(is_below(block, path) for path in called):
+            raise PlanError(
+                f"{block} is cut over ranks, and its stage can't call it as one: it shares more with its caller than "
+                "its arguments and results (a cache: use_cache=False), or is a list. Plan without cuts."
             )
 
 

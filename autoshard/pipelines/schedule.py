@@ -19,6 +19,7 @@ from autoshard.pipelines.prepare import Prepared, check_readings, input_tensors,
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.chunks import Part, merge, split, split_rows
+from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, check_reduction, factors_of, own_factors
 from autoshard.runtime.pipeline_record import pipeline_record
 
@@ -88,6 +89,10 @@ class RankSchedule:
         self, engine: Engine, inputs: list, finish: Finish, batch: BatchAxis, parts: Sequence[Part], targets: list
     ) -> None:
         """Run all forwards and backwards, and sum gradients over those who share parameters."""
+        model = self._applied()
+        cuts = cut_record(model)
+        if cuts is not None:  # hooks of the root see no forward here
+            cuts.unplanned.watch(model, lambda: [self._record.device], cuts.handles)
         aside = Aside(engine.parameters, self._sums)
         try:
             engine.run(inputs, finish)

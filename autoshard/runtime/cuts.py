@@ -6,7 +6,7 @@ remove_cuts:  actions off, old integers back     ◀──  put the tensors toge
 `ranks` is `ProcessRanks.of(group)`, one process per device, or `LocalRanks.of(devices)`, all of them in this process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,21 +87,23 @@ def apply_cuts(
     shapes_only: bool = False,
     problem: Exception | None = None,
     loader: Loader | None = None,
+    absent: Collection[str] = (),
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
     the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
     go on, if that is known already: it is raised, and the other ranks learn of it. `loader`: what gives values to
-    tensors on meta; the CPU counts as where they were. Raises `PlanError` if the cuts don't belong to the model,
-    `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
+    tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. Raises
+    `PlanError` if the cuts don't belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it
+    can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
     mark, error = Mark(), problem
     target = None if device is None else torch.device(device)
     try:
         if problem is None:
-            ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None)
+            ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None, absent)
             mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
     except Exception as found:
         error = found
@@ -150,15 +152,6 @@ def cut_record(model: nn.Module) -> CutRecord | None:
     return next((h.record for h in torch_private.forward_pre_hooks(model) if isinstance(h, Arrive)), None)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of the model as it is when not cut: whole, ordinary tensors; all ranks call it."""
-    record = cut_record(model)
-    return {
-        name: whole_tensor(value, name, record) if isinstance(value, torch.Tensor) else value
-        for name, value in model.state_dict().items()
-    }
-
-
 def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:
     """One value of a model's state dict as it is when the model is not cut; all ranks call it."""
     return value if record is None else merge(value, record.tensors.get(name), record.ranks)
@@ -172,15 +165,12 @@ def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tup
     return *value.shape[: cut.dim], layout(cut.axis, cut.shares).size, *value.shape[cut.dim + 1 :]
 
 
-def local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a whole state dict, for `model.load_state_dict`."""
-    record = cut_record(model)
-    if record is None:
-        return dict(state)
+def local_values(state: Mapping[str, Any], record: CutRecord, prefix: str = "") -> dict[str, Any]:
+    """This process's parts of whole tensors, under their names with a prefix."""
     if isinstance(record.ranks, LocalRanks):
         devices = record.ranks.devices
         return {
-            name: RankTensor(
+            prefix + name: RankTensor(
                 [
                     (slice_of(value, record.tensors[name], rank) if name in record.tensors else value).to(one)
                     for rank, one in enumerate(devices)
@@ -191,9 +181,36 @@ def local_state_dict(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
         }
     rank = record.ranks.rank or 0
     return {
-        name: slice_of(value, record.tensors[name], rank) if name in record.tensors else value
+        prefix + name: slice_of(value, record.tensors[name], rank) if name in record.tensors else value
         for name, value in state.items()
     }
+
+
+class Whole:
+    """Hooks of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading takes them.
+
+    With `keep_vars=True` it has the parameters themselves, which are parts; nobody else is asked then.
+    """
+
+    def __init__(self, record: CutRecord) -> None:
+        self.record = record
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        if any(isinstance(value, nn.Parameter) for value in state.values()):
+            return
+        for name, value in state.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor):
+                state[name] = whole_tensor(value, name.removeprefix(prefix), self.record)
+
+    def divide(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Take this rank's part of what is about to be loaded, where it is whole."""
+        own = module.state_dict(keep_vars=True)
+        for name, value in state.items():
+            mine = own.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            if mine is None or not isinstance(value, torch.Tensor) or isinstance(value, RankTensor):
+                continue
+            if tuple(value.shape) == whole_shape(mine, name.removeprefix(prefix), self.record):
+                state |= local_values({name.removeprefix(prefix): value}, self.record, prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +223,15 @@ class _Ready:
     scales: list[tuple[str, Scale]]
 
 
-def _prepare(model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only: bool) -> _Ready:
+def _prepare(
+    model: nn.Module, cuts: tuple[Cut, ...], ranks: Ranks, shapes_only: bool, absent: Collection[str] = ()
+) -> _Ready:
     """Check everything there is to check; the model is not touched."""
     if cut_record(model) is not None:
         raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
     tensors = named_tensors(model)
     for name, tensor in tensors.items():
-        if not shapes_only and (tensor.is_meta or isinstance(tensor, torch_private.FakeTensor)):
+        if not shapes_only and name not in absent and (tensor.is_meta or isinstance(tensor, torch_private.FakeTensor)):
             raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
     for cut in cuts:
         _check_cut(cut, ranks)
@@ -307,6 +326,10 @@ def _install(model: nn.Module, ready: _Ready) -> None:
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):
         handles.append(model.register_forward_hook(Leave(), always_call=True))
+    if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is proved
+        whole = Whole(ready.record)
+        handles.append(model.register_state_dict_post_hook(whole))
+        handles.append(model.register_load_state_dict_pre_hook(whole.divide))
     _sum_gradients(model, ready.record)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 

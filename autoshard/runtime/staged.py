@@ -3,11 +3,14 @@
     rank 0   embed ██  layers.0 ██  layers.1 ░░  head ░░          ██ values   ░░ meta: names and shapes only
     rank 1   embed ░░  layers.0 ░░  layers.1 ██  head ██
 
-Small buffers stay everywhere: tables and masks decide which way a forward goes.
+Where several ranks share a stage, its parameters are then cut over them. Small buffers stay everywhere: tables and
+masks decide which way a forward goes.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError
+from autoshard.module_paths import is_below
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.follow import install
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
+from autoshard.sharding import Cut
 
 SMALL_BUFFER = 1 << 16
 """Elements up to which a buffer of another stage is kept: capture keeps the values of these."""
@@ -49,17 +55,24 @@ def apply_stages(
             record = _record(plan, ranks, device, tensors)
             _check_values(record, tensors)
             mark = _mark(model, plan, device)
+            if plan.cuts:
+                record.extras["skeleton"] = skeleton_of(model)
     except Exception as found:
         error = found
     agree(ranks, mark, error, device)
-    assert record is not None and plan.mesh is not None
-    record.across, record.replicas = _groups(plan.mesh, ranks, record)
+    assert record is not None and plan.mesh is not None and device is not None
+    tensor_ranks = _make_groups(plan.mesh, ranks, record)
+    if plan.mesh.data > 1:  # replicas draw random numbers of their own
+        agree(record.across, mark_of(model, (), device), device=device)
     try:
         try:
             undo = move_tensors(tensors, _resting(record, tensors))
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
+        if tensor_ranks is not None:
+            cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
+            apply_cuts(model, cuts, tensor_ranks, absent=absent)
     except BaseException:
         if undo is not None:
             undo()
@@ -79,6 +92,8 @@ def remove_stages(model: nn.Module) -> nn.Module:
     record = pipeline_record(model)
     if record is None:
         raise ApplyError("nothing to remove: this model is not divided into stages.")
+    if cut_record(model) is not None:
+        remove_cuts(model)
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
@@ -163,26 +178,58 @@ def _check_values(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -
 def _mark(model: nn.Module, plan: Plan, device: torch.device) -> Mark:
     """What all ranks must have alike; weights can be compared only where all are there."""
     mark = mark_of(model, plan.cuts, device)
+    alone = plan.mesh is not None and plan.mesh.data > 1
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     partial = any(tensor.is_meta for tensor in named_tensors(model).values())
-    return Mark(plan=digest, model=mark.model, weights="" if partial else mark.weights, random=mark.random)
+    return Mark(
+        plan=digest, model=mark.model, weights="" if partial else mark.weights, random=() if alone else mark.random
+    )
 
 
-def _groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> tuple[ProcessRanks, ProcessRanks | None]:
-    """The groups of this process along the mesh; all ranks call it."""
+def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> ProcessRanks | None:
+    """Make the groups along the mesh, and return the ranks that share this stage if several do; all ranks call it."""
     if mesh.size == mesh.pipeline:
-        return ranks, None
-    across: list[list[int]] = [
-        [mesh.rank(data=d, pipeline=p, tensor=t) for p in range(mesh.pipeline)]
-        for d in range(mesh.data)
-        for t in range(mesh.tensor)
-    ]
-    replicas = [
-        [mesh.rank(data=d, pipeline=p, tensor=t) for d in range(mesh.data)]
-        for p in range(mesh.pipeline)
-        for t in range(mesh.tensor)
-    ]
-    return group_of(across, ranks), group_of(replicas, ranks) if mesh.data > 1 else None
+        return None
+    data, pipeline, tensor = range(mesh.data), range(mesh.pipeline), range(mesh.tensor)
+    across = [[mesh.rank(data=d, pipeline=p, tensor=t) for p in pipeline] for d in data for t in tensor]
+    replicas = [[mesh.rank(data=d, pipeline=p, tensor=t) for d in data] for p in pipeline for t in tensor]
+    sharing = [[mesh.rank(data=d, pipeline=p, tensor=t) for t in tensor] for d in data for p in pipeline]
+    record.across = group_of(across, ranks)
+    record.replicas = group_of(replicas, ranks) if mesh.data > 1 else None
+    return group_of(sharing, ranks) if mesh.tensor > 1 else None
+
+
+def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:
+    """The cuts of a plan in the stages of this process. Raises `PlanError` for a block that several stages have."""
+    plan = record.plan
+    paths = {path: number for number, stage in enumerate(plan.stages) for path in stage.paths}
+    found: list[Cut] = []
+    for cut in plan.cuts:
+        blocks = []
+        for block in cut.blocks:
+            stages = {number for path, number in paths.items() if is_below(path, block) or is_below(block, path)}
+            if len(stages) != 1:
+                raise PlanError(
+                    f"{block or 'the model'} is cut over ranks and is in {len(stages)} stages. Plan again: stages "
+                    "begin and end between such blocks."
+                )
+            if stages <= set(record.stages):
+                blocks.append(block)
+        if blocks:
+            found.append(replace(cut, blocks=tuple(blocks)))
+    return tuple(found)
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of a model without its weights; small buffers are there."""
+    memo: dict[int, Any] = {}
+    for tensor in named_tensors(model).values():
+        if isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER:
+            made = tensor.detach().to(META)
+            memo[id(tensor)] = (
+                nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            )
+    return copy.deepcopy(model, memo)
 
 
 def group_of(lists: Sequence[Sequence[int]], ranks: ProcessRanks) -> ProcessRanks:

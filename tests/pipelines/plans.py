@@ -34,7 +34,7 @@ def rows_in(tensor, rows):
     return f"*{rows}x{several}" if several > 1 else f"*{rows}"
 
 
-def plan_of(model, stages, positions, inputs, *, parts=2, schedule="gpipe", recompute=False, mesh=None):
+def plan_of(model, stages, positions, inputs, *, parts=2, schedule="gpipe", recompute=False, mesh=None, cuts=()):
     """A plan with `stages` (lists of paths) over `positions` devices for keyword inputs."""
     batch = batch_of(model, inputs)
     mesh = mesh or Mesh(pipeline=positions)
@@ -48,6 +48,7 @@ def plan_of(model, stages, positions, inputs, *, parts=2, schedule="gpipe", reco
         placements=placements,
         stages=tuple(Stage(paths=tuple(paths), recompute=recompute) for paths in stages),
         mesh=mesh,
+        cuts=cuts,
         batch=batch,
         num_microbatches=parts,
         schedule=schedule,

@@ -1,0 +1,99 @@
+"""Stages whose parameters are cut over ranks, and replicas of pipelines: three optimizer steps as in one process."""
+
+from functools import partial
+
+import torch
+
+import autoshard
+from autoshard import Plan, Workload
+from autoshard.plan import Mesh
+from tests.pipelines.models import decoder
+from tests.pipelines.plans import plan_of
+from tests.ranks import run_ranks
+
+MAKERS = {"decoder": partial(decoder, 2, 2)}
+MESHES = {"pp x tp": Mesh(pipeline=2, tensor=2), "dp x pp": Mesh(data=2, pipeline=2)}
+
+
+def make(name):
+    torch.manual_seed(0)
+    model, stages, inputs = MAKERS[name]()
+    return model.train(), stages, inputs
+
+
+def plan_for(name, mesh):
+    model, stages, inputs = make(name)
+    cuts = ()
+    if mesh.tensor > 1:
+        workload = Workload(mode="training", batch_size=8)
+        cuts = autoshard.plan(
+            model, f"{mesh.tensor}x1GiB", inputs=inputs, strategy="column-parallel", workload=workload
+        ).cuts
+        assert cuts
+    return plan_of(model, stages, 2, inputs, parts=2, schedule="1f1b", mesh=mesh, cuts=cuts).to_json()
+
+
+def steps(model, step):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        yield step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(plans):
+    """Per plan, the losses of the part of the batch that this rank's replica has, and the whole model afterwards."""
+    results = {}
+    for key, (name, text) in plans.items():
+        model, _, inputs = make(name)
+        plan = Plan.from_json(text)
+        rank = torch.distributed.get_rank()
+        replica = plan.mesh.place(rank)[0]
+        size = 8 // plan.mesh.data
+        own = {
+            key: value[replica * size : (replica + 1) * size] if isinstance(value, torch.Tensor) else value
+            for key, value in inputs.items()
+        }
+        autoshard.apply(model, plan)
+        runner = autoshard.schedule(model)
+
+        def step(runner=runner, own=own):
+            losses = []
+            runner.step(**own, losses=losses)
+            return sum(map(float, losses)) / len(losses) if losses else None
+
+        losses = list(steps(model, step))
+        held = sum(tensor.numel() for tensor in model.parameters() if not tensor.is_meta)
+        autoshard.remove(model)
+        results[key] = losses, held, {name: value.numpy() for name, value in model.state_dict().items()}
+    return results
+
+
+def check(names, meshes):
+    plans = {f"{name}, {mesh}": (name, plan_for(name, MESHES[mesh])) for name in names for mesh in meshes}
+    found = run_ranks(trained, 4, plans)
+    for key, (name, text) in plans.items():
+        model, _, inputs = make(name)
+
+        def step(model=model, inputs=inputs):
+            loss = model(**inputs)["loss"]
+            loss.backward()
+            return float(loss.detach())
+
+        wanted = list(steps(model, step))
+        size = sum(parameter.numel() for parameter in model.parameters())
+        last = [rank[key][0] for rank in found if rank[key][0][0] is not None]
+        assert len(last) == 2
+        for number, loss in enumerate(wanted):
+            replicas = last if Plan.from_json(text).mesh.data > 1 else last[:1]
+            mean = sum(one[number] for one in replicas) / len(replicas)
+            assert abs(mean - loss) <= 1e-6 * abs(loss), (key, number, mean, loss)
+        for rank in found:
+            assert rank[key][1] < size, key
+            for tensor, value in model.state_dict().items():
+                assert torch.allclose(value, torch.from_numpy(rank[key][2][tensor]), atol=2e-4), (key, tensor)
+
+
+def test_a_decoder_on_four_ranks():
+    check(["decoder"], list(MESHES))
