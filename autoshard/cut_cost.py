@@ -7,6 +7,7 @@ out, so memory and seconds are rather over- than underestimated; the estimate na
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil, prod
 
 import torch
@@ -229,6 +230,7 @@ def _add(traced: Traced, found: Traced, blocks: "_Blocks", source: str, block: s
     traced.lost += [block] * len(found.lost)
 
 
+@cache
 def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
     """The part of a dimension that each rank keeps."""
     size = len(coordinates_of(axis))

@@ -17,7 +17,7 @@ from autoshard.capture.stages import stage_of_ops
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, divided_bound, estimate, optimizer_seconds
-from autoshard.cut_cost import Traced, estimate_cuts, local_profile, trace_cuts
+from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
 from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, rows_of_part, run_schedule
@@ -38,8 +38,11 @@ def price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     return of_plan(plan, profile, cluster)
 
 
-def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """Compute what a plan with a mesh costs. Raises `PlanError` if it names what the model or the cluster lacks."""
+def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None) -> Estimate:
+    """Compute what a plan with a mesh costs; `tracer`: of the profile's graph, if there is one already.
+
+    Raises `PlanError` if the plan names what the model or the cluster lacks.
+    """
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
@@ -47,7 +50,7 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         return estimate_pipeline(plan, profile, cluster)
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster)
-    return _Combined(plan=plan, mesh=mesh, profile=profile, cluster=cluster).estimate()
+    return _Combined(plan=plan, mesh=mesh, profile=profile, cluster=cluster, tracer=tracer).estimate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class _Combined:
     mesh: Mesh
     profile: Profile
     cluster: Cluster
+    tracer: Tracer | None = None
     traced: Traced = field(init=False)
     op_stage: list[int] = field(init=False)
     carrying: frozenset[int] = field(init=False)
@@ -85,7 +89,7 @@ class _Combined:
         if batch is None and (mesh.data > 1 or plan.num_microbatches > 1):
             raise PlanError("this plan does not say how the batch is divided. Plan again.")
         graph = self.profile.graph
-        self.traced = trace_cuts(graph, plan.cuts)
+        self.traced = (self.tracer or Tracer(graph)).trace(plan.cuts)
         self.op_stage = stage_of_ops(graph, [stage.paths for stage in self.stages])
         self.carrying = frozenset() if batch is None else carriers_of_rows(graph, batch)
         rows = [0] if batch is None else rows_per_replica(batch, mesh.shares, mesh.data)

@@ -27,7 +27,7 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         "-s",
-        help="auto, sequential, balanced, balanced_low_0, column-parallel, pipeline, data-parallel or mesh.",
+        help="auto, sequential, balanced, balanced_low_0, column-parallel, pipeline, data-parallel or hybrid.",
     ),
 ]
 ObjectiveOption = Annotated[str, typer.Option("--objective", help="latency, throughput or memory.")]

@@ -1,0 +1,163 @@
+"""The line of units that a mesh is cut from, as one tensor-parallel rank sees it, with the all-reduces of its group.
+
+    whole model     up.weight [4H, H]   hidden [B, S, 4H]   FLOPs
+    rank 0 of 2     up.weight [2H, H]   hidden [B, S, 2H]   half of them       then one all-reduce of [B, S, H]
+
+What a rank has of every tensor is traced once per set of cuts; everything else follows with arrays.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.batching import BatchAxis
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.cost import tensor_units
+from autoshard.cut_cost import Traced
+from autoshard.profile.measure import trained_sizes
+from autoshard.profile.profile import Profile
+from autoshard.profile.units import Units
+from autoshard.strategies.lines import Lines
+from autoshard.strategies.stage_search import Array, Line
+from autoshard.workload import OPTIMIZER_STATE_TENSORS
+
+_FINE = 16
+"""Stages up to which pieces are as fine as in a pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """All-reduces (or gathers) of one size in one forward of a unit."""
+
+    unit: int
+    gathers: bool
+    nbytes: int
+    with_rows: bool
+    count: int
+
+
+class MeshLines(Lines):
+    """Lines of the whole model; `cluster` has one device of each kind.
+
+    Attributes:
+        trained: [n] bytes of parameters that get a gradient.
+        sums: of a forward of the whole batch.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
+        super().__init__(profile, cluster, batch, units)
+        self.kinds = [_kind(device) for device in cluster.devices]
+        self.value_bytes = np.array([value.nbytes for value in self.graph.values], float)
+        self.first = np.full(len(self.graph.storages), -1)
+        for value in reversed(self.graph.values):
+            self.first[value.storage] = value.index
+        touched = [(*op.inputs, *op.outputs) for op in self.graph.ops]
+        self.touched = np.array([value for row in touched for value in row], np.int64)
+        self.op_of_touched = np.repeat(np.arange(len(touched)), [len(row) for row in touched])
+        self.parts = np.ones(len(self.value_bytes))
+        self.sums: tuple[Sum, ...] = ()
+        self._weigh()
+        self._known: dict[tuple[int, int], Line] = {}
+
+    def _weigh(self) -> None:
+        """Bytes of tensors, gradients and optimizer state per unit, tied ones at the first."""
+        graph, workload = self.graph, self.profile.workload
+        owner = tensor_units(graph, self.units)
+        part = {tensor.name: float(self.parts[tensor.value]) for tensor in graph.tensors}
+        self.held, self.trained, seen = np.zeros(self.count), np.zeros(self.count), set[int]()
+        for tensor in graph.tensors:
+            if tensor.storage not in seen:
+                seen.add(tensor.storage)
+                self.held[owner[tensor.name]] += graph.storages[tensor.storage].nbytes * part[tensor.name]
+        if workload.training:
+            for name, nbytes in trained_sizes(graph):
+                self.trained[owner[name]] += nbytes * part[name]
+            self.held += self.trained * (1 + OPTIMIZER_STATE_TENSORS[workload.optimizer])
+
+    def cut(self, traced: Traced, rank: int, together: Array) -> "MeshLines":
+        """The lines of one tensor-parallel rank; `together`: [n + 1] where no stage may begin."""
+        made = object.__new__(MeshLines)
+        made.__dict__.update(self.__dict__)
+        parts = made.parts = np.ones(len(self.value_bytes))
+        for value, part in traced.parts.items():
+            parts[value] = part[rank]
+        ops = len(self.flops)
+        share = np.ones(ops)
+        np.minimum.at(share, self.op_of_touched, parts[self.touched])
+        nbytes = self.value_bytes[self.touched]
+        carried = np.zeros(len(self.value_bytes), bool)
+        carried[list(self.carrying)] = True
+        whole = np.bincount(self.op_of_touched, nbytes, ops)
+        local = np.bincount(self.op_of_touched, nbytes * parts[self.touched], ops)
+        with_rows = np.bincount(self.op_of_touched, (nbytes * parts[self.touched]) * carried[self.touched], ops)
+        made.flops = self.flops * share
+        made.moved = self.moved * np.divide(local, whole, out=np.ones(ops), where=whole > 0)
+        made.part = np.divide(with_rows, local, out=np.zeros(ops), where=local > 0)
+        made.bytes = self.bytes * np.where(self.first >= 0, parts[self.first], 1.0)
+        rows: Counter[tuple[int, bool, int, bool]] = Counter()
+        for one in traced.collectives:
+            outputs = self.graph.ops[one.op].outputs
+            unit = int(self.units.op_unit[one.op])
+            rows[unit, one.gathers, one.nbytes, not self.carrying.isdisjoint(outputs)] += 1
+        made.sums = tuple(
+            Sum(unit=unit, gathers=gathers, nbytes=nbytes, with_rows=with_rows, count=count)
+            for (unit, gathers, nbytes, with_rows), count in rows.items()
+        )
+        made.forbidden = self.forbidden | together
+        made._weigh()
+        made._known = {}
+        return made
+
+    def begins(self, stages: int) -> Array:
+        """As in `Lines`; for many stages one piece for each is enough, so that pieces are whole blocks."""
+        if stages <= _FINE:
+            return super().begins(stages)
+        for depth in [*sorted(set(self.depths[1:].tolist())), int(self.depths.max(initial=0))]:
+            allowed = (self.depths <= depth) & ~self.forbidden[: self.count]
+            allowed[0] = True
+            if allowed.sum() >= stages:
+                break
+        return np.append(np.flatnonzero(allowed), self.count)
+
+    def _static(self) -> Array:
+        return self.held
+
+    def _links(self) -> tuple[Array, Array]:
+        nothing = np.ones((len(self.kinds), len(self.kinds)))
+        return nothing, nothing  # positions have links, kinds have none
+
+    def of_kinds(self, rows: int, stages: int) -> Line:
+        """The line for one micro-batch of so many rows; its devices are the kinds."""
+        key = rows, stages
+        if key not in self._known:
+            self._known[key] = self.line(max(self.batch.size // rows, 1), stages)
+        return self._known[key]
+
+    def kind(self, device: Device) -> int:
+        """The number of a device's kind."""
+        return self.kinds.index(_kind(device))
+
+    def sum_seconds(self, cluster: Cluster, names: Sequence[str], part: float) -> Array:
+        """[n] seconds of the collectives of one forward over some devices, with a part of the batch."""
+        found = np.zeros(self.count)
+        known: dict[tuple[bool, float], float] = {}
+        for one in self.sums if len(names) > 1 else ():
+            key = one.gathers, one.nbytes * (part if one.with_rows else 1.0)
+            if key not in known:
+                known[key] = (all_gather_seconds if key[0] else all_reduce_seconds)(cluster, names, key[1])
+            found[one.unit] += one.count * known[key]
+        return found
+
+
+def _kind(device: Device) -> tuple[object, ...]:
+    """What makes devices equally fast."""
+    return tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds
+
+
+def one_of_each_kind(cluster: Cluster) -> Cluster:
+    """A cluster with the first device of every kind, without links."""
+    first = {_kind(device): device for device in reversed(cluster.devices)}
+    return replace(cluster, devices=tuple(reversed(first.values())), links=())
