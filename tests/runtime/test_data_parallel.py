@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import autoshard
@@ -278,6 +279,26 @@ def sharded_habits():
 def test_what_people_do_with_sharded_replicas():
     for apart, norms, said in run_ranks(sharded_habits, 2):
         assert apart < 1e-6 and norms < 1e-5 and "made before autoshard.apply" in said, (apart, norms, said)
+
+
+def save_replicas(folder):
+    made = []
+    for sharded in (False, True):
+        model, make = start("words")
+        alone = copy.deepcopy(model)
+        autoshard.apply(model, plan_for(model, make(8), 2, sharded=sharded))
+        autoshard.save(model, f"{folder}/{sharded}")
+        if dist.get_rank() == 0:
+            saved = load_file(f"{folder}/{sharded}/model.safetensors")
+            made.append(
+                all(torch.equal(saved[name], tensor) for name, tensor in alone.state_dict().items() if name in saved)
+            )
+            made.append(len(saved) == len(alone.state_dict()) - 1)  # tied names are one
+    return made
+
+
+def test_saving_writes_whole_tensors(tmp_path):
+    assert run_ranks(save_replicas, 2, str(tmp_path))[0] == [True] * 4
 
 
 def cut_replicas(names):
