@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from autoshard import api
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.plan import Plan
-from autoshard.runtime.cuts import cut_record, full_state_dict, local_state_dict
+from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.workload import Workload
@@ -64,16 +64,6 @@ class _Planned(Strategy):
                 "Use ModelCheckpoint(save_weights_only=True), and autoshard.save_checkpoint to go on with training."
             )
         return super().optimizer_state(optimizer)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self._module()
-        return full_state_dict(module) if cut_record(module) is not None else super().lightning_module_state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self._module()
-        if cut_record(module) is not None:
-            checkpoint = {**checkpoint, "state_dict": local_state_dict(module, checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict)
 
     def teardown(self) -> None:
         if self.lightning_module is not None and is_applied(self.lightning_module):

@@ -14,7 +14,7 @@ from autoshard.checkpoint.header import DTYPES
 from autoshard.checkpoint.write import Described, Writer, header_of, in_file_order
 from autoshard.errors import CheckpointError, RankError, SpecError
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.cuts import apply_cuts, cut_record, local_state_dict
+from autoshard.runtime.cuts import apply_cuts, cut_record
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.sharding import even_shares
 from tests.checkpoint.directories import assert_same, contents, tensors
@@ -194,7 +194,7 @@ def save_and_load_cut(path, degree, other):
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     torch.nn.init.zeros_(model.embed.weight)
     apply_cuts(model, cuts_of("words", degree), ProcessRanks.of())
-    state = local_state_dict(model, tensors(other / "words"))
+    state = tensors(other / "words")
     assert model.load_state_dict(state, strict=False).missing_keys == ["head.weight"]
     autoshard.remove(model)
     assert_same(model.state_dict(), expected)

@@ -14,7 +14,7 @@ from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import ApplyError, CheckpointError, RankError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.runtime.cuts import cut_record, full_state_dict
+from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
@@ -97,7 +97,7 @@ def test_cut_over_devices_of_one_process(tmp_path, name, count):
 
 def check_cut_model(model: nn.Module, original: nn.Module, name: str) -> None:
     inputs = CASES[name].inputs
-    for key, value in full_state_dict(model).items():
+    for key, value in model.state_dict().items():
         assert torch.equal(value, original.state_dict()[key]), key
     model.eval(), original.eval()
     with torch.no_grad():

@@ -13,7 +13,7 @@ import autoshard
 from autoshard.errors import CheckpointError, RankError
 from autoshard.nested import tensors_in
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.cuts import apply_cuts, full_state_dict, remove_cuts
+from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import TOLERANCE, assert_same_state, make
@@ -122,7 +122,7 @@ def end_on_ranks(path):
     optimizer = optimizer_of(model)
     state = autoshard.load_checkpoint(path, model, optimizer)
     losses = train(model, optimizer, 2, state["step"])
-    return losses, sent(full_state_dict(model))
+    return losses, sent(model.state_dict())
 
 
 def sent(state):
@@ -145,7 +145,7 @@ def failing(path, how):
     optimizer = optimizer_of(model)
     train(model, optimizer, 1)
     autoshard.save_checkpoint(path, model, optimizer, state={"step": 1})
-    before = sent(full_state_dict(model))
+    before = sent(model.state_dict())
     train(model, optimizer, 1)
     if how == "state":
         words = "more than tensors" if ranks.rank == 0 else "rank 0 can't take part"

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from autoshard.nested import tensors_in
-from autoshard.runtime.cuts import apply_cuts, cut_record, full_state_dict, local_state_dict, remove_cuts
+from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import merge
 from autoshard.sharding import even_shares
 from tests.runtime.cut_models import CASES
@@ -37,10 +37,10 @@ def check_case(name, ranks, count=None, divide=even_shares):
     apply_cuts(model, case.cuts(ranks.size, divide), ranks)
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert list(model.state_dict()) == list(before)
-    assert_same_state(full_state_dict(model), before)
+    assert_same_state(model.state_dict(), before)
     check_outputs(model, original, case, count)
     check_training(model, original, case, count)
-    state = full_state_dict(model)
+    state = model.state_dict()
     remove_cuts(model)
     assert cut_record(model) is None
     assert_same_state(model.state_dict(), state)
@@ -103,8 +103,8 @@ def check_checkpoint(ranks):
     """A whole state dict goes into a cut model."""
     model, other = make("attention"), CASES["attention"].make()
     apply_cuts(model, CASES["attention"].cuts(ranks.size), ranks)
-    model.load_state_dict(local_state_dict(model, other.state_dict()))
-    assert_same_state(full_state_dict(model), other.state_dict())
+    model.load_state_dict(other.state_dict())
+    assert_same_state(model.state_dict(), other.state_dict())
 
 
 def assert_same_state(found, expected):
