@@ -5,7 +5,7 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.steps import check_same_model, devices_of, load, pairs, profile_of, workload_of
 from autoshard.cli.target import UserCodeError
-from autoshard.errors import CaptureError, SpecError
+from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -61,16 +61,25 @@ def report_command(
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="svg|png", help="Write each picture beside the page, too.")
+    ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if/--no-what-if", help="Sliders in the page; takes a second profile.")
+    ] = True,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="A table of what every other strategy would give.")
     ] = True,
 ) -> None:
     """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
     from autoshard.api import estimate
     from autoshard.cli.plans import is_plan
+    from autoshard.report.images import pictures, to_png
     from autoshard.report.page import make_page
     from autoshard.report.whatif import what_if_data
 
+    if image not in (None, "svg", "png"):
+        raise SpecError(f"--image {image} makes no sense: write svg or png.")
     loaded, plan, profile, cluster = _planned(
         first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
         strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
@@ -78,12 +87,28 @@ def report_command(
     )  # fmt: skip
     text = second or (plan.target if is_plan(first) else first)
     scaling = _scaling(text, loaded, profile) if what_if else None
+    others = _alternatives(loaded, plan, profile, cluster) if compare else []
     with step("drawing"):
         notes = (*loaded.notes, *cluster.notes)
         figures = estimate(plan, profile, cluster)
         sliders = what_if_data(plan, figures, profile, cluster, scaling) if scaling is not None else None
-        page = make_page(plan, figures, profile, cluster, title=loaded.title, notes=notes, what_if=sliders)
-    _write(out, page)
+        page = make_page(
+            plan,
+            figures,
+            profile,
+            cluster,
+            title=loaded.title,
+            notes=notes,
+            alternatives=others,
+            what_if=sliders,
+        )
+        files = {out: page.encode()}
+        drawn = pictures(plan, figures, profile, cluster, title=loaded.title) if image else {}
+        for name, svg in drawn.items():
+            content = to_png(svg) if image == "png" else svg.encode()
+            files[out.with_name(f"{out.stem}-{name}.{image}")] = content
+    for path, content in files.items():
+        _write(path, content)
 
 
 @reports_errors
@@ -99,7 +124,7 @@ def trace_command(
     loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
     with step("laying out the pass"):
         document = trace_document(events(plan, profile, cluster), cluster, title=loaded.title)
-    _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False))
+    _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
 
 
 def _planned(
@@ -128,6 +153,23 @@ def _planned(
     return loaded, plan, profile, cluster
 
 
+def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "Cluster") -> list[dict[str, Any]]:
+    """Plan with every strategy, for the same objective; an empty table if none gives a plan."""
+    from autoshard.comparing import compare_all
+    from autoshard.planning import Request
+    from autoshard.report.page.alternatives import alternative_rows
+
+    request = Request(
+        model=loaded.model, inputs=loaded.inputs, profile=profile, cluster=cluster, objective=plan.objective
+    )  # fmt: skip
+    try:
+        with step("planning with every strategy"):
+            ours, theirs = compare_all(request)
+    except PlanError:
+        return []
+    return alternative_rows((*ours.alternatives, *theirs), plan)
+
+
 def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None":
     """Profile the model at another size to see how its figures grow; None if that can't be told."""
     from autoshard.cli.target import of_other_size
@@ -144,15 +186,15 @@ def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None
     return find_scaling(base, other)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
         raise SpecError(f"cannot write to {path}: {error.strerror}. Choose a folder that exists.") from None
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(content)
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
     except OSError as error:

@@ -10,7 +10,10 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.comparing import compare_all
+from autoshard.planning import Request
 from autoshard.report.page import make_page
+from autoshard.report.page.alternatives import alternative_rows
 from autoshard.report.page.lanes import fold, timeline_data
 from autoshard.report.page.tree import flatten, module_tree
 from autoshard.sizes import format_bytes, format_seconds
@@ -117,3 +120,17 @@ def test_a_long_timeline_is_folded_and_keeps_its_seconds():
 
     assert busy(few) == pytest.approx(busy(found))
     assert timeline_data(found, cluster.names, 0.0)["lanes"][0] == cluster.names[0]
+
+
+def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
+    model, x, cluster = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.zeros(2, 64), parse_devices("2xT4")
+    profile = autoshard.profile(model, x)
+    request = Request(model=model, inputs=x, profile=profile, cluster=cluster)
+    found, others = compare_all(request)
+    plan = found.chosen.plan
+    rows = alternative_rows((*found.alternatives, *others), plan)
+    seconds = [row["latency_seconds"] for row in rows if row["latency_seconds"]]
+    assert seconds == sorted(seconds) and [row["chosen"] for row in rows].count(True) == 1
+    estimate = autoshard.estimate(plan, profile, cluster)
+    text = make_page(plan, estimate, profile, cluster, alternatives=rows)
+    assert text.count("this plan</span>") == 1 and all(row["name"] in text for row in rows)
