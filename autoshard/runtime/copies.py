@@ -70,6 +70,7 @@ class Copies:
         self.in_run = False
         self.runs = 0  # begun so far
         self._joined = False
+        self.carry = copy_tensor  # `devices.send` where parts of a batch follow one another
 
     def begin(self) -> None:
         """Forget, at the start of a run, what may have changed since the last one."""
@@ -112,7 +113,7 @@ class Copies:
     def get(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `source` on `device`: a copy that exists already, or a new one; with a way back for gradients."""
         if source.is_inference():
-            return _tracked_copy(source, device)
+            return self._tracked_copy(source, device)
         if not travels(source):
             return self._entry(source, device, source.requires_grad and torch.is_grad_enabled()).copy
         source = source_of(source)
@@ -132,9 +133,9 @@ class Copies:
                 return entry
         if differentiable and travels(source):
             with torch.no_grad():
-                copy = copy_tensor(source, device)
+                copy = self.carry(source, device)
         else:
-            copy = _tracked_copy(source, device)
+            copy = self._tracked_copy(source, device)
         lasting = isinstance(source, nn.Parameter) and not differentiable
         held: Any = source
         if not isinstance(source, nn.Parameter):
@@ -144,6 +145,21 @@ class Copies:
         if self.in_run or lasting:
             self._entries[key] = entry
         return entry
+
+    def _tracked_copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later.
+
+        A copy of a weight says that it requires grad as the weight does, also without gradients: torch reads it when it
+        chooses how to multiply, and other choices give other bits.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                copy = self.carry(source, device)
+        else:
+            copy = self.carry(source, device)
+        if source.requires_grad and not copy.requires_grad:
+            copy.requires_grad_()
+        return copy
 
     def write_back(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Bring what was written into `copy` to its source; the copy stays valid."""
@@ -157,19 +173,3 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """Counts the writes torch saw; the address tells of memory exchanged by `tensor.data = …`."""
     stored = stored_tensors(tensor)[0]
     return stored._version, stored.data_ptr() if stored.layout is torch.strided else 0
-
-
-def _tracked_copy(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later.
-
-    A copy of a weight says that it requires grad as the weight does, also without gradients: torch reads it when it
-    chooses how to multiply, and other choices give other bits.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            copy = copy_tensor(source, device)
-    else:
-        copy = copy_tensor(source, device)
-    if source.requires_grad and not copy.requires_grad:
-        copy.requires_grad_()
-    return copy

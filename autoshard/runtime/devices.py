@@ -7,7 +7,7 @@ import torch
 
 from autoshard.errors import ApplyError, first_line
 from autoshard.layout import gapped_strides
-from autoshard.packed import is_packed, repacked
+from autoshard.packed import is_packed, repacked, stored_tensors
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -74,6 +74,29 @@ def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if stride == 0 and size > 1:
             distinct = distinct.narrow(dim, 0, 1)
     return _copy(distinct, device, copy_strides(distinct)).expand(tensor.shape)
+
+
+_arrivals: dict[torch.device, torch.cuda.Stream] = {}  # per device, the stream on which what is sent to it arrives
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy an activation to a device, as `copy_tensor`, without waiting for what that device has still to compute.
+
+    torch copies between two GPUs when the current streams of both have come so far. The next micro-batch would arrive
+    only after the one before is done there. So the stream that has to be ready is one on which nothing is computed;
+    what is computed from now on waits for it, and the source's stream still goes on after the copy.
+    """
+    between = device.type == tensor.device.type == "cuda" and device != tensor.device
+    if not between or (tensor.requires_grad and torch.is_grad_enabled()):
+        return copy_tensor(tensor, device)
+    arrivals = _arrivals.get(device) or _arrivals.setdefault(device, torch.cuda.Stream(device))
+    with torch.cuda.stream(arrivals):
+        copy = copy_tensor(tensor, device)
+    computing = torch.cuda.current_stream(device)
+    computing.wait_stream(arrivals)
+    for part in stored_tensors(copy):  # or its memory could be given away while it is still read
+        part.record_stream(computing)
+    return copy
 
 
 def fresh_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

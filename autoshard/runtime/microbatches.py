@@ -22,7 +22,7 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
-from autoshard.runtime.devices import check_copies, resolve_device
+from autoshard.runtime.devices import check_copies, resolve_device, send
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
 
@@ -51,6 +51,7 @@ def division_of(plan: Plan) -> Division | None:
 
 def hook_division(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
     """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
+    runtime.copies.carry = send
     return [
         model.register_forward_pre_hook(Divide(runtime, division), with_kwargs=True),
         model.register_forward_hook(Together(runtime, division), prepend=True, always_call=True),
@@ -71,6 +72,8 @@ class Divide:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
         if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
+            return None
+        if torch.compiler.is_compiling():  # torch.compile of the whole model; of its parts it goes with this
             return None
         local = self.runtime.local
         call, *around = reversed(local.calls)

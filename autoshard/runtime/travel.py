@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.runtime.devices import copy_tensor
+from autoshard.runtime.devices import send
 
 
 class Travel(torch.autograd.Function):
@@ -40,7 +40,7 @@ class Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         # `.to` would make an expanded gradient dense, and the kernels after it would choose another way to compute
-        return None if gradient is None else copy_tensor(gradient, ctx.device), None
+        return None if gradient is None else send(gradient, ctx.device), None
 
 
 def travels(source: torch.Tensor) -> bool:

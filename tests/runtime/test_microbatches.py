@@ -303,3 +303,47 @@ def test_modules_that_are_added_later_run_in_parts_too():
             wanted, found = original(**inputs), model(**inputs)
             close(found["loss"], wanted["loss"])
         assert seen == [8, 2, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_compiled_models_are_equal():
+    """Compiled blocks go with parts of the batch; a model that is compiled as a whole runs undivided."""
+    original, model, inputs = words(), words(), sentences()
+    plan = pipeline(model, inputs)
+    autoshard.apply(model, replace(plan, placements=dict.fromkeys(plan.placements, "cpu")))
+    compiled = torch.compile(model, backend="eager")
+    found, wanted = compiled(**inputs), original(**inputs)
+    close(found["loss"], wanted["loss"])
+    for block in model.blocks:
+        block.compile(backend="eager")
+    seen = counted(model)
+    close(model(**inputs)["loss"], wanted["loss"])
+    assert seen == [2, 2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_parts_arrive_on_other_devices_while_these_compute():
+    """Large parts, many times: a copy that did not wait for its source, or was not waited for, would show."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).double()
+    x = torch.randn(64, 2048, dtype=torch.float64)
+    wanted = model(x)
+    wanted.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    batch = BatchAxis(
+        size=64,
+        inputs=(BatchInput(path="input", dim=0, axis="*64"),),
+        outputs=(BatchOutput(path="", how="cat", axis="*64"),),
+    )
+    plan = pipeline(model, {"input": x}, batch, count=16, devices=2)
+    placements = {path: device.replace("cpu", "cuda") for path, device in plan.placements.items()}
+    autoshard.apply(model, replace(plan, placements=placements))
+    for _ in range(20):
+        model.zero_grad()
+        found = model(x)
+        found.square().sum().backward()
+        close(found.detach(), wanted.detach())
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            close(parameter.grad, gradient)
