@@ -46,10 +46,10 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tra
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
-    if mesh.data == 1 and mesh.tensor == 1:
-        return estimate_pipeline(plan, profile, cluster)
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster)
+    if mesh.data == 1 and mesh.tensor == 1:
+        return estimate_pipeline(plan, profile, cluster)
     return _Combined(plan=plan, mesh=mesh, profile=profile, cluster=cluster, tracer=tracer).estimate()
 
 

@@ -130,7 +130,7 @@ def candidates_of(request: Request) -> "list[Candidate]":
     from autoshard.prove.prove import unproved
     from autoshard.strategies.compare import Candidate
 
-    found = [Candidate(name="auto", make=lambda: place(request, "auto"))]
+    found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
     if "disk" in request.cluster.names or request.pins:
         return found
     stated = not request.profile.workload.assumed
@@ -150,9 +150,17 @@ def candidates_of(request: Request) -> "list[Candidate]":
     return found
 
 
-def place(request: Request, strategy: str) -> Plan:
+def _place_for_passes(request: Request) -> Plan:
+    """The best placement; training steps can't overlap, so that their throughput is that of one after the other."""
+    if request.objective == "throughput" and request.profile.workload.training:
+        return dataclasses.replace(place(request, "auto", objective="latency"), objective="throughput")
+    return place(request, "auto")
+
+
+def place(request: Request, strategy: str, *, objective: str | None = None) -> Plan:
+    """Place whole modules, with any of the strategies that do."""
     return plan_profile(
-        request.profile, request.cluster, strategy=strategy, objective=request.objective,
+        request.profile, request.cluster, strategy=strategy, objective=objective or request.objective,
         max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory,
     )  # fmt: skip
 

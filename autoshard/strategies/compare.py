@@ -156,13 +156,13 @@ def explained(comparison: Comparison) -> Plan:
         if row.plan is None:
             reasons.append(f"{row.name} is not possible: {_first_sentence(row.refused)}")
         elif not row.usable:
-            better = "faster" if row.value < chosen.value else "not better"
+            better = "better" if row.value < chosen.value else "not better"
             reasons.append(f"with a process per device (torchrun) {row.name}: {_figure(row, comparison)}, {better}")
         else:
             reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
     reasons.append(
         f"chosen: {chosen.name}: {_figure(chosen, comparison)}; no plan of any kind on these devices is below "
-        f"{_shown(comparison.bound, comparison.objective)}, so at most {comparison.gap:.1%} could be gained"
+        f"{_shown(comparison.bound, comparison.objective)}{_above(comparison.gap)}"
     )
     return replace(chosen.plan, reasons=tuple(reasons))
 
@@ -183,8 +183,13 @@ def devices_used(row: Alternative) -> int:
 
 def _shown(value: float, objective: str) -> str:
     if objective == "memory":
-        return f"{value:.0%} of the fullest device's memory"
+        return f"{value:.2%} of the fullest device's memory"
     return f"{format_seconds(value)} {'per pass' if objective == 'latency' else 'between passes'}"
+
+
+def _above(gap: float) -> str:
+    """How far a plan is from the bound; the bound counts no launches, copies or sums, and may be far from any plan."""
+    return f", this one is {gap:.1%} above it" if gap < 1 else ""
 
 
 def _first_sentence(text: str) -> str:
