@@ -17,7 +17,7 @@ from torch import nn
 from autoshard.module_paths import above, join
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.shown import Shown
-from autoshard.runtime.stage_calls import Follower, Following
+from autoshard.runtime.stage_calls import Follower, Following, divide_of
 from autoshard.runtime.stage_moves import Wire
 
 _KINDS = ("_parameters", "_buffers")
@@ -51,7 +51,8 @@ def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int])
 
     `positions`: name of every parameter and buffer -> pipeline position of its stage.
     """
-    following = Following(record=record, wire=Wire(record, _control_group(record)))
+    wire = Wire(record, _control_group(record))
+    following = Following(record=record, wire=wire, divide=divide_of(record.plan))
     outermost, mixed = _places(model, positions)
     followers = []
     for path, module in model.named_modules():

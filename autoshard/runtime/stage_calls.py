@@ -11,6 +11,7 @@ while a module runs with arguments of a new kind; where there are any, its proce
 """
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from torch import nn
 
 from autoshard.errors import ApplyError, RankError
 from autoshard.nested import map_tensors, tensors_in
+from autoshard.plan import Plan
+from autoshard.runtime.chunks import merge
+from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remote_tensor import (
     StageTensor,
@@ -34,6 +38,7 @@ from autoshard.runtime.remote_tensor import (
 )
 from autoshard.runtime.shape_rules import shape_of
 from autoshard.runtime.stage_moves import Wire
+from autoshard.runtime.state import Division
 from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes, run_composite
 
 
@@ -58,6 +63,17 @@ class Following:
 
     record: PipelineRecord
     wire: Wire
+    divide: Divide | None = None
+
+
+def divide_of(plan: Plan) -> Divide | None:
+    """How a plan divides the calls of the model in a process of a pipeline, None if it does not."""
+    if plan.batch is None or plan.num_microbatches < 2 or plan.mesh is None or plan.batch.written:
+        return None
+    division = Division(
+        batch=plan.batch, count=plan.num_microbatches, stages=plan.mesh.pipeline, schedule=plan.schedule
+    )
+    return Divide(None, division)  # type: ignore[arg-type]
 
 
 class _Follow(TorchDispatchMode):
@@ -160,9 +176,9 @@ class Follower:
         if self.position is None or wire.inside == self.position:
             return forward(*args, **kwargs)
         if wire.inside is None:
-            return self._stage(forward, args, kwargs)
+            return self._stage(forward, *args, **kwargs)
         with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            return self._stage(forward, args, kwargs)
+            return self._stage(forward, *args, **kwargs)
 
     def _begin(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the outermost call: what comes out of it, all processes have."""
@@ -177,15 +193,19 @@ class Follower:
             wire.begin([tensor for _, tensor in tensors_in((args, kwargs))])
             wire.depth = 1
             try:
-                if self.position is None:
-                    output = forward(*args, **kwargs)
-                else:
-                    output = self._stage(forward, args, kwargs)
-                return publish(wire, output)
+                run = forward if self.position is None else functools.partial(self._stage, forward)
+                divide = None if self.path else self.following.divide
+                parts = [] if divide is None else divide.parts(module, args, kwargs)
+                if len(parts) < 2:
+                    return publish(wire, run(*args, **kwargs))
+                # nobody waits for the outputs of a part before all are under way: the first stage is ahead by then
+                outputs = [run(*part.args, **part.kwargs) for part in parts]
+                assert divide is not None
+                return merge(divide.division.batch, [publish(wire, output) for output in outputs], parts)
             finally:
                 wire.depth = 0
 
-    def _stage(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _stage(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a module of one position, here or there."""
         wire, position = self.following.wire, self.position
         assert position is not None
@@ -199,12 +219,14 @@ class Follower:
         here = position == wire.position
         entry = Entry(wire, position, plain=here and not watched)
         generator = torch.get_rng_state() if here and watched else None
+        if here and watched:
+            change_kept((args, kwargs), wire.settled)
         try:
             given_args, given_kwargs = entry.brought((args, kwargs))
             with contextlib.ExitStack() as stack:
-                if here:
+                if entry.plain:
                     stack.enter_context(torch.inference_mode())
-                if not entry.plain:
+                else:
                     mode = _Follow(wire, position, self.path, kind)
                     mode.arguments = {id(one.writes) for one in entry.staged}
                     stack.enter_context(mode)
@@ -215,7 +237,7 @@ class Follower:
             wire.inside, wire.watched, wire.path = before
         output = entry.taken_out(output)
         if here and watched:
-            keep_plain((args, kwargs))
+            change_kept((args, kwargs), _plain)
         if watched and kind.may_draw:
             drawn = generator is not None and not torch.equal(generator, torch.get_rng_state())
             kind.draws = wire.told(position, drawn)
@@ -347,26 +369,34 @@ def publish(wire: Wire, output: Any) -> Any:
     return map_tensors(output, public)
 
 
-def keep_plain(value: Any, depth: int = 8, seen: set[int] | None = None) -> None:
-    """Let objects that a module of this position was given hold its tensors as they are: its next call computes with
-    them.
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.value if type(tensor) is StageTensor and tensor.value is not None else tensor
 
-    Looked through are the attributes of objects, lists and dicts. What is not found costs time, and changes nothing.
+
+def change_kept(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the tensors that objects among arguments hold (a cache): as they are for a call that computes plainly,
+    tensors of the position for one that is watched. Lists and dicts of the caller's are left as they are.
     """
-    seen = set() if seen is None else seen
-    if depth == 0 or id(value) in seen or isinstance(value, (torch.Tensor, nn.Module, type, str, int, float)):
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            change_kept(item, change)
+    elif not isinstance(value, _CLOSED):
+        _change_inside(getattr(value, "__dict__", None), change, set())
+
+
+_CLOSED = (torch.Tensor, nn.Module, type, str, int, float, types.FunctionType, types.ModuleType)
+
+
+def _change_inside(holder: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int]) -> None:
+    if not isinstance(holder, (list, dict)) or id(holder) in seen:
         return
-    seen.add(id(value))
-    if isinstance(value, tuple):
-        for item in value:
-            keep_plain(item, depth - 1, seen)
-        return
-    holder: Any = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
-    if not isinstance(holder, (list, dict)):
-        return
+    seen.add(id(holder))
     for key, item in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
-        if type(item) is StageTensor and item.value is not None:
-            if holder is not value:  # lists and dicts that code between modules sees go on as they are
-                holder[key] = item.value
-        else:
-            keep_plain(item, depth - 1, seen)
+        if isinstance(item, torch.Tensor):
+            new = change(item)
+            if new is not item:
+                holder[key] = new
+        elif isinstance(item, (list, dict)):
+            _change_inside(item, change, seen)
+        elif not isinstance(item, _CLOSED):
+            _change_inside(getattr(item, "__dict__", None), change, seen)
