@@ -193,6 +193,12 @@ class Plan:
             fingerprint=fingerprint,
         )
 
+    def _repr_html_(self) -> str:
+        """Show the plan in a notebook."""
+        from autoshard.notebook import plan_html
+
+        return plan_html(self)
+
     def to_json(self) -> str:
         """Write the plan as JSON text; the same plan gives the same bytes."""
         data: dict[str, Any] = {"format": PLAN_FORMAT}

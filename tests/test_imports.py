@@ -28,6 +28,7 @@ FLOORS = (
         "estimate",
         "fingerprint",
         "packed",
+        "notebook",
         "torch_private",
         "layout",
         "sharding",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.notebook import profile_html
 from autoshard.workload import Workload
 
 
@@ -54,3 +55,19 @@ class Profile:
     peak_bytes: int
     flops: int
     bytes_moved: int
+
+    def _repr_html_(self) -> str:
+        """Show the profile in a notebook: totals, and the modules of the first levels."""
+        totals = {
+            "weights": self.parameter_bytes + self.buffer_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations at their peak": self.activation_peak_bytes,
+            "cache": self.cache_bytes,
+            "in all, at the peak": self.peak_bytes,
+        }
+        shown = [
+            (one.path, one.class_name, one.parameter_bytes + one.buffer_bytes, one.peak_bytes, one.flops)
+            for one in self.modules if one.path.count(".") < 2
+        ]  # fmt: skip
+        return profile_html(f"{self.modules[0].class_name}, mostly {self.dtype}", totals, shown)
