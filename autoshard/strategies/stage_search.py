@@ -112,7 +112,7 @@ class Line:
 class Found:
     """A partition: `cuts` [stages + 1] in pieces, the device of every position, which stages compute again.
 
-    `seconds` of a pass; `load`: the largest part of a device's memory in use.
+    `seconds` of a pass; `device_seconds`: were launches free; `load`: the largest part of a device's memory in use.
     """
 
     cuts: tuple[int, ...]
@@ -120,6 +120,7 @@ class Found:
     recompute: tuple[bool, ...]
     seconds: float
     load: float
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,11 +193,13 @@ class Search:
         if not len(fits):
             return []
         many = Many(cuts[fits], devices[fits], recompute[fits])
-        seconds = np.maximum(makespan(self.program, self._times(many)), self.line.issue_seconds)
+        alone = makespan(self.program, self._times(many))
+        seconds = np.maximum(alone, self.line.issue_seconds)
         return [
             Found(
                 cuts=tuple(cuts[at].tolist()), devices=tuple(devices[at, : self.positions].tolist()),
                 recompute=tuple(recompute[at].tolist()), seconds=float(seconds[i]), load=float(load[at]),
+                device_seconds=float(alone[i]),
             )
             for i, at in enumerate(fits.tolist())
         ]  # fmt: skip
@@ -295,7 +298,7 @@ class Search:
         return self._least([self._improved(one) for one in first])
 
     def _rank(self, found: Found) -> tuple:
-        return self.value(found), found.seconds, found.cuts, found.devices
+        return self.value(found), found.device_seconds, found.cuts, found.devices
 
     def _least(self, found: Sequence[Found]) -> Found | None:
         return min(found, key=self._rank, default=None)
