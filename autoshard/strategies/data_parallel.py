@@ -72,7 +72,8 @@ def data_parallel(
         first = one.peak_bytes if objective == "memory" else one.seconds
         return first, one.seconds, len(one.devices)
 
-    best = min(fitting, key=value)
+    # Who asks for replicas by name gets some where they fit; `auto` knows of one device by itself.
+    best = min([one for one in fitting if len(one.devices) > 1] or fitting, key=value)
     even = best.rows == even_shares(batch.size, len(best.rows))
     return Plan(
         strategy="data-parallel",
@@ -215,7 +216,7 @@ def _reasons(
     count, size = len(best.devices), task.batch.size
     names = ", ".join(device.name for device in best.devices)
     if count == 1:
-        reasons = [f"one replica, on {names}: with more, a pass takes no less" if len(devices) > 1 else
+        reasons = [f"one replica, on {names}: more don't fit" if len(devices) > 1 else
                    f"one replica, on {names}, the only device"]  # fmt: skip
     else:
         rows = ", ".join(map(str, best.rows)) if len(set(best.rows)) > 1 else f"{best.rows[0]} each"
@@ -225,9 +226,10 @@ def _reasons(
         if not alone.fits:
             reasons.append(f"on {alone.devices[0].name} alone the whole batch does not fit")
         elif objective != "memory":
+            faster = ": one device would be faster, replicas were asked for" if alone.seconds < best.seconds else ""
             reasons.append(
                 f"{format_seconds(best.seconds)} a pass; {alone.devices[0].name} alone would take "
-                f"{format_seconds(alone.seconds)}"
+                f"{format_seconds(alone.seconds)}{faster}"
             )
     left = [device for device in devices if device not in best.devices]
     small = [device.name for device in left if not task.holds_replica(device)]

@@ -99,8 +99,8 @@ def test_memory_bounds_a_share(profiles):
 
 def test_devices_that_do_not_help_are_left_out(profiles):
     plan = data_parallel(profiles["training"], cluster([1e12, 1e12], link=1e6), BATCH)
-    assert plan.mesh.data == 1
-    assert "a pass takes no less" in plan.reasons[0]
+    assert plan.mesh.data == 2  # they were asked for by name
+    assert any("one device would be faster" in reason for reason in plan.reasons)
     plan = data_parallel(profiles["inference"], cluster([1e8, 1e8, 1e4]), BATCH)
     assert [device.name for device in plan.devices] == ["cuda:0", "cuda:1"]
     assert any("left out: cuda:2" in reason for reason in plan.reasons)
