@@ -31,6 +31,8 @@ _MOST_PARTS = 8
 """Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
 _PER_DEVICE = (2, 4)
 """Stages per device that are tried where they are interleaved."""
+_MOST_ACTIONS = 5_000
+"""Actions of a schedule up to which stages are interleaved: more of them are not worth the time of the search."""
 _LOOKED_AT_WELL = 3
 """Choices that are searched well, after a quick look at all."""
 
@@ -152,6 +154,8 @@ def choices_for(
                 if positions * per_device > lines.count:
                     continue
                 for microbatches in parts:
+                    if per_device > 1 and 2 * positions * per_device * microbatches > _MOST_ACTIONS and not schedule:
+                        continue
                     try:
                         check_schedule(name, positions, microbatches, stages_per_device=per_device, training=training)
                     except SpecError:

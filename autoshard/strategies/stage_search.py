@@ -34,7 +34,10 @@ MAX_LIMITS = 12
 MAX_ORDERS = 24
 """Orders of unequal devices that are tried."""
 _ROUNDS = 6
-"""Rounds of moving single cuts."""
+"""Rounds of moving single cuts; 2 for schedules of many actions, where each takes long."""
+_MANY_ACTIONS = 2_000
+_FEW = 6
+"""Pipelines up to which a schedule is run for one after the other, and not for all at once."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,6 +158,10 @@ class Search:
         return _program(*self._ordered)[0]
 
     @property
+    def _is_long(self) -> bool:
+        return len(self.program.steps) > _MANY_ACTIONS
+
+    @property
     def keep(self) -> Sequence[int]:
         """Per stage, the micro-batches whose activations it keeps at one time; none in inference."""
         return _program(*self._ordered)[1]
@@ -193,7 +200,7 @@ class Search:
         if not len(fits):
             return []
         many = Many(cuts[fits], devices[fits], recompute[fits])
-        alone = makespan(self.program, self._times(many))
+        alone = self._seconds(self._times(many), len(fits))
         seconds = np.maximum(alone, self.line.issue_seconds)
         return [
             Found(
@@ -203,6 +210,16 @@ class Search:
             )
             for i, at in enumerate(fits.tolist())
         ]  # fmt: skip
+
+    def _seconds(self, times: Times, count: int) -> Array:
+        """[K] seconds of pipelines; few are faster one by one, with plain numbers."""
+        if count > _FEW:
+            return makespan(self.program, times)
+        names = ("forward", "backward", "weight", "sends", "returns")
+        rows = {name: np.array(getattr(times, name)).T.tolist() or [[]] * count for name in names}
+        return np.array(
+            [makespan(self.program, Times(**{name: rows[name][k] for name in names})) for k in range(count)]
+        )
 
     def _between(self, name: str, many: Many, stage: int) -> Array:
         """[K] sum over the pieces of a stage."""
@@ -294,7 +311,7 @@ class Search:
         if every:
             return self._least(self.run(every))
         tried = self.run([(cuts, order) for order in self.orders(devices) for cuts in self._sweep(order)])
-        first = sorted(tried, key=self._rank)[:2]
+        first = sorted(tried, key=self._rank)[: 1 if self._is_long else 2]
         return self._least([self._improved(one) for one in first])
 
     def _rank(self, found: Found) -> tuple:
@@ -344,7 +361,7 @@ class Search:
 
     def _improved(self, found: Found) -> Found:
         """Move single cuts as long as it helps."""
-        for _ in range(_ROUNDS):
+        for _ in range(2 if self._is_long else _ROUNDS):
             moved = []
             for stage in range(1, self.count):
                 for step in (-2, -1, 1, 2):
