@@ -32,6 +32,7 @@ from autoshard.workload import Workload
 if TYPE_CHECKING:
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
+    from autoshard.estimate import Event
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
     from autoshard.profile.scaling import Scaling
@@ -116,6 +117,9 @@ def trace_command(
     plan_file: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.")],
     target: SecondTarget = None,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The trace.")] = Path("trace.json"),
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the model on the plan's devices, and add the measured pass.")
+    ] = False,
 ) -> None:
     """Write the predicted pass of a plan as a trace for ui.perfetto.dev or chrome://tracing."""
     from autoshard.report.trace import trace_document
@@ -123,7 +127,9 @@ def trace_command(
 
     loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
     with step("laying out the pass"):
-        document = trace_document(events(plan, profile, cluster), cluster, title=loaded.title)
+        predicted = events(plan, profile, cluster)
+    measured = _measured(target or plan.target, plan, loaded) if measure else ()
+    document = trace_document(predicted, cluster, title=loaded.title, measured=measured)
     _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
 
 
@@ -151,6 +157,16 @@ def _planned(
     profile = profile_of(loaded)
     check_same_model(plan, profile, first)
     return loaded, plan, profile, cluster
+
+
+def _measured(text: str, plan: "Plan", loaded: "Target") -> "tuple[Event, ...]":
+    """Run the model with its weights on the devices of the plan. Raises what applying the plan raises."""
+    from autoshard.cli.verifying import build
+    from autoshard.timeline.measured import measure_pass
+
+    real = build(lambda with_weights: load(text, loaded.workload, with_weights=with_weights))
+    with step("running the model"):
+        return measure_pass(real.model, real.inputs, real.workload, plan)
 
 
 def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "Cluster") -> list[dict[str, Any]]:

@@ -14,10 +14,16 @@ from autoshard.report.page.lanes import lane_of, lanes_of
 MICROSECONDS = 1e6
 
 
-def trace_document(events: Sequence[Event], cluster: Cluster, *, title: str = "", what: str = "predicted") -> Any:
-    """Return a trace of a pass as plain data."""
+def trace_document(
+    events: Sequence[Event], cluster: Cluster, *, title: str = "", measured: Sequence[Event] = ()
+) -> dict[str, Any]:
+    """Return a trace of a predicted pass as plain data; `measured`: of a real one, as processes beside it."""
+    rows = trace_events(events, cluster)
+    if measured:
+        first = 1 + max(row["pid"] for row in rows)
+        rows += trace_events(measured, cluster, what="measured", first_process=first)
     return {
-        "traceEvents": trace_events(events, cluster, what=what),
+        "traceEvents": rows,
         "displayTimeUnit": "ms",
         "otherData": {"title": title, "made by": "autoshard"},
     }

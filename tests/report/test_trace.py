@@ -4,10 +4,15 @@ import json
 
 import jsonschema
 import pytest
+import torch
 
+import autoshard
+from autoshard.cluster.parse import parse_devices
 from autoshard.report.trace import trace_document
 from autoshard.timeline import events
-from tests.timeline.test_timeline import made
+from autoshard.timeline.measured import measure_pass, measuring
+from autoshard.workload import Workload
+from tests.timeline.test_timeline import Net, made
 
 SCHEMA = {
     "type": "object",
@@ -52,3 +57,32 @@ def test_a_trace_is_valid_and_has_every_event(case):
     threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in document["traceEvents"]
                if row["name"] == "thread_name"}  # fmt: skip
     assert {threads[row["pid"], row["tid"]].removeprefix("to ") for row in rows} == {event.device for event in found}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_measured_pass_stands_beside_the_predicted_one(training):
+    inputs, workload = torch.zeros(4, 8, dtype=torch.long), Workload(mode="training" if training else "inference")
+    profile, cluster = autoshard.profile(Net().train(training), inputs, workload=workload), parse_devices("cpu=1GiB")
+    plan = autoshard.plan(Net().train(training), cluster, inputs=inputs, workload=workload)
+    taken = measure_pass(Net(), inputs, workload, plan)
+    kinds = {"forward", "backward"} if training else {"forward"}
+    assert {(event.kind, event.label) for event in taken} >= {(kind, "ups.2") for kind in kinds}
+    assert {event.kind for event in taken} == kinds and {event.device for event in taken} == {"cpu"}
+    assert all(0 <= event.begin_seconds < event.end_seconds for event in taken)
+    forward = [event for event in taken if event.kind == "forward"]
+    assert [event.label for event in forward][:3] == ["embed", "ups.0", "downs.0"]
+    document = trace_document(events(plan, profile, cluster), cluster, measured=taken)
+    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    names = {row["args"]["name"] for row in document["traceEvents"] if row["name"] == "process_name"}
+    assert names == {"host0, predicted", "host0, measured"}
+
+
+def test_measuring_leaves_no_hooks_and_sees_devices_apart():
+    model = Net()
+    inputs = torch.zeros(4, 8, dtype=torch.long)
+    with measuring(model) as taken:
+        model(inputs)
+    seen = len(taken())
+    model(inputs)
+    assert len(taken()) == seen == 10
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

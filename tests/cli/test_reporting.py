@@ -1,0 +1,71 @@
+"""`report` and `trace` as commands: files that appear whole, plans that know their model, errors that help."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli.main import app
+
+MODEL = """
+import torch
+from torch import nn
+
+model = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+example_inputs = torch.zeros(2, 64)
+"""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def net(tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    return tmp_path / "net.py"
+
+
+def test_a_plan_file_knows_its_model(net, tmp_path):
+    plan, trace, page = tmp_path / "plan.json", tmp_path / "trace.json", tmp_path / "page.html"
+    assert run("plan", net, "-d", "cpu=1GiB", "-o", plan).exit_code == 0
+    done = run("trace", plan, "-o", trace, "--measure")
+    assert done.exit_code == 0, done.output
+    processes = [row["args"]["name"] for row in json.loads(trace.read_text())["traceEvents"]
+                 if row["name"] == "process_name"]  # fmt: skip
+    assert processes == ["host0, predicted", "host0, measured"]
+    done = run("report", plan, "-o", page, "--image", "svg", "--no-compare")
+    assert done.exit_code == 0, done.output
+    assert page.read_text().endswith("</html>") and '"vary":[false,false,false]' in page.read_text()  # one size
+    assert {path.name for path in tmp_path.glob("page-*")} == {
+        "page-memory.svg", "page-timeline.svg", "page-placement.svg",
+    }  # fmt: skip
+
+
+def test_a_device_map_needs_the_model_named(net, tmp_path):
+    maps = tmp_path / "map.json"
+    maps.write_text(json.dumps({str(i): "cuda:0" if i < 3 else "cuda:1" for i in range(6)}))
+    done = run("report", maps)
+    assert done.exit_code == 2 and "say of which model" in done.output
+    done = run("trace", maps, net, "-o", tmp_path / "trace.json")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--image", "gif"), "write svg or png"),
+        (("-o", "no/such/folder/page.html"), "Choose a folder that exists"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(net, arguments, words):
+    done = run("report", net, "-d", "2xT4", "--no-compare", "--no-what-if", *arguments)
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
+def test_a_plan_of_another_model_is_refused(net, tmp_path):
+    plan, other = tmp_path / "plan.json", tmp_path / "other.py"
+    other.write_text(MODEL.replace("range(6)", "range(5)"))
+    assert run("plan", net, "-d", "2xT4", "-o", plan).exit_code == 0
+    done = run("trace", plan, other, "-o", tmp_path / "trace.json")
+    assert done.exit_code == 1 and "another model" in done.output and not (tmp_path / "trace.json").exists()
