@@ -19,7 +19,7 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.stage_cost import weight_ops
 from autoshard.strategies.levels import cut_depths
-from autoshard.strategies.stage_search import Array, Line
+from autoshard.strategies.stage_line import Array, Line
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 _CUTS_PER_STAGE = 4

@@ -21,7 +21,7 @@ from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.strategies.lines import Lines
-from autoshard.strategies.stage_search import Array, Line
+from autoshard.strategies.stage_line import Array, Line
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 _FINE = 16

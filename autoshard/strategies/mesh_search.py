@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.strategies.stage_search import Found, Line, Many, Search
+from autoshard.strategies.stage_line import Line
+from autoshard.strategies.stage_search import Found, Many, Search
 
 FINALISTS = 4
 """Large meshes that are searched closely; of the others one partition is priced by a formula."""

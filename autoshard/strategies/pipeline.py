@@ -20,7 +20,8 @@ from autoshard.schedules.orders import SCHEDULES, check_schedule
 from autoshard.sizes import format_bytes
 from autoshard.strategies.lines import Lines
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.stage_search import Found, Line, Search
+from autoshard.strategies.stage_line import Line
+from autoshard.strategies.stage_search import Found, Search
 
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 5

@@ -16,7 +16,7 @@ from autoshard.schedules.orders import make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.mesh import hybrid
 from autoshard.strategies.mesh_search import MeshSearch, Posed, Shape, best_mesh, factorings
-from autoshard.strategies.stage_search import Line
+from autoshard.strategies.stage_line import Line
 from autoshard.workload import Workload
 from tests.test_mesh_cost import BATCH, INPUTS, Net, batch, groups  # noqa: F401 - a fixture
 

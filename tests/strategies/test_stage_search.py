@@ -10,7 +10,8 @@ from autoshard.errors import SpecError
 from autoshard.schedules.orders import in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies import stage_search
-from autoshard.strategies.stage_search import Line, Search
+from autoshard.strategies.stage_line import Line
+from autoshard.strategies.stage_search import Search
 
 
 def random_line(seed: int, *, microbatches: int = 0, pieces: int = 0, training: bool | None = None) -> Line:
