@@ -34,6 +34,7 @@ class StageTensor(torch.Tensor):
     """A tensor that lives at one position of a pipeline; `value` is None in all other processes.
 
     `writes` counts what was written to its memory, shared with its views; `copies`: position -> (writes, run, copy).
+    `number`: of its shape, 0 if it has none yet.
     """
 
     wire: "Wire"
@@ -41,6 +42,7 @@ class StageTensor(torch.Tensor):
     value: torch.Tensor | None
     writes: list[int]
     copies: "dict[int, tuple[int, int, StageTensor]]"
+    number: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -50,7 +52,7 @@ class StageTensor(torch.Tensor):
             cls, shape.sizes, shape.strides, shape.offset, dtype=shape.dtype, device=wire.device
         )
         self.wire, self.position, self.value = wire, position, value
-        self.writes, self.copies = [0], {}
+        self.writes, self.copies, self.number = [0], {}, 0
         return self
 
     @classmethod
@@ -64,6 +66,9 @@ class StageTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = "here" if self.value is not None else "not here"
         return f"StageTensor(size={tuple(self.shape)}, dtype={self.dtype}, position {self.position}, {where})"
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
         return self.wire.told(self.position, None if self.value is None else _as_list(self.value))
@@ -279,4 +284,5 @@ def _wrapped(wire: "Wire", position: int, result: Any, sources: dict[int, torch.
 def _reshape(tensor: StageTensor, shape: Shape) -> None:
     """Let a tensor that was reshaped in place say so."""
     if shape != shape_of(tensor):
+        tensor.number = 0
         _set_metadata(tensor, staged(tensor.wire, tensor.position, tensor.value, shape))

@@ -27,6 +27,7 @@ from autoshard.plan import Plan
 from autoshard.runtime.chunks import merge
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.remembered import Remembered
 from autoshard.runtime.remote_tensor import (
     StageTensor,
     reads_values,
@@ -83,6 +84,7 @@ class _Follow(TorchDispatchMode):
         super().__init__()
         self.wire, self.position, self.path, self.kind = wire, position, path, kind
         self.arguments: set[int] = set()
+        self.remembered: Remembered = wire.remembered
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,6 +92,12 @@ class _Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        key = None
+        if not self.wire.watched:
+            key = self.remembered.key(self.position, func, args, kwargs)
+            known = None if key is None else self.remembered.result(key, (self.wire, self.position), args)
+            if known is not None:
+                return known
         traits = traits_of(func)
         if traits.composite:
             with self:
@@ -102,7 +110,10 @@ class _Follow(TorchDispatchMode):
         self.kind.may_draw |= traits.draws
         if reads_values(func, args):
             self.kind.reads = True
-        return run_at(self.wire, self.position, func, args, kwargs)
+        result = run_at(self.wire, self.position, func, args, kwargs)
+        if key is not None:
+            self.remembered.keep(key, result)
+        return result
 
     def _note_write(self, tensor: StageTensor) -> None:
         if id(tensor.writes) in self.arguments and not self.kind.writes:

@@ -20,6 +20,7 @@ from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.remembered import Remembered
 from autoshard.runtime.remote_tensor import StageTensor, shape_of, staged
 from autoshard.runtime.shape_rules import Shape, ShapeRules
 from autoshard.torch_private import no_dispatch_modes
@@ -45,7 +46,7 @@ class Wire:
         self.position, self.device = record.position, record.device
         self.ranks: ProcessRanks = record.across
         self.control = control
-        self.rules = ShapeRules()
+        self.rules, self.remembered = ShapeRules(), Remembered()
         self.inside: int | None = None
         self.watched, self.path = False, ""
         self.runs = 0
@@ -109,13 +110,12 @@ class Wire:
         else:
             result, flat = _landing(shape, self.device)
         if flat.numel():
-            flat = flat.contiguous()
             self._call(dist.broadcast, flat.view(torch.uint8), group=self.ranks.group, group_src=tensor.position)
         return result if value is not None else _landed(result, flat, shape)
 
     def send(self, tensor: torch.Tensor, position: int) -> None:
         """Send a tensor; its memory is kept until it is gone."""
-        flat = _flat(tensor).contiguous()
+        flat = _flat(tensor)
         header = self._header(tensor, shape_of(tensor))
         works = [self._call(dist.isend, header, group=self.control, group_dst=position)]
         if flat.numel():
@@ -236,7 +236,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)
     if _is_dense(shape):
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return _distinct(tensor, shape).contiguous().view(-1)
+    distinct = _distinct(tensor, shape).contiguous()
+    return distinct.as_strided((distinct.numel(),), (1,), distinct.storage_offset())  # one element may have any stride
 
 
 def _distinct(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
