@@ -18,6 +18,7 @@ Copies stay from call to call; they are made anew when the weight was written, w
 gradients are switched on or off: then also a write through `.data`, which torch does not count, is seen.
 """
 
+import copy
 import functools
 import types
 from collections import OrderedDict
@@ -41,6 +42,8 @@ from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import even_shares
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""Registries of hooks: a shell has its own, for what a forward registers on it is not for the model."""
 _DEPTH = 4
 """How deep attributes are looked through for modules and tensors."""
 
@@ -229,8 +232,9 @@ class Replicas:
         made = [tensor.detach()]
         with torch.inference_mode(False), torch.no_grad():
             for index in range(1, len(self.devices)):  # along a tree: 1, 2 and 4 from 0, 3 from 2, 5 and 6 from 4 …
-                copy = copy_tensor(made[index & (index - 1)], self.devices[index])
-                made.append(copy if copy is not made[index & (index - 1)] else copy.clone())
+                source = made[index & (index - 1)]
+                copied = copy_tensor(source, self.devices[index])
+                made.append(copied if copied is not source else copied.clone())
         if tensor.requires_grad and tensor.is_leaf:
             made = [one.requires_grad_() for one in made]
         copies = tuple(made[1:])
@@ -254,14 +258,14 @@ class Replicas:
 
     def _make(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self.seen = [(one, dict(vars(one)), dict(one._parameters), dict(one._modules)) for one in modules]
+        self.seen = [(one, _attributes(one), dict(one._parameters), dict(one._modules)) for one in modules]
         self.made = []
         for device in self.devices[1:]:
             shells = {id(module): _empty(module) for module in modules}
             replica = Replica(device, shells[id(model)])
             for module in modules:
                 shell = shells[id(module)]
-                for name, value in vars(module).items():
+                for name, value in _attributes(module).items():
                     if name not in _MODULE_TABLES:
                         vars(shell)[name], holds = _counterpart(value, shells, {})
                         if holds:
@@ -281,7 +285,7 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, source: torch.Tensor, replicas: Replicas, copies: tuple[torch.Tensor, ...]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.device, ctx.replicas = source.device, replicas
-        return tuple(copy.detach() for copy in copies)
+        return tuple(one.detach() for one in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -293,6 +297,14 @@ class Spread(torch.autograd.Function):
                 sums[index] = sums[index] + copy_tensor(sums[index + step], sums[index].device)
             step *= 2
         return copy_tensor(sums[0], ctx.device) if sums else None, None, None
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module as they are now, with registries of hooks as copies."""
+    return {
+        name: copy.copy(value) if name in _HOOKS and name not in _MODULE_TABLES else value
+        for name, value in vars(module).items()
+    }
 
 
 def _empty(module: nn.Module) -> nn.Module:

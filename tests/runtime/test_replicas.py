@@ -186,6 +186,36 @@ def test_attributes_that_change_are_seen(model, devices):
     assert not any(module.training for module in model.modules())
 
 
+SEEN = []
+
+
+class Watched(nn.Module):
+    """Registers hooks of its own at its first forward, as libraries do that collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.installed = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.installed:
+            for layer in (self.one, self.two):
+                layer.register_forward_hook(lambda layer, args, output: SEEN.append(output))
+            self.installed = True
+        SEEN.clear()
+        self.two(self.one(x))
+        return torch.stack(SEEN, 1)
+
+
+def test_hooks_that_a_forward_registers(devices):
+    torch.manual_seed(0)
+    model, x = Watched(), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    replicated(model, {"x": x}, devices)
+    for _ in range(3):
+        assert model(x).shape == (6, 2, 4)
+    close(model(x), alone(x))
+
+
 def test_recurrent_layers(devices):
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(7, 4, 8)
