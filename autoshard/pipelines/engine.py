@@ -1,5 +1,6 @@
 """The stages of a rank under a schedule of torch, and the sums of gradients that several ranks share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class Engine:
                 if number in holders and isinstance(tensors[name], nn.Parameter)
             }
             module = StageModule(
-                prepared.programs[number],
                 list(own.values()),  # type: ignore[arg-type]
                 recompute=record.plan.stages[number].recompute,
             )
@@ -52,10 +52,10 @@ class Engine:
         """The parameters of this rank's stages, each once."""
         return list(dict.fromkeys(parameter for module in self.modules for parameter in module.parameters()))
 
-    def run(self, inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
-        """Run all parts. Raises `RankError` if a rank is gone."""
-        for module in self.modules:
-            module.inputs = inputs
+    def run(self, ways: Sequence[Prepared], inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
+        """Run all parts, each the way it goes. Raises `RankError` if a rank is gone."""
+        for number, module in zip(self.record.stages, self.modules, strict=True):
+            module.programs, module.inputs = [way.programs[number] for way in ways], inputs
         if self.has_last:
             self.modules[-1].finish = finish
         numbers = torch.arange(len(inputs))
@@ -70,11 +70,7 @@ class Engine:
         finally:
             self.record.silent = False
             for module in self.modules:
-                module.inputs, module.finish = [], None if module.finish is None else _nothing
-
-
-def _nothing(number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    raise AssertionError("no step is running")
+                module.programs, module.inputs, module.finish = [], [], None
 
 
 def _stage_of(

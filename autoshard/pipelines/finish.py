@@ -1,5 +1,6 @@
 """What the last stage does with the outputs of the model: the loss of each part, and keeping them for the merge."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ class Finish:
     """
 
     def __init__(
-        self, loss: Loss | None, prepared: Prepared, targets: list, factors: list[float], training: bool, wanted: bool
-    ) -> None:
-        self.loss, self.prepared, self.targets, self.factors = loss, prepared, targets, factors
+        self, loss: Loss | None, ways: Sequence[Prepared], targets: list, factors: list[float], training: bool,
+        wanted: bool,
+    ) -> None:  # fmt: skip
+        self.loss, self.ways, self.targets, self.factors = loss, ways, targets, factors
         self.training, self.wanted = training, wanted
         self.outputs: list[Any] = [None] * len(targets)
         self._losses: list[torch.Tensor | None] = [None] * len(targets)
@@ -32,7 +34,7 @@ class Finish:
 
     def __call__(self, number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return what backward begins with, of shape [1]."""
-        output = self.prepared.output(made)
+        output = self.ways[number].output(made)
         self.device = made[0].device if made else self.device
         loss = self._loss_of(output, number) if self.training or self.wanted else None
         self.outputs[number] = _kept(output)
@@ -52,7 +54,7 @@ class Finish:
 
     def _loss_of(self, output: Any, number: int) -> torch.Tensor | None:
         if self.loss is None:
-            return tensor_at(output, self.prepared.loss) if self.training else tensor_at(output, "loss")
+            return tensor_at(output, self.ways[number].loss) if self.training else tensor_at(output, "loss")
         return call_loss(self.loss, output, self.moved(self.targets[number]))
 
 

@@ -4,7 +4,7 @@ Done once for each shape of the parts, on every rank alike: a forward that is on
 rank finds the same stages without asking the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,17 @@ from autoshard.capture.fake import EVEN_ORDER, FINITE
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
 from autoshard.capture.tape import Reading, Ref
-from autoshard.errors import PlanError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import is_below
 from autoshard.nested import leaves_in, tensors_in
-from autoshard.pipelines.programs import Program, check_reading, fill_refs, find_traffic, write_program, write_readings
+from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_reading, write_program, write_readings
 from autoshard.pipelines.steps import Recorded, find_steps, is_inside
 from autoshard.runtime.chunks import Part
 from autoshard.runtime.pipeline_record import PipelineRecord
 
 Spec = tuple[torch.Size, torch.dtype]
+MOST_WAYS = 16
+"""Different ways through a forward that are recorded for parts of one shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +123,33 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
     )
 
 
-def check_readings(prepared: Prepared, part: Part, index: int, device: torch.device) -> None:
-    """Raise `ApplyError` if Python would read something else out of the tensors of a part than it was recorded with."""
+def goes_this_way(prepared: Prepared, part: Part, device: torch.device) -> bool:
+    """Whether Python would read the same out of the tensors of a part as when this was recorded.
+
+    A mask without padding is left out, one with padding is not: such parts go two ways.
+    """
     if not prepared.readings:
-        return
+        return True
     with torch.no_grad():
-        tensors = dict(zip(prepared.read.sent, prepared.read.run((), input_tensors(part, device)), strict=True))
-    for reading in prepared.readings:
-        args = fill_refs(reading.args, tensors)
-        now = reading.function(*args)
-        check_reading(reading, now, f"part {index} of this batch")
+        made = prepared.read.run((), input_tensors(part, device))
+    tensors = dict(zip(prepared.read.sent, made, strict=True))
+    return all(same_reading(one.result, one.function(*fill_refs(one.args, tensors))) for one in prepared.readings)
+
+
+def check_alike(known: Sequence[Prepared], new: Prepared) -> None:
+    """Raise `ApplyError` if parts that go a new way can't be in one batch with those that go the others."""
+    if not known:
+        return
+    if len(known) >= MOST_WAYS:
+        raise ApplyError(
+            f"the forward goes more than {MOST_WAYS} different ways, depending on the values of its inputs, so it "
+            "can't be run in stages. Use a plan without a pipeline."
+        )
+    if (known[0].traffic, known[0].held) != (new.traffic, new.held):
+        raise ApplyError(
+            "the forward goes different ways for different parts of a batch, between which stages exchange different "
+            "tensors. Use a plan without a pipeline."
+        )
 
 
 def _check_assumptions(found: Recorded) -> None:

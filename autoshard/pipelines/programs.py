@@ -286,23 +286,20 @@ class _Reads:
         self.reading = reading
 
     def __call__(self, *args: Any) -> None:
-        check_reading(self.reading, self.reading.function(*args), "a part of this batch")
+        before, now = self.reading.result, self.reading.function(*args)
+        if not same_reading(before, now):
+            name = getattr(self.reading.function, "__name__", str(self.reading.function))
+            raise ApplyError(
+                f"the forward reads {name} of a tensor that it computes: {before!r} when the stages were made, {now!r} "
+                "now, so it would run other ops. Use a plan without a pipeline."
+            )
 
 
-def check_reading(reading: Reading, now: Any, where: str) -> None:
-    """Raise `ApplyError` if something else was read than when the forward was recorded."""
-    before = reading.result
+def same_reading(before: Any, now: Any) -> bool:
+    """Whether Python read the same twice: numbers, lists or arrays."""
     if hasattr(before, "shape") or hasattr(now, "shape"):
-        same = type(before) is type(now) and before.shape == now.shape and bool((before == now).all())
-    else:
-        same = bool(before == now)
-    if not same:
-        name = getattr(reading.function, "__name__", str(reading.function))
-        raise ApplyError(
-            f"the forward reads {name} of a tensor: {before!r} when the stages were made, {now!r} in {where}, so it "
-            "would run other ops. Batches in which all parts take the same way can be run in stages; for others use a "
-            "plan without a pipeline."
-        )
+        return type(before) is type(now) and before.shape == now.shape and bool((before == now).all())
+    return bool(before == now)
 
 
 def _op_lines(code: _Code, op: Op) -> list[str]:

@@ -15,7 +15,7 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
 from autoshard.pipelines.engine import Engine
 from autoshard.pipelines.finish import Finish
-from autoshard.pipelines.prepare import Prepared, check_readings, input_tensors, prepare, shape_key
+from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.chunks import Part, merge, split, split_rows
@@ -36,7 +36,7 @@ class RankSchedule:
             raise PlanError('the plan does not say how the batch is divided. Plan with strategy="pipeline".')
         self._model, self._record = weakref.ref(model), record
         self.loss, self.reduction = loss, reduction
-        self._engines: dict[tuple, tuple[Prepared, Engine]] = {}
+        self._engines: dict[tuple, tuple[list[Prepared], Engine]] = {}
         self._sums: list[Sum] = []
         self._steps = 0
 
@@ -63,16 +63,14 @@ class RankSchedule:
         parts = split(batch, model, args, kwargs, record.plan.num_microbatches)
         _check_equal(parts)
         targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
-        prepared, engine = self._ready(model, parts, training)
-        for index, part in enumerate(parts):
-            check_readings(prepared, part, index, record.device)
-        factors = self._factors(prepared, batch, parts, targets, training)
-        finish = Finish(self.loss, prepared, targets, factors, training, losses is not None)
+        ways, engine = self._ready(model, parts, training)
+        factors = self._factors(ways[0], batch, parts, targets, training)
+        finish = Finish(self.loss, ways, targets, factors, training, losses is not None)
         inputs = [input_tensors(part, record.device) for part in parts]
         if training:
-            self._train(engine, inputs, finish, batch, parts, targets)
+            self._train(engine, ways, inputs, finish, batch, parts, targets)
         else:
-            engine.run(inputs, finish)
+            engine.run(ways, inputs, finish)
         if not engine.has_last:
             return None
         if losses is not None:
@@ -86,8 +84,9 @@ class RankSchedule:
         return model
 
     def _train(
-        self, engine: Engine, inputs: list, finish: Finish, batch: BatchAxis, parts: Sequence[Part], targets: list
-    ) -> None:
+        self, engine: Engine, ways: list[Prepared], inputs: list, finish: Finish, batch: BatchAxis,
+        parts: Sequence[Part], targets: list,
+    ) -> None:  # fmt: skip
         """Run all forwards and backwards, and sum gradients over those who share parameters."""
         model = self._applied()
         cuts = cut_record(model)
@@ -95,14 +94,14 @@ class RankSchedule:
             cuts.unplanned.watch(model, lambda: [self._record.device], cuts.handles)
         aside = Aside(engine.parameters, self._sums)
         try:
-            engine.run(inputs, finish)
+            engine.run(ways, inputs, finish)
             if self.loss is not None:
                 error: Exception | None = None
                 try:
                     if engine.has_last and len(parts) > 1:
                         moved = [finish.moved(target) for target in targets]
                         check_reduction(batch, self.loss, self.reduction, finish.outputs, moved, parts, self._steps)
-                except PlanError as found:
+                except Exception as found:
                     error = found
                 agree(self._record.across, Mark(), error)
             aside.add_up()
@@ -111,23 +110,35 @@ class RankSchedule:
             raise
         self._steps += 1
 
-    def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[Prepared, Engine]:
-        """The programs and the schedule for parts of this shape; made by all ranks together the first time."""
+    def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[list[Prepared], Engine]:
+        """The way that each part goes, and the schedule for parts of this shape.
+
+        What is new is recorded, by all ranks together: they look at the same values.
+        """
+        record = self._record
         key = (*shape_key(parts[0], model), training)
-        if key not in self._engines:
-            error: Exception | None = None
-            made: tuple[Prepared, Engine] | None = None
-            try:
-                prepared = prepare(model, self._record, parts[0], grad=training)
-                made = prepared, Engine(model, self._record, prepared, training=training)
-            except Exception as found:
-                error = found
-            agree(self._record.across, Mark(), error)
-            assert made is not None
-            adopt_held(model, self._record, made[0].held)
-            self._sums = find_sums(model, self._record)
-            self._engines[key] = made
-        return self._engines[key]
+        known, engine = self._engines.get(key, ([], None))
+        fresh = len(known)
+        ways: list[Prepared] = []
+        error: Exception | None = None
+        try:
+            for part in parts:
+                way = next((way for way in known if goes_this_way(way, part, record.device)), None)
+                if way is None:
+                    way = prepare(model, record, part, grad=training)
+                    check_alike(known, way)
+                    known.append(way)
+                ways.append(way)
+            engine = engine or Engine(model, record, known[0], training=training)
+        except Exception as found:
+            error = found
+        if len(known) > fresh or error is not None:
+            agree(record.across, Mark(), error)
+            adopt_held(model, record, known[0].held)
+            self._sums = find_sums(model, record)
+        assert engine is not None
+        self._engines[key] = known, engine
+        return ways, engine
 
     def _factors(
         self, prepared: Prepared, batch: BatchAxis, parts: Sequence[Part], targets: list, training: bool

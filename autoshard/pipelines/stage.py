@@ -18,11 +18,12 @@ Finisher = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
 
 
 class StageModule(nn.Module):
-    """One stage on the user's own parameters. `inputs` (per part) and `finish` are set before each step."""
+    """One stage on the user's own parameters. `programs` and `inputs`, per part, and `finish` are set for each step."""
 
-    def __init__(self, program: Program, parameters: Sequence[nn.Parameter], *, recompute: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, recompute: bool) -> None:
         super().__init__()
-        self.program, self.recompute = program, recompute
+        self.recompute = recompute
+        self.programs: list[Program] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         self.finish: Finisher | None = None
         for index, parameter in enumerate(parameters):
@@ -31,11 +32,12 @@ class StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, part: torch.Tensor) -> Any:
         """Run a part of the batch; `part` is [its number]."""
         number = int(part)
+        run = self.programs[number].run
         arrived = tuple(_arrive(tensor) for tensor in received)
         if self.recompute and torch.is_grad_enabled():
-            made = checkpoint(self.program.run, arrived, self.inputs[number], use_reentrant=False)
+            made = checkpoint(run, arrived, self.inputs[number], use_reentrant=False)
         else:
-            made = self.program.run(arrived, self.inputs[number])
+            made = run(arrived, self.inputs[number])
         if self.finish is not None:
             return self.finish(number, made)
         return tuple(tensor.contiguous() for tensor in made)

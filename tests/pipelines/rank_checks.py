@@ -33,12 +33,12 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, **se
     runner = autoshard.schedule(model, loss)
     for output in (runner.step(**inputs, target=target, losses=losses), runner.eval(**inputs, target=target)):
         if output is not None:
-            problems += _unlike("output", tensors_in(output), tensors_in(reference))
+            problems += unlike("output", tensors_in(output), tensors_in(reference))
     has_last = output is not None
     if has_last != bool(losses) or (has_last and len(losses) != parts):
         problems.append(f"{len(losses)} losses")
     found = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
-    problems += _unlike("gradient", found.items(), [(name, wanted[name]) for name in found])
+    problems += unlike("gradient", found.items(), [(name, wanted[name]) for name in found])
     if any(parameter.grad is not None for parameter in model.parameters() if parameter.is_meta):
         problems.append("a parameter of another stage has a gradient")
     autoshard.remove(model)
@@ -47,7 +47,7 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, **se
     return "; ".join(problems)
 
 
-def _unlike(what, found, wanted):
+def unlike(what, found, wanted):
     problems = []
     for (name, one), (_, other) in zip(found, wanted, strict=True):
         if one is None or other is None:

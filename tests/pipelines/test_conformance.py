@@ -1,0 +1,106 @@
+"""Planned pipelines of many architectures over processes: outputs, losses and gradients equal those of the model."""
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import Plan, Workload
+from autoshard.cluster.parse import parse_devices
+from autoshard.errors import PlanError, SpecError
+from autoshard.nested import tensors_in
+from autoshard.prove.batch import find_batch_axis
+from autoshard.strategies.pipeline import pipeline
+from tests.models.hf import HF_CASES
+from tests.models.hostile import HOSTILE_CASES
+from tests.pipelines.rank_checks import unlike
+from tests.ranks import run_ranks
+
+ROWS = 4
+SCHEDULES = {"gpipe": 2, "1f1b": 4, "interleaved": 2}  # -> parts
+CASES = {case.name: case for case in (*HF_CASES, *HOSTILE_CASES)}
+WHOLE = {"clip": "compares rows with each other"}
+
+
+def made(name):
+    """(model, inputs): in eval mode, for dropout draws other numbers in parts."""
+    case = CASES[name]
+    return case.model().eval(), case.inputs(ROWS, case.shapes[0][1])
+
+
+def mean_of_squares(output):
+    """A loss that is a mean over rows, of all that has them."""
+    tensors = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim()]
+    return sum(tensor.float().pow(2).mean() for tensor in tensors)
+
+
+def plans_of(name, devices, schedules):
+    """Schedule -> plan; raises `PlanError` if there is none."""
+    model, inputs = made(name)
+    torch.manual_seed(1)
+    workload = Workload(mode="training", batch_size=ROWS)
+    profile = autoshard.profile(model, inputs, workload=workload)
+    batch = find_batch_axis(model, inputs, workload)
+    cluster = parse_devices({f"cpu:{rank}": "1GiB" for rank in range(devices)})
+    return {
+        schedule: pipeline(
+            profile, cluster, batch, objective="throughput", schedule=schedule, processes=devices,
+            num_microbatches=max(SCHEDULES[schedule], devices if schedule == "1f1b" else 0),
+        ).to_json()
+        for schedule in schedules
+    }  # fmt: skip
+
+
+def run_plans(name, plans):
+    """What was wrong on this rank, by schedule."""
+    torch.manual_seed(1)
+    problems = {}
+    for schedule, text in plans.items():
+        torch.manual_seed(1)
+        model, inputs = made(name)
+        reference = model(**inputs)
+        loss = mean_of_squares(reference)
+        loss.backward()
+        wanted = {key: parameter.grad for key, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = None
+        autoshard.apply(model, Plan.from_json(text))
+        losses = []
+        output = autoshard.schedule(model, mean_of_squares).step(**inputs, losses=losses)
+        found = []
+        if output is not None:
+            found += unlike("output", tensors_in(output), tensors_in(reference))
+            found += unlike("loss", [("", sum(losses) / len(losses))], [("", loss)])
+        own = {key: parameter.grad for key, parameter in model.named_parameters() if not parameter.is_meta}
+        problems[schedule] = found + unlike("gradient", own.items(), [(key, wanted[key]) for key in own])
+    return problems
+
+
+def check(name, devices, schedules):
+    if name in WHOLE:
+        with pytest.raises(PlanError):
+            plans_of(name, devices, schedules)
+        return
+    plans = plans_of(name, devices, schedules)
+    for problems in run_ranks(run_plans, devices, name, plans, timeout_seconds=300):
+        assert not any(problems.values()), problems
+
+
+@pytest.mark.parametrize("name", ["llama-tied"])
+def test_a_planned_decoder_on_two_ranks(name):
+    check(name, 2, ["1f1b"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in HF_CASES])
+def test_two_ranks(name):
+    check(name, 2, list(SCHEDULES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in HF_CASES])
+def test_four_ranks(name):
+    try:
+        check(name, 4, ["gpipe", "1f1b"])
+    except (SpecError, PlanError) as error:
+        assert "stages" in str(error) or "fit" in str(error), error
+        pytest.skip(f"too few layers for four stages: {error}")

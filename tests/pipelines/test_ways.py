@@ -1,0 +1,116 @@
+"""Values that decide what runs: parts that go another way are recorded too, and what can't be known is an error."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.capture.capture import record_forward
+from autoshard.capture.stages import divide
+from autoshard.errors import PlanError
+from autoshard.pipelines.programs import find_traffic, write_program
+from autoshard.pipelines.steps import find_steps
+from tests.pipelines.plans import plan_of
+from tests.pipelines.rank_checks import unlike
+from tests.ranks import run_ranks
+
+
+class Masked(nn.Module):
+    """Leaves the mask out where nothing is masked; one of the layers has a backward of its own, one has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        x = self.second(Doubled.apply(torch.tanh(x)))
+        with torch.no_grad():
+            scale = x.abs().mean(dim=(1, 2), keepdim=True)
+        return self.third(x / (1 + scale))
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Decides(nn.Module):
+    """Runs other ops for other activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x if x.sum() > 0 else -x)
+
+
+def masked():
+    torch.manual_seed(0)
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    mask[5, :2] = False
+    return Masked(), {"x": torch.randn(8, 3, 4), "mask": mask}
+
+
+def squares(output):
+    return output.square().mean()
+
+
+def on_two():
+    model, inputs = masked()
+    reference = model(**inputs)
+    squares(reference).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+    autoshard.apply(model, plan_of(model, [["first"], ["second", "third"]], 2, inputs, parts=4))
+    output = autoshard.schedule(model, squares).step(**inputs)
+    own = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
+    found = unlike("gradient", own.items(), [(name, wanted[name]) for name in own])
+    return found if output is None else found + unlike("output", [("", output)], [("", reference)])
+
+
+def test_parts_go_their_own_way_and_gradients_are_kept_as_they_are():
+    assert run_ranks(on_two, 2) == [[], []]
+
+
+def chained(model, inputs, stages):
+    """The output of all stages' programs, one after another in this process."""
+    graph, tape = record_forward(model, (), inputs, grad=True)
+    found = find_steps(graph, tape, divide(graph, stages))
+    traffic = find_traffic(found, len(stages))
+    made = ()
+    for stage in range(len(stages)):
+        made = write_program(found, stage, traffic, model, torch.device("cpu")).run(made, tuple(inputs.values()))
+    return made
+
+
+def test_programs_run_modules_whole_and_ops_between():
+    model, inputs = masked()
+    (output,) = chained(model, inputs, [["first"], ["second"], ["third"]])
+    assert torch.equal(output, model(**inputs))
+
+
+def on_two_undecided():
+    model = Decides()
+    inputs = {"x": torch.randn(4, 2, 4)}
+    autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs))
+    with pytest.raises(PlanError, match="decides by values that it computes"):
+        autoshard.schedule(model, squares).step(**inputs)
+    return True
+
+
+def test_a_forward_that_decides_by_what_it_computes_is_refused():
+    assert run_ranks(on_two_undecided, 2) == [True, True]
