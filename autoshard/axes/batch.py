@@ -65,13 +65,16 @@ def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
     if leaf is None:
         return None
     graph = walk.graph
+    losses = {op.index for op in graph.ops if name_of(op).startswith(_LOSSES)}
+    blocked = [(op, why) for op, axis, why in walk.blocks if leaf in leaves(axis)]
+    summed = [(c.op, where(graph, graph.ops[c.op])) for c in walk.contractions if leaf in leaves(c.axis)]
     return Rows(
         leaf=leaf,
         inputs=tuple(_found(walk, graph.inputs, leaf)),
         outputs=tuple(_found(walk, graph.outputs, leaf)),
         parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, leaf)), ""),
-        blocked=tuple((op, why) for op, axis, why in walk.blocks if leaf in leaves(axis)),
-        summed=tuple((c.op, where(graph, graph.ops[c.op])) for c in walk.contractions if leaf in leaves(c.axis)),
+        blocked=tuple((op, why) for op, why in blocked if op not in losses),
+        summed=tuple(sorted({*summed, *((op, why) for op, why in blocked if op in losses)})),
     )
 
 

@@ -37,7 +37,7 @@ ROWS = 4
 """Rows of a proof."""
 MANY = (4, 5, 3)
 """Rows of the parts where something works along the batch."""
-TOKENS = 8
+TOKENS = 4
 """What other dimensions of inputs are shortened to where the model is large."""
 
 
@@ -46,7 +46,8 @@ class Question:
     """A model and how it is called.
 
     `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
-    the arguments by the names of the forward's parameters.
+    the arguments by the names of the forward's parameters. `labels`: inputs that a loss compares with, and which
+    number in them says that a label does not count.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Question:
     bound: dict[str, Any]
     graph: ModelGraph
     walk: BatchWalk
+    labels: dict[str, int]
     workload: Workload
 
     def call(self, bound: Mapping[str, Any]) -> Call:
@@ -104,10 +106,10 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
         for path, tensor in nested.tensors_in(bound):
             by_id.setdefault(id(tensor), []).append(path)
         paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
-        walk = walk_all(graph)
         return Question(
-            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk, workload=workload
-        )
+            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk_all(graph),
+            labels={path: ignored for place, ignored in labels_of(graph) for path in paths[place]}, workload=workload,
+        )  # fmt: skip
     assert refused is not None
     raise refused
 
@@ -172,6 +174,7 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
 def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Run the numbers. Raises `Mixed` or `NotRun`."""
     graph, training = question.graph, question.workload.training
+    averages = len(batch.outputs) < len(graph.outputs)
     stopped: NotRun | None = None
     for bound in [_ended(question, batch), question.bound] if is_heavy(graph) else [question.bound]:
         asked = replace(question, bound=bound)
@@ -179,7 +182,7 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
         def compared(dtype: torch.dtype, asked: Question = asked) -> BatchAxis:
             return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows)
 
-        if is_heavy(graph):  # faster, but sums and means are not told apart as well
+        if is_heavy(graph) and not averages:  # faster, but sums and means are not told apart as well
             try:
                 found = compared(torch.float32)
                 if all(one.how in ("cat", "same") for one in found.outputs):
@@ -249,7 +252,7 @@ def _division(
     """A call divided into parts, with what its losses may be weighted by: labels, and masks."""
     masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
     args, kwargs = question.call(bound)
-    labels = {**_labels(question), **masks}
+    labels = {**question.labels, **masks}
     return Division(trial=trial, batch=batch, args=args, kwargs=kwargs, rows=parts, labels=labels)
 
 
@@ -281,7 +284,7 @@ def _kinds(question: Question, batch: BatchAxis, rows: Rows | None) -> Iterator[
 
     Where something works along the batch, also more rows, since a few may go together by chance, and rows all alike.
     """
-    labels = _labels(question)
+    labels = question.labels
 
     def made(count: int, seed: int) -> tuple[dict[str, Any], dict[str, Any], tuple[BatchInput, ...]]:
         inputs = _with_rows(batch, count).inputs
@@ -292,7 +295,7 @@ def _kinds(question: Question, batch: BatchAxis, rows: Rows | None) -> Iterator[
     masked = shortened(other, inputs, ROWS)
     kinds = [(other, (ROWS - 1, 1)), (unlabelled(same, inputs, labels), (1, ROWS - 1))]
     if masked is not None:
-        kinds = [(masked, (1, ROWS - 1)), kinds[0]]
+        kinds = [(masked, (1, ROWS - 1)), *([] if is_heavy(question.graph) else kinds[:1])]
     yield from (kind for kind in kinds if not are_alike(kind[0], inputs, ROWS))
     if rows is None or rows.blocked:
         _, other, inputs = made(sum(MANY), 1)
@@ -315,11 +318,6 @@ def _ended(question: Question, batch: BatchAxis) -> dict[str, Any]:
         for path in paths:
             made = nested.replace_at(made, path, tensor)
     return made
-
-
-def _labels(question: Question) -> dict[str, int]:
-    """Inputs that a loss compares with, and which number says that a label does not count."""
-    return {path: ignored for place, ignored in labels_of(question.graph) for path in question.paths[place]}
 
 
 def _named(question: Question, rows: Rows | None, error: Mixed) -> str:

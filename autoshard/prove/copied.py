@@ -66,8 +66,20 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 known = random_like(value, generator) if value.is_meta else value.detach().clone()
                 memo[id(value)] = known.to(dtype) if known.is_floating_point() else known
-    copied = copy.deepcopy(model, memo)
+    left_out: list[str] = []
     if large:
         alike = [region.paths for region in find_regions(graph) if region.path != OUTSIDE]
-        put_stubs(copied, graph, [path for paths in alike for path in paths[KEPT:]])
+        left_out = [path for paths in alike for path in paths[KEPT:]]
+    for path in left_out:
+        element = model.get_submodule(path)
+        memo[id(element)] = _emptied(element)
+    copied = copy.deepcopy(model, memo)
+    put_stubs(copied, graph, left_out)
     return Trial(model=copied, dtype=dtype, weights=weights if large else nullcontext(), training=training)
+
+
+def _emptied(module: nn.Module) -> nn.Module:
+    """A copy of a module with its plain attributes and nothing of what it holds."""
+    made = copy.copy(module)
+    made._modules, made._parameters, made._buffers = {}, {}, {}
+    return made

@@ -211,7 +211,8 @@ def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
 
 
 def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
-    wanted, found = _gradients(model, whole), _gradients(model, merged)
+    weights = _weights(whole)
+    wanted, found = _gradients(model, whole, weights), _gradients(model, merged, weights)
     if set(wanted) != set(found):
         raise Mixed(f"{min(set(wanted) ^ set(found))} has a gradient in one way only")
     largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
@@ -220,16 +221,24 @@ def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
             raise Mixed(f"the gradient of {name} is not the sum of those of parts", values=True)
 
 
-def _gradients(model: nn.Module, output: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the parameters from random ones of the outputs."""
+def _roots(output: Any) -> dict[str, torch.Tensor]:
+    return {path: t for path, t in nested.tensors_in(output) if t.requires_grad and not t.is_complex()}
+
+
+def _weights(output: Any) -> dict[str, torch.Tensor]:
+    """Random gradients of the outputs."""
     generator = torch.Generator().manual_seed(1)
-    roots = {id(t): t for _, t in nested.tensors_in(output) if t.requires_grad and not t.is_complex()}
+    return {path: torch.randn(t.shape, generator=generator, dtype=t.dtype) for path, t in _roots(output).items()}
+
+
+def _gradients(model: nn.Module, output: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of the parameters from those of the outputs."""
+    roots = {path: tensor for path, tensor in _roots(output).items() if path in weights}
     named = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
     if not roots or not named:
         return {}
-    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in roots.values()]
     found = torch.autograd.grad(
-        list(roots.values()), [p for _, p in named.values()], weights, allow_unused=True, retain_graph=True
+        list(roots.values()), [p for _, p in named.values()], [weights[path] for path in roots], allow_unused=True
     )
     return {name: g for (name, _), g in zip(named.values(), found, strict=True) if g is not None}
 
@@ -243,11 +252,17 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor, noise: float = 0.0) -
         return 0.0 if torch.equal(wanted, found) else math.inf
     if not wanted.numel():
         return 0.0
-    good = wanted.isfinite()
-    if not torch.equal(good, found.isfinite()):
-        return math.inf
-    scale = float(wanted[good].abs().max()) if good.any() else 0.0
-    off = float((wanted - found)[good].abs().max()) if good.any() else 0.0
+    off, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
+    if not (math.isfinite(off) and math.isfinite(scale)):
+        good = wanted.isfinite()
+        same = wanted.isnan() == found.isnan()
+        if not torch.equal(good, found.isfinite()) or not bool(
+            (same & (good | wanted.isnan() | (wanted == found))).all()
+        ):
+            return math.inf
+        if not good.any():
+            return 0.0
+        off, scale = float((wanted - found)[good].abs().max()), float(wanted[good].abs().max())
     return off if off > TOLERANCES.get(wanted.dtype, 5e-4) * scale + noise else 0.0
 
 

@@ -7,6 +7,7 @@ serves as well where the question is which rows end up in which: all else of the
 number, expanded to the shape of the weight.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,12 +78,13 @@ def _spread(x: torch.Tensor, width: int) -> torch.Tensor:
     have = x.shape[-1]
     x = x * _wave(have, x.dtype, 1.0)
     if have > width:
-        x = torch.nn.functional.pad(x, (0, -have % width)).unflatten(-1, (-1, width)).sum(-2)
+        x = (torch.nn.functional.pad(x, (0, -have % width)) if have % width else x).unflatten(-1, (-1, width)).sum(-2)
     elif have < width:
         x = x.repeat(*[1] * (x.dim() - 1), -(-width // have))[..., :width]
     return x * _wave(width, x.dtype, 2.0)
 
 
+@lru_cache(maxsize=32)
 def _wave(length: int, dtype: torch.dtype, phase: float) -> torch.Tensor:
     return torch.sin(torch.arange(length, dtype=torch.float64) * 0.7 + phase).to(dtype)
 
