@@ -78,6 +78,35 @@ class Line:
         """[n + 1, n + 1] the largest figure of the pieces from row to column."""
         return {name: _largest_between(getattr(self, name)) for name in ("transient", "again")}
 
+    @cached_property
+    def _between(self) -> dict[tuple[str, int], Array]:
+        return {}
+
+    def between(self, name: str, device: int = -1) -> Array:
+        """[n + 1, n + 1] the sum of a figure over the pieces from row to column; on a device where it depends on it."""
+        key = name, device
+        if key not in self._between:
+            sums = self.totals[name] if device < 0 else self.totals[name][self.kinds[device]]
+            self._between[key] = sums[None, :] - sums[:, None]
+        return self._between[key]
+
+    @cached_property
+    def passing(self) -> Array:
+        """[n + 1, n + 1] bytes from row to column that there are besides what is kept for backward."""
+        fixed = self.between("static") + self.microbatches * self.between("lasting") + self.largest["transient"]
+        return fixed if self.training else fixed + self.came
+
+    @cached_property
+    def came(self) -> Array:
+        """[n + 1, 1] bytes that come in over a cut before each piece."""
+        return np.where(np.arange(self.size + 1) > 0, self.sends[1], 0.0)[:, None]
+
+    @cached_property
+    def ahead(self) -> Array:
+        """[n + 1, n + 1] whether there is a piece from row to column."""
+        at = np.arange(self.size + 1)
+        return at[:, None] < at[None, :]
+
 
 def _sums_before(values: Array) -> Array:
     zero = np.zeros((*values.shape[:-1], 1))

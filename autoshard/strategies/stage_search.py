@@ -80,6 +80,7 @@ class Search:
         self.splits = schedule == "zero-bubble"
         self.may_recompute = may_recompute and line.training and not self.splits
         self._known: dict[tuple, Found | None] = {}
+        self._tables: dict[tuple, Array] = {}
 
     @property
     def program(self) -> Program:
@@ -326,33 +327,38 @@ class Search:
 
     def _table(self, stage: int, order: Sequence[int]) -> Array:
         """[n + 1, n + 1] the figure of a stage from one cut to another; inf where it does not fit."""
-        line, totals, device = self.line, self.line.totals, order[stage % self.positions]
+        line, device = self.line, order[stage % self.positions]
+        before = order[(stage - 1) % self.positions] if stage else device
+        links = () if before == device else tuple(
+            table[ends] for table in (line.latency, line.bandwidth) for ends in ((before, device), (device, before))
+        )  # fmt: skip
+        key = line.kinds[device], links, self.keep[stage]
+        if key not in self._tables:
+            self._tables[key] = self._make_table(device, before, self.keep[stage])
+        return self._tables[key]
 
-        def between(sums: Array) -> Array:
-            return sums[None, :] - sums[:, None]
-
-        at = np.arange(line.size + 1)
-        came = np.where(at > 0, line.sends[1], 0.0)[:, None]
-        fixed = between(totals["static"]) + line.microbatches * between(totals["lasting"]) + line.largest["transient"]
-        plain = fixed + self.keep[stage] * (between(totals["kept"]) + came) + came * (not line.training)
-        again = fixed + self.keep[stage] * between(totals["kept_again"]) + line.largest["again"]
-        stepping = between(totals["stepping"])
-        plain, again = np.maximum(plain, stepping), np.maximum(again, stepping)
+    def _make_table(self, device: int, before: int, keep: int) -> Array:
+        line = self.line
+        plain = line.passing + keep * (line.between("kept") + line.came)
+        plain = np.maximum(plain, line.between("stepping"))
         room = float(line.capacity[device])  # of several stages on a device the sum is looked at when they are run
         fits = plain <= room
+        again = plain
+        if self.may_recompute:
+            again = line.passing + keep * line.between("kept_again") + line.largest["again"]
+            again = np.maximum(again, line.between("stepping"))
         if self.figure == "load":
-            load = np.where(fits | (not self.may_recompute), plain, again) / max(room, 1e-9)
-            return np.where((at[:, None] < at[None, :]) & (load <= 1), load, np.inf)
-        forward = between(totals["forward"][device])
-        seconds = forward + between(totals["backward"][device])
-        before = order[(stage - 1) % self.positions]
-        if stage and before != device:
+            load = np.where(fits, plain, again) / max(room, 1e-9)
+            return np.where(line.ahead & (load <= 1), load, np.inf)
+        forward = line.between("forward", device)
+        seconds = forward + line.between("backward", device)
+        if before != device:
             for what, ends in ((line.sends, (before, device)), (line.returns, (device, before))):
                 seconds = seconds + _over(line, what, *ends)[:, None]
         table = np.where(fits, seconds, np.inf)
-        if self.may_recompute:
+        if self.may_recompute and not fits.all():
             table = np.where(~fits & (again <= room), seconds + forward, table)
-        return np.where(at[:, None] < at[None, :], table, np.inf)
+        return np.where(line.ahead, table, np.inf)
 
     def _solve(
         self, tables: Sequence[Array], limit: float, join: Callable[..., Array]
