@@ -89,6 +89,34 @@ def _planned(
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
 
 
+def largest(
+    model: nn.Module,
+    devices: Any = "auto",
+    vary: str = "batch_size",
+    *,
+    inputs: Any = None,
+    workload: Workload | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan for the largest batch ("batch_size") or sequence ("sequence_length") with which the model fits.
+
+    `inputs`: None for a Hugging Face model, else a function of `batch_size` or `sequence_length` that makes them.
+    `settings` are those of `plan`. Every size that is tried is profiled and planned; the plan's workload says which one
+    it is, and one more does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
+    """
+    from autoshard.cluster.parse import parse_devices
+    from autoshard.planning import largest_plan
+
+    if inputs is not None and not callable(inputs):
+        raise SpecError(f"inputs of one size can't grow: give a function of {vary} that makes them.")
+
+    def measured(asked: Workload) -> tuple[nn.Module, Any, "Profile"]:
+        made = inputs(**{vary: getattr(asked, vary)}) if callable(inputs) else None
+        return model, made, profile(model, made, workload=asked)
+
+    return largest_plan(vary, workload or Workload(), measured, parse_devices(devices), **settings)
+
+
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
     """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
@@ -255,9 +283,7 @@ def save_checkpoint(
     write(path, model, optimizer, state)
 
 
-def load_checkpoint(
-    path: "str | os.PathLike[str]", model: nn.Module, optimizer: "Optimizer | None" = None
-) -> Any:
+def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer: "Optimizer | None" = None) -> Any:
     """Read what `save_checkpoint` wrote into a model and its optimizer, and return its `state`.
 
     The plan, the strategy and the number of processes may be others than when it was written: every process reads what

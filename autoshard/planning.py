@@ -1,7 +1,7 @@
 """Planning: from a model and its profile to a plan, with any strategy. What several strategies need is found once."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import SpecError
 from autoshard.plan import Plan
+from autoshard.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.axes.groups import AxisGroups
@@ -103,6 +104,41 @@ def plan_measured(
         return place(request, strategy)
     _check_usable(request, strategy)
     return makers[strategy](request)
+
+
+def largest_plan(
+    vary: str,
+    workload: Workload,
+    measured: Callable[[Workload], tuple[nn.Module, Any, "Profile"]],
+    cluster: Cluster,
+    *,
+    tried: Callable[[int, float | None], None] | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan for the largest batch ("batch_size") or sequence ("sequence_length") that fits; see `autoshard.largest`.
+
+    `measured`: a workload -> the model, its inputs and its profile. `settings` are those of `plan_measured`; `tried` is
+    told of every size. The search begins at the size in `workload`. Raises what planning raises for that.
+    """
+    from autoshard.largest_size import largest
+    from autoshard.mesh_cost import price
+
+    if vary not in ("batch_size", "sequence_length"):
+        raise SpecError(f"{vary!r} can't be varied: batch_size or sequence_length can.")
+
+    def make(size: int) -> tuple[Plan, float]:
+        asked: dict[str, Any] = {vary: size, "assumed": False}
+        model, inputs, profile = measured(dataclasses.replace(workload, **asked))
+        plan = plan_measured(model, inputs, profile, cluster, **settings)
+        limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
+        figures = price(plan, profile, limited)
+        return plan, max(device.peak_bytes / max(device.memory_bytes, 1) for device in figures.devices)
+
+    start = getattr(workload, vary) or 1
+    found = largest(make, start=start, step=settings.get("num_microbatches") or 1, tried=tried)
+    what = vary.replace("_", " ")
+    shown = f"{what} {found.size} is the largest that fits: of {len(found.trials)} that were tried no larger one did"
+    return dataclasses.replace(found.made, reasons=(*found.made.reasons, shown))
 
 
 def compare(request: Request) -> "Comparison":

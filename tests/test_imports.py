@@ -34,7 +34,7 @@ FLOORS = (
         "sharding",
         "tp_plan",
     },
-    {"schedules"},
+    {"schedules", "largest_size"},
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
     {"flow", "prove"},

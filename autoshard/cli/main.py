@@ -3,7 +3,7 @@
 import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,9 @@ from autoshard.cli.options import (
     BatchOption,
     DevicesOption,
     JsonOption,
+    MaxBatchOption,
     MaxMemoryOption,
+    MaxSeqOption,
     MicroBatchesOption,
     NewTokensOption,
     ObjectiveOption,
@@ -75,6 +77,8 @@ def plan_command(
     pin: PinOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
+    max_batch: MaxBatchOption = False,
+    max_seq: MaxSeqOption = False,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,14 +87,18 @@ def plan_command(
 
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
     cluster = devices_of(devices, limits)
-    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
-    profile = profile_of(loaded)
-    with step("planning"):
-        plan = plan_measured(
-            loaded.model, loaded.inputs, profile, cluster,
-            strategy=strategy, objective=objective, max_memory=limits, pins=pins,
-            num_microbatches=micro_batches, schedule=schedule,
-        )  # fmt: skip
+    workload = workload_of(batch, seq, new_tokens, train, optimizer)
+    settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
+    settings |= {"num_microbatches": micro_batches, "schedule": schedule}
+    if max_batch or max_seq:
+        from autoshard.cli.growing import plan_largest
+
+        plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, max_seq, settings)
+    else:
+        loaded = load(target, workload)
+        profile = profile_of(loaded)
+        with step("planning"):
+            plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     if out is not None:
         replace(plan, target=target).save(out)
     # The plan's devices have the limits in them.

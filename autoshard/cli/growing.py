@@ -1,0 +1,46 @@
+"""--max-batch and --max-seq of `autoshard plan`: every size is profiled and planned, and shown while it is tried."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoshard.cli.console import errors
+from autoshard.cli.steps import load, profile_of
+from autoshard.errors import SpecError
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+
+
+def plan_largest(
+    target: str, workload: Workload, cluster: "Cluster", batch: bool, sequence: bool, settings: dict[str, Any]
+) -> "tuple[Plan, Target, Profile]":
+    """Plan TARGET for the largest batch or sequence that fits; returns what was planned for it, too."""
+    from autoshard.planning import largest_plan
+
+    if batch and sequence:
+        raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
+    vary = "batch_size" if batch else "sequence_length"
+    known: dict[int, tuple[Target, Profile]] = {}
+
+    def measured(asked: Workload) -> "tuple[nn.Module, Any, Profile]":
+        loaded = load(target, asked)
+        profile = profile_of(loaded)
+        known.clear()
+        known[getattr(asked, vary)] = loaded, profile
+        return loaded.model, loaded.inputs, profile
+
+    def tried(size: int, load: float | None) -> None:
+        said = "does not fit" if load is None else f"fits, the fullest device is {load:.0%} full"
+        errors().print(f"{vary.replace('_', ' ')} {size} {said}", style="bright_black", soft_wrap=True)
+
+    plan = largest_plan(vary, workload, measured, cluster, tried=tried, **settings)
+    size = getattr(plan.workload, vary)
+    if size not in known:
+        measured(plan.workload)
+    loaded, profile = known[size]
+    return plan, loaded, profile

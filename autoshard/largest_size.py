@@ -1,0 +1,87 @@
+"""The largest size (batch, or sequence) with which something fits, by few exact trials.
+
+    1, 2 fit, 10 % and 18 % full  ->  try 12 (a line through both, up to full)  ->  11 %, 12 … 13 does not fit  ->  12
+
+Memory is about linear in the batch and quadratic in the sequence: the next size to try is where that curve is full, or
+the middle of what is left. The answer fits and the next size does not: both were tried.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from autoshard.errors import AutoshardError
+
+Made = TypeVar("Made")
+MOST = 2**30
+_GROWTH = 16
+"""Most by which a size grows from one trial to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest(Generic[Made]):
+    """The largest size that fits, what was made for it, and all trials: (size, part of memory used, None: no)."""
+
+    size: int
+    made: Made
+    trials: tuple[tuple[int, float | None], ...]
+    stopped_by: str
+
+
+def largest(
+    make: Callable[[int], tuple[Made, float]], *, start: int = 1, step: int = 1,
+    tried: Callable[[int, float | None], None] | None = None,
+) -> Largest[Made]:  # fmt: skip
+    """Find the largest multiple of `step` from `start` on for which `make` succeeds.
+
+    `make`: returns what fits and how full the fullest device is, from 0 to 1, or raises an `AutoshardError`. `tried` is
+    told of every trial. Raises what `make` raises for the first size.
+    """
+    first = max(-(-start // step), 1)
+    made, load = make(first * step)
+    fits: dict[int, float] = {first: load}
+    trials: list[tuple[int, float | None]] = [(first * step, load)]
+    low, high, why = first, 0, ""
+    slow = 0
+    if tried is not None:
+        tried(first * step, load)
+    while high - low != 1 and low * step < MOST:
+        guess = _where_full(fits)
+        if not high:
+            count = min(max(guess, low + 1, 2 * low if len(fits) < 2 else 0), _GROWTH * low)
+        else:
+            middle = (low + high) // 2
+            count = middle if slow >= 2 else min(max(guess, low + 1), high - 1)
+        before = high - low if high else 0
+        try:
+            made, load = make(count * step)
+        except AutoshardError as error:
+            high, why = count, str(error)
+            trials.append((count * step, None))
+        else:
+            low, fits[count] = count, load
+            trials.append((count * step, load))
+        if tried is not None:
+            tried(*trials[-1])
+        slow = slow + 1 if high and before and 2 * (high - low) > before else 0
+    if trials[-1][0] != low * step:
+        made, _ = make(low * step)
+    return Largest(size=low * step, made=made, trials=tuple(trials), stopped_by=why)
+
+
+def _where_full(fits: dict[int, float]) -> int:
+    """Where a curve through the last sizes that fitted is full."""
+    sizes = sorted(fits)[-3:]
+    if len(sizes) < 2 or fits[sizes[-1]] <= fits[sizes[-2]]:
+        return 2 * sizes[-1]
+    (a, b), (x, y) = ((size, fits[size]) for size in sizes[-2:])
+    line = x + (1.0 - y) * (x - a) / (y - b)
+    if len(sizes) == 3:
+        square, linear, constant = np.polyfit(sizes, [fits[size] for size in sizes], 2)
+        curved = [square, linear, constant - 1.0] if square > 1e-12 else [1.0]
+        roots = np.roots(curved).tolist()
+        further = [root.real for root in map(complex, roots) if abs(root.imag) < 1e-9 and root.real > x]
+        line = min([line, *further])
+    return int(min(line, float(MOST)))

@@ -1,0 +1,78 @@
+"""largest: exact by two neighbouring trials, few of them, whatever the curve."""
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.errors import PlanError, SpecError
+from autoshard.largest_size import largest
+from autoshard.workload import Workload
+from tests.test_mesh_cost import Net
+
+
+def curve(full, power=1, base=0.1):
+    """What is `base` full with nothing and full at a size."""
+
+    def make(size):
+        load = base + (1 - base) * (size / full) ** power
+        if load > 1:
+            raise PlanError(f"{size} is too much")
+        return size, load
+
+    return make
+
+
+@pytest.mark.parametrize("full", [1, 2, 3, 7, 100, 4321, 123_456])
+@pytest.mark.parametrize("power", [1, 2])
+def test_finds_the_last_that_fits(full, power):
+    found = largest(curve(full, power))
+    assert found.size == found.made == full
+    assert len(found.trials) <= 25 and (full + 1, None) in found.trials and found.stopped_by
+
+
+def test_few_trials_on_a_line():
+    assert len(largest(curve(4321)).trials) <= 7
+
+
+def test_jumps_and_plateaus():
+    """More devices are taken where one is full: the load falls."""
+
+    def make(size):
+        if size > 777:
+            raise PlanError("too much")
+        return size, (size / 100) % 1
+
+    assert largest(make, start=3).size == 777
+
+
+def test_multiples():
+    found = largest(curve(1000), step=48)
+    assert found.size == 960 and all(size % 48 == 0 for size, _ in found.trials)
+
+
+def test_what_does_not_fit_at_all():
+    with pytest.raises(PlanError, match="5 is too much"):
+        largest(curve(4), start=5)
+
+
+def test_largest_batch_of_a_model():
+    """The exact profile says so: one row more does not fit."""
+
+    def inputs(batch_size):
+        return torch.zeros(batch_size, 32, 64)
+
+    limits = {"cpu:0": "2MiB", "cpu:1": "2MiB"}
+    plan = autoshard.largest(Net(), limits, inputs=inputs, strategy="balanced")
+    size = plan.workload.batch_size
+    autoshard.plan(Net(), limits, inputs=inputs(size), strategy="balanced", workload=Workload(batch_size=size))
+    with pytest.raises(PlanError):
+        autoshard.plan(Net(), limits, inputs=inputs(size + 1), strategy="balanced",
+                       workload=Workload(batch_size=size + 1))  # fmt: skip
+    assert any("larger" in reason and str(size) in reason for reason in plan.reasons)
+
+
+def test_inputs_that_can_not_grow():
+    with pytest.raises(SpecError, match="function of batch_size"):
+        autoshard.largest(Net(), {"cpu": "2MiB"}, inputs=torch.zeros(2, 32, 64))
+    with pytest.raises(SpecError, match="batch_size or sequence_length"):
+        autoshard.largest(Net(), {"cpu": "2MiB"}, "width", inputs=None)
