@@ -1,0 +1,117 @@
+"""Training throughput of replicas in several processes beside plain DistributedDataParallel, same run, alternating.
+
+    python benchmarks/data_parallel.py [--ranks 2] [--steps 12] [--rounds 5]
+
+Each round times so many steps of both, in turns; a rank's time is that of the slowest. Printed are medians and the
+ratio of throughputs (ours / plain), plain with `find_unused_parameters=False`, its fastest setting. Results count,
+too: losses after the same steps must agree.
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput
+from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.workload import Workload
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model whose loss is in its output, and a batch for one rank."""
+    torch.manual_seed(0)
+    if name == "decoder":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, vocab_size=4000,
+            use_cache=False,
+        )  # fmt: skip
+        ids = torch.randint(0, 4000, (4, 128))
+        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, image_size=96, patch_size=16
+    )
+    return ViTForImageClassification(config), {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.arange(8) % 2}
+
+
+def plan_for(given: dict[str, torch.Tensor], count: int) -> Plan:
+    rows = len(next(iter(given.values()))) * count
+    return Plan(
+        strategy="data-parallel", objective="throughput", workload=Workload(mode="training"),
+        devices=tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=1 << 40) for rank in range(count)),
+        placements={"": "cpu:0"}, mesh=Mesh(data=count),
+        batch=BatchAxis(
+            size=rows, inputs=tuple(BatchInput(path=name, dim=0, axis=f"*{rows}") for name in given), outputs=()
+        ),
+    )  # fmt: skip
+
+
+def timed(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict, steps: int) -> tuple[float, float]:
+    """Seconds of the slowest rank per step, and the last loss."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**given).loss
+        loss.backward()
+        optimizer.step()
+    seconds = torch.tensor([(time.perf_counter() - begin) / steps])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds), float(loss.detach())
+
+
+def work(rank: int, count: int, store: str, steps: int, rounds: int) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    for name in ("decoder", "vision"):
+        model, given = build(name)
+        plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
+        ours = autoshard.apply(model, plan_for(given, count))
+        both = {"plain": plain, "ours": ours}
+        made = {which: torch.optim.AdamW(one.parameters(), lr=1e-4) for which, one in both.items()}
+        times: dict[str, list[float]] = {"plain": [], "ours": []}
+        losses = {}
+        for which, one in both.items():
+            timed(one, made[which], given, 3)
+        for turn in range(rounds):
+            for which in ("plain", "ours") if turn % 2 else ("ours", "plain"):
+                seconds, losses[which] = timed(both[which], made[which], given, steps)
+                times[which].append(seconds)
+        if rank == 0:
+            medians = {which: statistics.median(values) for which, values in times.items()}
+            ratio = statistics.median(p / o for p, o in zip(times["plain"], times["ours"], strict=True))
+            print(
+                f"{name:8} plain {medians['plain'] * 1e3:7.1f} ms   ours {medians['ours'] * 1e3:7.1f} ms   "
+                f"throughput ratio {ratio:.3f}   losses differ by {abs(losses['plain'] - losses['ours']):.1e}"
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options.ranks, f"{folder}/store", options.steps, options.rounds)
+        mp.spawn(work, args=arguments, nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
