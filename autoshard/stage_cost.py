@@ -18,7 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Stage
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.stage_memory import Recomputed, StageBytes, StageMemory
+from autoshard.stage_memory import Recomputed, StageBytes, StageMemory, segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,9 @@ def stage_figures(
     trained = trained_sizes(graph) if training else []
     found = []
     for index, (stage, device) in enumerate(zip(stages, devices, strict=True)):
-        recomputed = Recomputed(graph, stage.paths) if stage.recompute and training else None
+        recomputed = None
+        if stage.recompute and training:
+            recomputed = Recomputed(graph, segments_of(graph, staged, index, stage.paths, processes=processes))
         again = 0.0 if recomputed is None else float(forward[index][recomputed.ops].sum())
         own = tuple((name, nbytes) for name, nbytes in trained if index in held[name])
         back = float(backward[index].sum()) + again

@@ -47,18 +47,28 @@ class StageBytes:
     returned: int = 0
 
 
+def segments_of(graph: ModelGraph, staged: Staged, stage: int, paths: Sequence[str], *, processes: bool) -> list[int]:
+    """Return which part of a stage runs again together, per op; -1 for what does not: its modules, one by one.
+
+    With `processes` the whole stage does, as it is one function there.
+    """
+    if processes:
+        return [0 if at == stage and op.index < graph.backward_begin else -1
+                for op, at in zip(graph.ops, staged.op_stage, strict=True)]  # fmt: skip
+    number = {path: i for i, path in enumerate(paths)}
+    of_call = [next((number[p] for p in (call.path, *above(call.path)) if p in number), -1) for call in graph.calls]
+    return [of_call[op.call] if op.index < graph.backward_begin else -1 for op in graph.ops]
+
+
 class Recomputed:
-    """The modules of a stage that run again in backward, each from what it was given.
+    """The parts of a stage that run again in backward, each from what it was given; `segment`: per op, its part.
 
     Attributes:
         ops: mask of the forward ops in them.
-        dropped: storage -> number of its module, of those that nothing outside of it reads: they are not kept.
+        dropped: storage -> its part, of those that nothing outside of that reads: they are not kept.
     """
 
-    def __init__(self, graph: ModelGraph, paths: Sequence[str]) -> None:
-        number = {path: i for i, path in enumerate(paths)}
-        of_call = [next((number[p] for p in (call.path, *above(call.path)) if p in number), -1) for call in graph.calls]
-        segment = [of_call[op.call] if op.index < graph.backward_begin else -1 for op in graph.ops]
+    def __init__(self, graph: ModelGraph, segment: Sequence[int]) -> None:
         self.ops = np.array(segment, np.int64) >= 0
         self.dropped: dict[int, int] = {}
         for storage in graph.storages:

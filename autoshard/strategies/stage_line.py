@@ -18,7 +18,8 @@ class Line:
             gradients of parameters.
         static: [n] bytes that are there all the time. kept: [n] from a forward to its backward. transient: [n] more
             while the piece runs.
-        kept_again: [n] bytes that are kept where activations are computed again; again: [n] what that takes meanwhile.
+        kept_again: [n] bytes that are kept where modules are computed again one by one, which is how it is in one
+            process; again: [n] what that takes meanwhile.
         lasting: [n] bytes per micro-batch that stay to the end of the pass.
         step: [n] bytes that the optimizer's step takes on top of what is static, when the pass is over.
         sends, returns: [2, n + 1] tensors and their bytes that go over a cut before each piece, and back.

@@ -179,11 +179,15 @@ class Search:
         line, low, high = self.line, many.cuts[:, stage], many.cuts[:, stage + 1]
         again = many.recompute[:, stage]
         came = line.sends[1][low] * (low > 0)
-        kept = np.where(again, self._between("kept_again", many, stage), self._between("kept", many, stage) + came)
+        all_kept = self._between("kept", many, stage)
+        # In one process modules run again one by one, else the stage does as a whole, from what came in.
+        kept_again = self._between("kept_again", many, stage) if line.one_process else came
+        more = line.largest["again"][low, high] if line.one_process else all_kept
+        kept = np.where(again, kept_again, all_kept + came)
         fixed = self._between("static", many, stage) + self.keep[stage] * kept
         fixed = fixed + line.microbatches * self._between("lasting", many, stage)
         passing = line.largest["transient"][low, high] + came * (not line.training)
-        return fixed, passing + np.where(again, line.largest["again"][low, high], 0.0)
+        return fixed, passing + np.where(again, more, 0.0)
 
     def _stage_bytes(self, many: Many) -> Array:
         """[K, stages] bytes of every stage by itself."""
@@ -345,7 +349,10 @@ class Search:
         fits = plain <= room
         again = plain
         if self.may_recompute:
-            again = line.passing + keep * line.between("kept_again") + line.largest["again"]
+            if line.one_process:
+                again = line.passing + keep * line.between("kept_again") + line.largest["again"]
+            else:
+                again = line.passing + keep * line.came + line.between("kept")
             again = np.maximum(again, line.between("stepping"))
         if self.figure == "load":
             load = np.where(fits, plain, again) / max(room, 1e-9)

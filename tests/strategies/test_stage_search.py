@@ -37,13 +37,17 @@ def random_line(seed: int, *, microbatches: int = 0, pieces: int = 0, training: 
         kept_again=kept * 0.25, again=kept, lasting=rng.integers(0, 3, n).astype(float),
         sends=sends, returns=sends * (rng.random() < 0.5), capacity=capacity,
         latency=np.full((devices, devices), 0.5), bandwidth=links, training=training,
+        one_process=bool(rng.random() < 0.5),
     )  # fmt: skip
 
 
 def by_hand(line: Line, schedule: str, per_device: int, cuts, devices, recompute) -> tuple[float, float]:
     """(seconds, load) of one partition, stage by stage."""
     positions, stages = len(devices), len(cuts) - 1
-    order = make_order(schedule, positions, line.microbatches, stages_per_device=per_device, training=line.training)
+    order = make_order(
+        schedule, positions, line.microbatches,
+        stages_per_device=per_device, training=line.training, one_process=line.one_process,
+    )  # fmt: skip
     flying = in_flight(order)
     forward, backward, weight, sends, returns = [], [], [], [], []
     held, most = [0.0] * positions, [0.0] * positions
@@ -54,12 +58,16 @@ def by_hand(line: Line, schedule: str, per_device: int, cuts, devices, recompute
         backward.append(sum(line.backward[device, i] for i in pieces) + forward[-1] * recompute[s])
         weight.append(backward[-1] if s == 0 else sum(line.weight[device, i] for i in pieces))
         came = line.sends[1, cuts[s]]
-        kept = line.kept_again if recompute[s] else line.kept
+        kept = sum(line.kept[i] for i in pieces) + came
+        again = max(line.again[i] for i in pieces)
+        if recompute[s]:
+            again = again if line.one_process else kept - came
+            kept = sum(line.kept_again[i] for i in pieces) if line.one_process else came
         if line.training:
-            held[at] += flying[s] * (sum(kept[i] for i in pieces) + came * (not recompute[s]))
+            held[at] += flying[s] * kept
         held[at] += sum(line.static[i] + line.microbatches * line.lasting[i] for i in pieces)
         more = max(line.transient[i] for i in pieces) + (0 if line.training else came)
-        most[at] = max(most[at], more + (max(line.again[i] for i in pieces) if recompute[s] else 0))
+        most[at] = max(most[at], more + again * recompute[s])
         if s + 1 < stages:
             ends = device, devices[(s + 1) % positions]
             for table, rows, (a, b) in ((sends, line.sends, ends), (returns, line.returns, ends[::-1])):
