@@ -134,3 +134,9 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
     estimate = autoshard.estimate(plan, profile, cluster)
     text = make_page(plan, estimate, profile, cluster, alternatives=rows)
     assert text.count("this plan</span>") == 1 and all(row["name"] in text for row in rows)
+
+
+def test_the_summary_says_how_the_plan_works():
+    assert "computes everything" in page("streamed") and "Whole modules are on 3 devices" in page("placements")
+    assert "cut over 2 devices" in page("cuts") and "with what it is tied to" in page("cuts")
+    assert "if passes overlap" not in page("training") and "micro-batches go through 2 stages" in page("pipeline")

@@ -25,12 +25,11 @@ def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, st
     share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
     moved = sum(transfer.nbytes for transfer in estimate.transfers)
     latency, bottleneck = estimate.latency_seconds, estimate.bottleneck_seconds
-    overlapped = rate(profile, bottleneck)
-    found = [
-        (what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency)),
-        ("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"),
-        ("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"),
-    ]
+    found = [(what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency))]
+    if bottleneck < latency * (1 - 1e-9):
+        overlapped = "" if profile.workload.training else rate(profile, bottleneck)  # steps can't overlap
+        found.append(("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"))
+    found.append(("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"))
     if moved:
         found.append(("Moved per pass", format_bytes(moved), f"{len(estimate.transfers)} tensors"))
     elif estimate.collective_seconds:
@@ -68,7 +67,7 @@ def sentences(plan: Plan, estimate: Estimate, profile: Profile) -> list[str]:
 
 
 def _how(plan: Plan, estimate: Estimate) -> str:
-    used = [device.name for device in estimate.devices if device.peak_bytes > 0]
+    used = [device.name for device in estimate.devices if device.compute_seconds > 0]
     if plan.mesh is not None:
         mesh = plan.mesh
         kinds = ((mesh.data, "replicas"), (mesh.pipeline, "stages"), (mesh.tensor, "tensor-parallel ranks"))
@@ -87,4 +86,6 @@ def _memory(estimate: Estimate) -> str:
         for part, nbytes in device_parts(device).items():
             totals[part] = totals.get(part, 0) + nbytes
     parts = sorted(((nbytes, part) for part, nbytes in totals.items() if nbytes), reverse=True)
-    return f"At their peaks the devices hold {', '.join(f'{format_bytes(n)} of {part}' for n, part in parts)}."
+    named = {"optimizer": "optimizer state", "streamed": "streamed parameters"}
+    said = ", ".join(f"{format_bytes(nbytes)} of {named.get(part, part)}" for nbytes, part in parts)
+    return f"At their peaks the devices hold {said}."

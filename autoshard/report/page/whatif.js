@@ -186,6 +186,7 @@ function result(devices, latency, bottleneck) {
     how.textContent = anew || !model.planned
       ? "Whole modules, in order, split anew so that the fullest device is as empty as it can be; devices of one machine."
       : "With the modules where the plan has them.";
+    if (model.guessed) how.textContent += " Some tensors grow as neither batch nor sequence does: they are taken in proportion.";
     rows.replaceChildren(...found.devices.map(([name, peak, memory, seconds]) => {
       const full = Math.max(memory, peak, 1), bar = make("div", {class: "bar", role: "img", "aria-label": `${name}: ${formatBytes(peak)} of ${formatBytes(memory)}`});
       const part = make("i", {style: `--c:${peak > memory ? "#b3261e" : "#3b7dd8"};width:${100 * peak / full}%`});

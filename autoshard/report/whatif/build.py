@@ -32,11 +32,13 @@ def what_if_data(
     dtypes = sorted(set(profile.op_dtypes) | {extra.dtype for extra in scaling.extra})
     classes, of_op, of_extra = _op_classes(profile, scaling, dtypes)
     plain = plan.mesh is None and not plan.cuts and not plan.streamed
+    grows = [any(monomial[i] for monomial in scaling.monomials) for i in range(3)]
     used = [device.name for device in estimate.devices if device.peak_bytes > 0]
     lead = cluster.device(used[0] if used else cluster.names[0])
     return {
         "sizes": [b or 1, s, max(total - s, 0)],
-        "vary": [b > 0, s > 0, s > 0 and total > s],
+        "vary": [b > 0 and grows[0], s > 0 and (grows[1] or grows[2]), s > 0 and total > s],
+        "guessed": scaling.guessed,
         "decodes": total > s,
         "pass": "Prompt and one token" if total > s else "Training step" if profile.workload.training else "One pass",
         "devices": len(used) or 1,
