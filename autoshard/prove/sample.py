@@ -7,6 +7,7 @@ twice or a norm left out.
 import copy
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
         values = tensor.detach().clone() if known else torch.zeros(tensor.shape, dtype=tensor.dtype)
     else:
         noise = torch.randn(tensor.shape, generator=generator)
-        fan_in = max(1, tensor[0].numel()) if tensor.dim() > 1 else 1
+        fan_in = max(1, prod(tensor.shape[1:]))
         values = noise / fan_in**0.5 if tensor.dim() > 1 else 0.5 + 0.25 * noise.abs()
         if tensor.dtype is torch.float64:
             values = values.double()

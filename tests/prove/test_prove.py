@@ -14,6 +14,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
+from autoshard.prove.sample import random_like
 from autoshard.sharding import Cut, even_shares
 from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Rescaled, Stack, Tied
 
@@ -186,3 +187,8 @@ def test_the_model_is_as_it_was():
         prover.prove(group, even_shares(group.size, 2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.many == 4 for module in model.blocks)
+
+
+def test_values_of_a_tensor_without_elements():
+    made = random_like(torch.empty(0, 16), torch.Generator())
+    assert made.shape == (0, 16)
