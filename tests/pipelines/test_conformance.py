@@ -85,11 +85,6 @@ def check(name, devices, schedules):
         assert not any(problems.values()), problems
 
 
-@pytest.mark.parametrize("name", ["llama-tied"])
-def test_a_planned_decoder_on_two_ranks(name):
-    check(name, 2, ["1f1b"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in HF_CASES])
 def test_two_ranks(name):

@@ -1,33 +1,63 @@
 """Stages whose parameters are cut over ranks, and replicas of pipelines: three optimizer steps as in one process."""
 
-from functools import partial
-
+import pytest
 import torch
 
 import autoshard
 from autoshard import Plan, Workload
+from autoshard.module_paths import is_below, parent
+from autoshard.nested import tensors_in
 from autoshard.plan import Mesh
+from tests.models.hf import HF_CASES
 from tests.pipelines.models import decoder
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
 
-MAKERS = {"decoder": partial(decoder, 2, 2)}
+CASES = {case.name: case for case in HF_CASES}
+MORE = ["llama-tied", "gpt2", "phi3", "gemma2", "bloom", "mixtral"]
 MESHES = {"pp x tp": Mesh(pipeline=2, tensor=2), "dp x pp": Mesh(data=2, pipeline=2)}
 
 
 def make(name):
+    """(model, stages, inputs, loss)."""
     torch.manual_seed(0)
-    model, stages, inputs = MAKERS[name]()
-    return model.train(), stages, inputs
+    if name == "decoder":
+        return *decoder(2, 2), None
+    case = CASES[name]
+    model, inputs = case.model(), case.inputs(8, 6)
+    return model, halves(model, case.layers), inputs, squares
+
+
+def halves(model, layers):
+    """Two stages: up to the first half of the layers, and the rest."""
+    stages, number = ([], []), 0
+    count = len(model.get_submodule(layers))
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        path = parent(name)
+        if is_below(path, layers):
+            index = path.removeprefix(f"{layers}.").split(".")[0]
+            path, number = f"{layers}.{index}", int(int(index) >= count // 2)
+        if path not in stages[number]:
+            stages[number].append(path)
+    return [[path for path in stage if path not in stages[1 - at] or not at] for at, stage in enumerate(stages)]
+
+
+def squares(output):
+    return next(tensor for _, tensor in tensors_in(output) if tensor.dim() == 3).square().mean()
 
 
 def plan_for(name, mesh):
-    model, stages, inputs = make(name)
+    model, stages, inputs, _ = make(name)
     cuts = ()
     if mesh.tensor > 1:
         workload = Workload(mode="training", batch_size=8)
         cuts = autoshard.plan(
-            model, f"{mesh.tensor}x1GiB", inputs=inputs, strategy="column-parallel", workload=workload
+            model,
+            f"{mesh.tensor}x1GiB",
+            inputs=inputs,
+            strategy="column-parallel",
+            objective="memory",
+            workload=workload,
         ).cuts
         assert cuts
     return plan_of(model, stages, 2, inputs, parts=2, schedule="1f1b", mesh=mesh, cuts=cuts).to_json()
@@ -46,7 +76,7 @@ def trained(plans):
     """Per plan, the losses of the part of the batch that this rank's replica has, and the whole model afterwards."""
     results = {}
     for key, (name, text) in plans.items():
-        model, _, inputs = make(name)
+        model, _, inputs, loss = make(name)
         plan = Plan.from_json(text)
         rank = torch.distributed.get_rank()
         replica = plan.mesh.place(rank)[0]
@@ -56,7 +86,7 @@ def trained(plans):
             for key, value in inputs.items()
         }
         autoshard.apply(model, plan)
-        runner = autoshard.schedule(model)
+        runner = autoshard.schedule(model, loss)
 
         def step(runner=runner, own=own):
             losses = []
@@ -74,12 +104,13 @@ def check(names, meshes):
     plans = {f"{name}, {mesh}": (name, plan_for(name, MESHES[mesh])) for name in names for mesh in meshes}
     found = run_ranks(trained, 4, plans)
     for key, (name, text) in plans.items():
-        model, _, inputs = make(name)
+        model, _, inputs, loss = make(name)
 
-        def step(model=model, inputs=inputs):
-            loss = model(**inputs)["loss"]
-            loss.backward()
-            return float(loss.detach())
+        def step(model=model, inputs=inputs, loss=loss):
+            output = model(**inputs)
+            value = loss(output) if loss else output["loss"]
+            value.backward()
+            return float(value.detach())
 
         wanted = list(steps(model, step))
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -95,5 +126,16 @@ def check(names, meshes):
                 assert torch.allclose(value, torch.from_numpy(rank[key][2][tensor]), atol=2e-4), (key, tensor)
 
 
-def test_a_decoder_on_four_ranks():
-    check(["decoder"], list(MESHES))
+def test_a_decoder_in_stages_that_are_cut():
+    check(["decoder"], ["pp x tp"])
+
+
+@pytest.mark.slow
+def test_replicas_of_a_decoder_in_stages():
+    check(["decoder"], ["dp x pp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_architectures(name):
+    check([name], list(MESHES))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 
 from tests.pipelines.models import decoder, skips, tied
@@ -32,6 +33,7 @@ def on_four():
     return {"decoder": differences(partial(decoder, 4, 4), 4, "1f1b"), "skips": differences(skips, 4, "gpipe")}
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one():
     for result in run_ranks(on_four, 4):
         assert not any(result.values()), result

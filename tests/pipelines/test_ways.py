@@ -79,7 +79,16 @@ def on_two():
     output = autoshard.schedule(model, squares).step(**inputs)
     own = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
     found = unlike("gradient", own.items(), [(name, wanted[name]) for name in own])
+    refused()
     return found if output is None else found + unlike("output", [("", output)], [("", reference)])
+
+
+def refused():
+    """A forward that decides by what it computes is refused."""
+    model, inputs = Decides(), {"x": torch.randn(4, 2, 4)}
+    autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs))
+    with pytest.raises(PlanError, match="decides by values that it computes"):
+        autoshard.schedule(model, squares).step(**inputs)
 
 
 def test_parts_go_their_own_way_and_gradients_are_kept_as_they_are():
@@ -101,16 +110,3 @@ def test_programs_run_modules_whole_and_ops_between():
     model, inputs = masked()
     (output,) = chained(model, inputs, [["first"], ["second"], ["third"]])
     assert torch.equal(output, model(**inputs))
-
-
-def on_two_undecided():
-    model = Decides()
-    inputs = {"x": torch.randn(4, 2, 4)}
-    autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs))
-    with pytest.raises(PlanError, match="decides by values that it computes"):
-        autoshard.schedule(model, squares).step(**inputs)
-    return True
-
-
-def test_a_forward_that_decides_by_what_it_computes_is_refused():
-    assert run_ranks(on_two_undecided, 2) == [True, True]
