@@ -181,7 +181,8 @@ class Figures:
         parameter, buffer = (float((np.ceil(sizes / block) * block).sum())
                              for sizes in (table.parameter_sizes, table.buffer_sizes))  # fmt: skip
         trained = [-(-size // block) * block for _, size in table.trained]
-        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if self.workload.training else 0
+        other = not first and not self.processes and self.count > 1  # there only the model itself is trained
+        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if self.workload.training and not other else 0
         optimizer, whole_gradient, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
         accelerator = not device.name.startswith("cpu")
         step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
@@ -197,8 +198,15 @@ class Figures:
         elif self.workload.training and self.count > 1 and self.processes:
             gradient = whole_gradient  # they are views of buckets, which stay
         if first:
-            transfer = self._merged_bytes(rows, block)
-        if self.workload.training and whole_gradient + left + step > gradient + activation + cache + transfer:
+            transfer = (1.0 - table.part(rows)) * table.input_bytes
+            merging = self._merging_bytes(rows, live)
+            if merging > activation + gradient + transfer:
+                activation, gradient, transfer = merging, 0.0, 0.0
+        if (
+            self.workload.training
+            and not other
+            and whole_gradient + left + step > gradient + activation + cache + transfer
+        ):
             gradient, activation, transfer, cache = whole_gradient, left + step - cache, 0.0, cache
         used = parameter + buffer + gradient + optimizer + activation + cache + transfer
         overhead = device.overhead_bytes if used else 0
@@ -210,10 +218,13 @@ class Figures:
             transfer_seconds=0.0,
         )  # fmt: skip
 
-    def _merged_bytes(self, rows: int, block: int) -> float:
-        """On the first device: the inputs of the others, and the outputs of all, which are made of copies."""
-        others = 1.0 - self.rows.part(rows)
-        return others * self.rows.input_bytes + (1.0 + others) * self.rows.output_bytes
+    def _merging_bytes(self, rows: int, live: np.ndarray) -> float:
+        """What lives on the first device as outputs become one: all inputs, all outputs twice, what backward needs."""
+        table, part = self.rows, self.rows.part(rows)
+        after = float(live[table.backward_begin - 1]) if table.backward_begin else 0.0
+        own = part * (table.input_bytes + table.output_bytes)
+        kept = max(0.0, after - own) if self.workload.training else 0.0
+        return kept + table.input_bytes + 2 * table.output_bytes
 
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 from autoshard.plan import Mesh, Plan, PlanDevice
 from autoshard.prove.batch import find_batch_axis
+from autoshard.replica_cost import estimate_replicas
 from autoshard.runtime.replicas import divided
 from autoshard.workload import Workload
 
@@ -65,7 +66,11 @@ def inputs(rows=8, length=5, labels=True):
 
 
 def replicated(model, given, devices, workload=TRAINING, shares=()):
-    plan = Plan(
+    return autoshard.apply(model, plan_for(model, given, devices, workload, shares))
+
+
+def plan_for(model, given, devices, workload, shares=()):
+    return Plan(
         strategy="data-parallel",
         objective="throughput",
         workload=workload,
@@ -74,7 +79,6 @@ def replicated(model, given, devices, workload=TRAINING, shares=()):
         mesh=Mesh(data=len(devices), shares=shares),
         batch=find_batch_axis(model, given, workload),
     )
-    return autoshard.apply(model, plan)
 
 
 def train(model, batches, lr=0.1):
@@ -125,6 +129,26 @@ def test_every_device_has_its_part(model, devices):
     with torch.no_grad():
         model(**inputs(6))
     assert all(devices.memory(name)[1] > held for name, held in zip(devices, before, strict=True))
+
+
+@pytest.mark.parametrize("mode, most", [("inference", 1.01), ("training", 1.15)])
+def test_predicted_peaks(model, devices, mode, most):
+    """In training an output that has gone to the first device is still counted where it was made."""
+    workload, given = Workload(mode=mode, optimizer="sgd"), inputs(24, 32)
+    model.train(mode == "training")
+    profile = autoshard.profile(model, given, workload=workload)
+    plan = plan_for(model, given, devices, workload)
+    figures = estimate_replicas(plan, profile, devices.cluster)
+    autoshard.apply(model, plan)
+    given = {name: tensor.to("cpu:0") for name, tensor in given.items()}
+    for _ in range(2):
+        devices.reset_peak()
+        with torch.set_grad_enabled(mode == "training"):
+            output = model(**given)
+        if mode == "training":
+            output["loss"].backward()
+    for device in figures.devices:
+        assert 0.98 < device.peak_bytes / devices.memory(device.name)[1] < most
 
 
 def test_nobody_sees_the_replicas(model, devices):
