@@ -33,10 +33,8 @@ Strategy = Callable[[Chain, Objective], Solution | None]
 STRATEGIES: dict[str, Strategy] = {
     "auto": auto, "sequential": sequential, "balanced": balanced, "balanced_low_0": balanced_low_0,
 }  # fmt: skip
-LATER = {
-    "pipeline": 'Use "balanced" with objective="throughput": it makes the slowest stage as fast as it can be.',
-    "data-parallel": 'Use "balanced" for one copy of the model, and torch\'s own DistributedDataParallel for several.',
-}
+PROVED = ("column-parallel", "pipeline", "data-parallel")
+"""Strategies that need the model itself: its cuts, or its batch, are proved on it."""
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
 """Most rounds of solving, checking exactly and giving a device that came out too full less to hold (2 above room 1)."""
@@ -157,15 +155,13 @@ def _plan(
 
 
 def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
-    if strategy == "column-parallel":
+    if strategy in PROVED:
         raise SpecError(
-            'strategy="column-parallel" proves its cuts on the model; a profile alone is not enough. '
+            f'strategy="{strategy}" proves on the model what it divides; a profile alone is not enough. '
             "Use autoshard.plan(model, devices, inputs=…)."
         )
-    if strategy in LATER:
-        raise SpecError(f'the strategy "{strategy}" is not there yet. {LATER[strategy]}')
     if strategy not in STRATEGIES:
-        raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join((*STRATEGIES, 'column-parallel'))}.")
+        raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join((*STRATEGIES, *PROVED))}.")
     if objective not in OBJECTIVES:
         raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
 

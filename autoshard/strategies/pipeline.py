@@ -67,6 +67,7 @@ def pipeline(
 
     Raises `SpecError` for numbers and names that make no sense, `PlanError` if nothing fits.
     """
+    processes = processes if processes > 1 else 0
     _check(cluster, batch, objective, num_microbatches, schedule, processes)
     computing = replace(cluster, devices=tuple(d for d in cluster.devices if d.name != "disk"))
     units = find_units(profile)
@@ -148,7 +149,7 @@ def choices_for(
     for positions in every:
         if positions > min(devices, lines.count):
             continue
-        parts = [num_microbatches] if num_microbatches else _parts(size, positions)
+        parts = [num_microbatches] if num_microbatches else _parts(size, positions, ragged=not processes)
         for order, name in enumerate(names):
             several = _PER_DEVICE if name == "interleaved" else (1,)
             for per_device in several:
@@ -167,9 +168,14 @@ def choices_for(
                                  per_device=per_device, order=order)  # fmt: skip
 
 
-def _parts(size: int, positions: int) -> list[int]:
-    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win."""
-    found = [m for m in range(1, size + 1) if size % m == 0 and m <= max(_MOST_PARTS * positions, 1)]
+def _parts(size: int, positions: int, *, ragged: bool) -> list[int]:
+    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win.
+
+    Where the last ones may be smaller (`ragged`), also those that the positions divide.
+    """
+    found = [m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions]
+    if ragged:
+        found = sorted({*found, *(m for m in (positions, 2 * positions, 4 * positions) if m <= size)})
     return found if len(found) <= 8 else found[-8:]
 
 

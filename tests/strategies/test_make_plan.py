@@ -146,9 +146,9 @@ def test_training_never_parts_tied_weights(profiles) -> None:
     ("settings", "message"),
     [
         ({"strategy": "fastest"}, "unknown strategy 'fastest': use one of auto, sequential, balanced, balanced_low_0"),
-        ({"strategy": "pipeline"}, 'not there yet. Use "balanced" with objective="throughput"'),
+        ({"strategy": "pipeline"}, "proves on the model what it divides"),
         ({"strategy": "column-parallel"}, "a profile alone is not enough"),
-        ({"strategy": "data-parallel"}, "not there yet"),
+        ({"strategy": "data-parallel"}, "a profile alone is not enough"),
         ({"objective": "beauty"}, "unknown objective 'beauty': use one of latency, throughput, memory"),
         ({"pins": {"haed": "cpu:0"}}, "no module or tensor of that name. Did you mean 'head'?"),
         ({"max_memory": {"cpu:9": 5}}, "max_memory names cpu:9; the devices are cpu:0, cpu:1"),

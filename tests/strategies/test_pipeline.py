@@ -111,3 +111,13 @@ def test_an_estimate_is_never_below_its_bound(training):
         plan = planned(training, processes=processes, num_microbatches=8)
         figures = estimate_pipeline(plan, training, parse_devices("4xA100-40GB"), processes=processes > 0)
         assert figures.lower_bound_seconds <= figures.latency_seconds * (1 + 1e-9) and figures.fits
+
+
+def test_a_batch_that_nothing_divides_is_cut_raggedly_in_one_process_only():
+    profile = profile_of(Decoder(width=256).eval(), 7, 64)
+    cluster = parse_devices("2xA100-40GB")
+    cluster = replace(cluster, devices=tuple(replace(device, launch_seconds=0.0) for device in cluster.devices))
+    plan = pipeline(profile, cluster, batch_of(7))
+    assert plan.num_microbatches in (2, 4, 7)
+    with pytest.raises(SpecError, match="Use 1 micro-batches"):
+        pipeline(profile, cluster, batch_of(7), num_microbatches=2, processes=2)
