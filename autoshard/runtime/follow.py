@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard.module_paths import above, join
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.shown import Shown
+from autoshard.runtime.shown import Shown, call_back, send_away
 from autoshard.runtime.stage_calls import Follower, Following, divide_of
 from autoshard.runtime.stage_moves import Wire
 
@@ -34,6 +34,8 @@ class Installed:
         """Give every module its own forward and tensors back."""
         model = self.model()
         for module in () if model is None else model.modules():
+            for parameter in vars(module)["_parameters"].values():
+                call_back(parameter)
             for kind in _KINDS:
                 if type(vars(module)[kind]) is Shown:
                     vars(module)[kind] = dict(vars(module)[kind].items())
@@ -56,6 +58,8 @@ def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int])
     outermost, mixed = _places(model, positions)
     followers = []
     for path, module in model.named_modules():
+        for parameter in vars(module)["_parameters"].values():
+            send_away(parameter, record)
         for kind in _KINDS:
             tensors = vars(module)[kind]
             if tensors:

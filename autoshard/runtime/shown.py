@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remote_tensor import StageTensor, staged
 from autoshard.runtime.shape_rules import shape_of
 from autoshard.runtime.stage_moves import Wire
@@ -63,3 +65,31 @@ class Shown(dict):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
+
+
+class Away(nn.Parameter):
+    """A parameter of another position, on meta: it says that it is where this process computes.
+
+    `inputs.to(model.device)` is common, and means the device of the first parameter.
+    """
+
+    record: PipelineRecord
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        record = vars(self).get("record")
+        return torch.device("meta") if record is None or record.silent else record.device
+
+
+def send_away(parameter: Any, record: PipelineRecord) -> None:
+    """Let a parameter that is on meta say that it is here."""
+    if type(parameter) is nn.Parameter and parameter.is_meta:
+        parameter.__class__ = Away
+        parameter.record = record  # type: ignore[attr-defined]
+
+
+def call_back(parameter: Any) -> None:
+    """Undo `send_away`."""
+    if type(parameter) is Away:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        del parameter.record

@@ -30,7 +30,6 @@ from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remembered import Remembered
 from autoshard.runtime.remote_tensor import (
     StageTensor,
-    reads_values,
     run_at,
     staged,
     tensors_of,
@@ -38,24 +37,9 @@ from autoshard.runtime.remote_tensor import (
     written_of,
 )
 from autoshard.runtime.shape_rules import shape_of
-from autoshard.runtime.stage_moves import Wire
+from autoshard.runtime.stage_moves import Kind, Wire
 from autoshard.runtime.state import Division
 from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes, run_composite
-
-
-@dataclass(slots=True)
-class Kind:
-    """What is known of calls of one module with one kind of arguments.
-
-    Attributes:
-        reads: Python reads values, or shapes that depend on them; `writes`: arguments are written into.
-        may_draw: there are ops that can draw random numbers (attention, with its dropout); `draws`: they do.
-    """
-
-    reads: bool = False
-    may_draw: bool = False
-    draws: bool = False
-    writes: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,8 +92,6 @@ class _Follow(TorchDispatchMode):
                     return self._on_ordinary(func, args, kwargs)
                 self._note_write(one)
         self.kind.may_draw |= traits.draws
-        if reads_values(func, args):
-            self.kind.reads = True
         result = run_at(self.wire, self.position, func, args, kwargs)
         if key is not None:
             self.remembered.keep(key, result)
@@ -223,10 +205,9 @@ class Follower:
         key = _kind_of(args, kwargs)
         kind = self.kinds.get(key)
         watched = kind is None or kind.reads or kind.draws
-        if kind is None:
-            kind = self.kinds[key] = Kind()
-        before = wire.inside, wire.watched, wire.path
-        wire.inside, wire.watched, wire.path = position, watched, self.path
+        kind = kind or Kind()
+        before = wire.inside, wire.watched, wire.path, wire.kind
+        wire.inside, wire.watched, wire.path, wire.kind = position, watched, self.path, kind
         here = position == wire.position
         entry = Entry(wire, position, plain=here and not watched)
         generator = torch.get_rng_state() if here and watched else None
@@ -245,7 +226,7 @@ class Follower:
                     stack.enter_context(_values_told(wire, position))
                 output = forward(*given_args, **given_kwargs)
         finally:
-            wire.inside, wire.watched, wire.path = before
+            wire.inside, wire.watched, wire.path, wire.kind = before
         output = entry.taken_out(output)
         if here and watched:
             change_kept((args, kwargs), _plain)
@@ -256,6 +237,7 @@ class Follower:
             wire.share_generator(position)
         if kind.writes:
             entry.written()
+        self.kinds[key] = kind
         return output
 
 

@@ -11,6 +11,7 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +33,27 @@ _DTYPES = sorted(
 _SEED_BYTES = 64 << 10  # integers up to this size are compared between processes
 
 
+@dataclass(slots=True)
+class Kind:
+    """What is known of calls of one module with one kind of arguments.
+
+    Attributes:
+        reads: Python reads values, or shapes that depend on them; `writes`: arguments are written into.
+        may_draw: there are ops that can draw random numbers (attention, with its dropout); `draws`: they do.
+    """
+
+    reads: bool = False
+    may_draw: bool = False
+    draws: bool = False
+    writes: bool = False
+
+
 class Wire:
     """What this process needs to follow the others, and they it.
 
     Attributes:
-        inside: position whose module is running in every process, None in code between modules; `path` of the module;
-            `watched`: all its ops are seen, in every process.
+        inside: position whose module is running in every process, None in code between modules; `path` of the module,
+            `kind` of its call; `watched`: all its ops are seen, in every process.
         runs: forwards begun so far; `depth`: calls of the model's modules in progress.
     """
 
@@ -48,7 +64,7 @@ class Wire:
         self.control = control
         self.rules, self.remembered = ShapeRules(), Remembered()
         self.inside: int | None = None
-        self.watched, self.path = False, ""
+        self.watched, self.path, self.kind = False, "", Kind()
         self.runs = 0
         self.depth = 0
         self.seed = 0
@@ -141,6 +157,8 @@ class Wire:
                 f"Python reads values of a tensor in this call of {self.path}, which it did not in others like it. Use "
                 "arguments of one kind, or a plan without a pipeline."
             )
+        if self.inside is not None:
+            self.kind.reads = True
         data = pickle.dumps(word) if position == self.position else b""
         first = bytearray(_WORD_BYTES)
         first[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")

@@ -26,7 +26,7 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
-from autoshard.runtime.follow import install
+from autoshard.runtime.follow import Installed, install
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
 from autoshard.sharding import Cut
@@ -94,6 +94,9 @@ def remove_stages(model: nn.Module) -> nn.Module:
         raise ApplyError("nothing to remove: this model is not divided into stages.")
     if cut_record(model) is not None:
         remove_cuts(model)
+    for handle in record.handles:
+        if isinstance(handle, Installed):
+            handle.remove()
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])

@@ -117,6 +117,7 @@ def refusals(model: nn.Module, x: torch.Tensor) -> None:
     with pytest.raises(ApplyError, match=r"autoshard\.schedule\(model, loss\)"):
         model(x)
     model.eval()
+    assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
     with pytest.raises(RankError, match="without values"):
         model(x.to("meta"))
 
