@@ -18,6 +18,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import join_leaves, tensors_in
 from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge, split, split_rows
+from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
 from autoshard.runtime.losses import (
     Loss,
@@ -106,6 +107,11 @@ class LocalSchedule:
         for hook in torch_private.forward_pre_hooks(self.model):
             if isinstance(hook, RootHook):
                 return hook.runtime
+        if is_applied(self.model):
+            raise ApplyError(
+                "the plan that is applied to this model has no micro-batches here. Call the model and loss.backward() "
+                "as without a plan."
+            )
         raise ApplyError(
             "a schedule runs a model to which a plan is applied: call autoshard.apply(model, plan) first, with "
             'strategy="pipeline".'

@@ -7,7 +7,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError, SpecError
+from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime.copies import Copies
+from autoshard.sharding import Action, Cut, Shard
 from tests.runtime.pipelines import VOCAB, pipeline, sentences, words
 
 
@@ -225,3 +227,22 @@ def test_what_makes_no_sense_is_refused():
             autoshard.schedule(model, lambda output, target: output["logits"]).step(
                 inputs["ids"], target=inputs["labels"]
             )
+
+
+def test_a_plan_without_micro_batches_says_how_to_train():
+    """Parameters cut over ranks: every call of the model runs on all of them."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    cut = Cut(
+        blocks=("0",), size=4, shares=(2, 2),
+        shards=(Shard(name="weight", dim=0, axis="*4"), Shard(name="bias", dim=0, axis="*4")),
+        actions=(Action(kind="gather", module="", axis="*4", dim=1),),
+    )  # fmt: skip
+    devices = tuple(PlanDevice(name=f"cpu:{index}", memory_bytes=1 << 20) for index in range(2))
+    plan = Plan(
+        strategy="column-parallel", objective="latency", workload=autoshard.Workload(), devices=devices,
+        placements={"": "cpu:0"}, cuts=(cut,),
+    )  # fmt: skip
+    with autoshard.simulate("2x1MiB"):
+        autoshard.apply(model, plan)
+        with pytest.raises(ApplyError, match="has no micro-batches here"):
+            autoshard.schedule(model)
