@@ -183,7 +183,8 @@ def gathered_blocks(graph: ModelGraph) -> list[str]:
     for names in graph.tied():  # one that is registered in two places belongs to both
         homes = {block_of.get(name, "") for name in names}
         foreign |= homes if len(homes) > 1 else set()
-    return [path for path in paths if path not in foreign | _beside_one_another(graph, paths)]
+    foreign |= _beside_one_another(graph, paths)
+    return [path for path in paths if path not in foreign]
 
 
 def _beside_one_another(graph: ModelGraph, paths: Sequence[str]) -> set[str]:
