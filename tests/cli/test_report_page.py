@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from autoshard.cli.main import app
 from autoshard.report.whatif import predict
+from tests.report.test_whatif import cut
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -157,6 +158,10 @@ def test_sliders_are_pythons_formula(browser, report):
             assert got[name] == pytest.approx(want[name], rel=1e-9)
         for mine, theirs in zip(want["devices"], got["devices"], strict=True):
             assert theirs[0] == mine[0] and theirs[1:] == pytest.approx(mine[1:], rel=1e-9)
+    ranks = cut("inference")[2]
+    for sizes in ((1, 16, 0), (64, 500, 0)):
+        want, got = predict(ranks, *sizes), page.evaluate("([d, ...at]) => predict(d, ...at)", [ranks, *sizes])
+        assert got["latency"] == pytest.approx(want["latency"], rel=1e-9)
     slider = page.locator("#w-batch")
     before = page.inner_text("#whatif-body .figures")
     slider.focus()

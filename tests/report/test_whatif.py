@@ -81,11 +81,40 @@ def test_a_faster_card_is_faster_and_a_small_one_does_not_fit():
     assert predict(data, 4096, 65536, 0, kind="T4", count=1)["fits"] is False
 
 
-def test_plans_of_another_kind_can_be_split_anew_only():
-    profile, cluster = profiled(1, 16), parse_devices("2xT4")
-    plan = autoshard.plan(Net(), cluster, inputs=torch.zeros(1, 16, dtype=torch.long), strategy="column-parallel",
-                          objective="memory")  # fmt: skip
+CUT = 0.03
+"""How near the seconds of ranks are: what an op of a rank moves is taken to grow as what the whole op moves does."""
+
+
+def cut(mode):
+    cluster = parse_devices("2xA100-40GB")
+    inputs, workload = torch.zeros(1, 16, dtype=torch.long), Workload(batch_size=1, sequence_length=16, mode=mode)
+    plan = autoshard.plan(Net().train(mode == "training"), cluster, inputs=inputs, workload=workload,
+                          strategy="column-parallel", objective="memory")  # fmt: skip
+    assert plan.cuts
+    profile = profiled(1, 16, mode)
+    scaling = find_scaling(profile, profiled(3, 8, mode))
+    data = what_if_data(plan, autoshard.estimate(plan, profile, cluster), profile, cluster, scaling)
+    return plan, cluster, json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_ranks_at_other_sizes_are_near_the_estimate_there(mode):
+    plan, cluster, data = cut(mode)
+    for batch, length in ((1, 16), (1, 64), (4, 16)):
+        found = predict(data, batch, length, 0)
+        want = autoshard.estimate(plan, profiled(batch, length, mode), cluster)
+        near = 1e-9 if (batch, length) == (1, 16) else CUT
+        assert found["latency"] == pytest.approx(want.latency_seconds, rel=near)
+        for row, device in zip(found["devices"], want.devices, strict=True):
+            assert row[1] == pytest.approx(device.peak_bytes, rel=MEMORY, abs=512 * 64)
+            assert row[3] == pytest.approx(device.compute_seconds, rel=near)
+
+
+def test_pipelines_can_be_split_anew_only():
+    cluster, workload = parse_devices("2xT4"), Workload(batch_size=4, sequence_length=16)
+    inputs = torch.zeros(4, 16, dtype=torch.long)
+    plan = autoshard.plan(Net(), cluster, inputs=inputs, workload=workload, strategy="pipeline", num_microbatches=2)
+    profile = profiled(4, 16)
     estimate = autoshard.estimate(plan, profile, cluster)
-    data = what_if_data(plan, estimate, profile, cluster, find_scaling(profile, profiled(3, 8)))
-    assert (data["planned"] is None) == bool(plan.cuts)
-    assert predict(data, 1, 16, 0)["fits"]
+    data = what_if_data(plan, estimate, profile, cluster, find_scaling(profile, profiled(12, 8)))
+    assert data["planned"] is None and predict(data, 4, 16, 0)["fits"]

@@ -42,7 +42,7 @@ function sumOf(counts, seconds) {
 
 function planned(data, values) {
   const devices = [], incoming = data.planned.devices.map(() => 0);
-  let latency = 0, bottleneck = 0;
+  let latency = 0, bottleneck = 0, slowest = 0;
   for (const [target, delay, bandwidth, count, terms] of data.planned.transfers) {
     const seconds = count * delay + polynomial(terms, values) / bandwidth;
     incoming[target] += seconds;
@@ -55,8 +55,28 @@ function planned(data, values) {
     devices.push([device.name, peak, device.memory, seconds]);
     latency += seconds;
     bottleneck = Math.max(bottleneck, seconds + incoming[number]);
+    slowest = Math.max(slowest, seconds);
   });
+  if (data.planned.collectives !== null) {  // ranks work at the same time
+    latency = slowest + collectives(data.planned.collectives, values);
+    bottleneck = latency;
+  }
   return result(devices, latency, bottleneck);
+}
+
+function collectives(rows, values) {
+  let total = 0;
+  for (const [count, ways, terms] of rows) {
+    const nbytes = polynomial(terms, values);
+    let best = Infinity;
+    for (const lines of ways) {
+      let slowest = 0;
+      for (const [delay, perByte] of lines) slowest = Math.max(slowest, delay + perByte * nbytes);
+      best = Math.min(best, slowest);
+    }
+    total += count * best;
+  }
+  return total;
 }
 
 function splitAnew(data, values, hardware, count) {
@@ -185,7 +205,7 @@ function result(devices, latency, bottleneck) {
     }
     how.textContent = anew || !model.planned
       ? "Whole modules, in order, split anew so that the fullest device is as empty as it can be; devices of one machine."
-      : "With the modules where the plan has them.";
+      : data.whatif.planned.collectives ? "With the cuts that the plan makes." : "With the modules where the plan has them.";
     if (model.guessed) how.textContent += " Some tensors grow as neither batch nor sequence does: they are taken in proportion.";
     rows.replaceChildren(...found.devices.map(([name, peak, memory, seconds]) => {
       const full = Math.max(memory, peak, 1), bar = make("div", {class: "bar", role: "img", "aria-label": `${name}: ${formatBytes(peak)} of ${formatBytes(memory)}`});

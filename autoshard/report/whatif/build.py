@@ -16,6 +16,7 @@ from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling, powers
 from autoshard.report.whatif.moments import front, live_vectors
+from autoshard.report.whatif.ranks import Table, ranks
 from autoshard.report.whatif.sparse import counted, terms
 from autoshard.report.whatif.units import unit_kinds
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
@@ -26,7 +27,8 @@ def what_if_data(
 ) -> dict[str, Any]:
     """Return what `predict` takes, as plain data for JSON.
 
-    Plans that place modules keep their division; for others only the model split anew can be computed.
+    Plans that place modules, or cut parameters in one machine, keep their division; for others there is only the model
+    split anew.
     """
     b, s, total = scaling.sizes
     dtypes = sorted(set(profile.op_dtypes) | {extra.dtype for extra in scaling.extra})
@@ -35,6 +37,13 @@ def what_if_data(
     grows = [any(monomial[i] for monomial in scaling.monomials) for i in range(3)]
     used = [device.name for device in estimate.devices if device.peak_bytes > 0]
     lead = cluster.device(used[0] if used else cluster.names[0])
+    table = [terms(row) for row in scaling.table]
+    own: dict[str, Any] | None = None
+    if plain:
+        own = _planned(plan, estimate, profile, cluster, scaling, dtypes, of_op, of_extra)
+    elif plan.cuts and plan.mesh is None:
+        added = Table(table, classes, of_op, of_extra, lambda device: _rates(device, dtypes))
+        own = ranks(plan, estimate, profile, cluster, scaling, added)
     return {
         "sizes": [b or 1, s, max(total - s, 0)],
         "vary": [b > 0 and grows[0], s > 0 and (grows[1] or grows[2]), s > 0 and total > s],
@@ -43,9 +52,9 @@ def what_if_data(
         "pass": "Prompt and one token" if total > s else "Training step" if profile.workload.training else "One pass",
         "devices": len(used) or 1,
         "monomials": [list(monomial) for monomial in scaling.monomials],
-        "table": [terms(row) for row in scaling.table],
+        "table": table,
         "ops": classes,
-        "planned": _planned(plan, estimate, profile, cluster, scaling, dtypes, of_op, of_extra) if plain else None,
+        "planned": own,
         "units": unit_kinds(profile, scaling, of_op, of_extra),
         "hardware": _hardware(lead, cluster, dtypes),
     }
@@ -105,7 +114,7 @@ def _planned(
                 **_rates(device, dtypes),
             }
         )
-    return {"devices": devices, "transfers": _transfers(moves, profile, cluster, scaling)}
+    return {"devices": devices, "transfers": _transfers(moves, profile, cluster, scaling), "collectives": None}
 
 
 def _transfers(moves: Flow, profile: Profile, cluster: Cluster, scaling: Scaling) -> list[list[Any]]:

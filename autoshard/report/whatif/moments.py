@@ -10,16 +10,19 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling
 
 
-def live_vectors(profile: Profile, moves: Flow, scaling: Scaling, index: int, device: Device) -> np.ndarray:
+def live_vectors(
+    profile: Profile, moves: Flow, scaling: Scaling, index: int, device: Device, *, whole: Profile | None = None
+) -> np.ndarray:
     """Return [moments, monomials] bytes live on a device whenever something is born, and at the optimizer's step.
 
-    What does not change with the sizes is rounded up to the device's blocks, as allocations are.
+    What does not change with the sizes is rounded up to the device's blocks, as allocations are. `whole`: what
+    `scaling` is of, if `profile` is a part of it.
     """
-    rows, graph = moves.buffers, profile.graph
+    rows = moves.buffers
     mine = np.flatnonzero(rows.device == index)
-    whole = np.array([max(storage.nbytes, 1) for storage in graph.storages], np.float64)
+    sizes = np.array([max(storage.nbytes, 1) for storage in (whole or profile).graph.storages], np.float64)
     vectors = scaling.table[scaling.storage[rows.storage[mine]]]
-    vectors = vectors * (rows.nbytes[mine] / whole[rows.storage[mine]])[:, None]
+    vectors = vectors * (rows.nbytes[mine] / sizes[rows.storage[mine]])[:, None]
     fixed = ~vectors[:, 1:].any(axis=1)
     vectors[fixed, 0] = -(-vectors[fixed, 0] // device.block_bytes) * device.block_bytes
     born, last = rows.born[mine].astype(float), rows.died[mine].astype(float) - 1

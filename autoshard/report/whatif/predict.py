@@ -77,7 +77,7 @@ def _planned(data: Mapping[str, Any], values: Sequence[float]) -> dict[str, Any]
         seconds = count * delay + _polynomial(terms, values) / bandwidth
         incoming[target] += seconds
         latency += seconds
-    bottleneck = 0.0
+    bottleneck, slowest = 0.0, 0.0
     for number, device in enumerate(data["planned"]["devices"]):
         seconds = _sum(device["ops"], _op_seconds(data, values, device)) + device["optimizer"] / device["bandwidth"]
         peak = _largest(device["front"], values)
@@ -85,7 +85,26 @@ def _planned(data: Mapping[str, Any], values: Sequence[float]) -> dict[str, Any]
         devices.append([device["name"], peak, device["memory"], seconds])
         latency += seconds
         bottleneck = max(bottleneck, seconds + incoming[number])
+        slowest = max(slowest, seconds)
+    if data["planned"]["collectives"] is not None:  # ranks work at the same time
+        latency = slowest + _collectives(data["planned"]["collectives"], values)
+        bottleneck = latency
     return _result(devices, latency, bottleneck)
+
+
+def _collectives(rows: Sequence[Sequence[Any]], values: Sequence[float]) -> float:
+    """Seconds of all of them: each in its cheapest way, as long as the slowest link takes."""
+    total = 0.0
+    for count, ways, terms in rows:
+        nbytes = _polynomial(terms, values)
+        best = float("inf")
+        for lines in ways:
+            slowest = 0.0
+            for delay, per_byte in lines:
+                slowest = max(slowest, delay + per_byte * nbytes)
+            best = min(best, slowest)
+        total += count * best
+    return total
 
 
 def _split_anew(
