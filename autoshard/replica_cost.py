@@ -198,7 +198,8 @@ class Figures:
         elif self.workload.training and self.count > 1 and self.processes:
             gradient = whole_gradient  # they are views of buckets, which stay
         if first:
-            transfer = (1.0 - table.part(rows)) * table.input_bytes
+            held = table.input_bytes + (table.output_bytes if self.workload.training else 0)  # whole during backward
+            transfer = (1.0 - table.part(rows)) * held
             merging = self._merging_bytes(rows, live)
             if merging > activation + gradient + transfer:
                 activation, gradient, transfer = merging, 0.0, 0.0
