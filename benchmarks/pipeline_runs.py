@@ -99,7 +99,7 @@ def one_case(
     """Return measured / simulated seconds of a step."""
     count = RANKS * per_device
     mine = range(rank, count, RANKS)
-    modules = {i: stage_module(4 * widths[i], 4 // per_device) for i in mine}
+    modules = {i: stage_module(widths[i], 4 // per_device) for i in mine}
     figures: list[tuple[int, float, float]] = []
     for turn in range(per_device):
         i = rank + turn * RANKS
