@@ -9,7 +9,7 @@ One walk over all ops of a graph that was captured with `composite=True`. An op 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.axes.axis import Axis, Leaf, describe, leaves
+from autoshard.axes.axis import Axis, Leaf, describe, leaves, resolve
 from autoshard.axes.walk import Walk, name_of, where
 from autoshard.capture.graph import Call, ModelGraph
 
@@ -59,9 +59,11 @@ def walk_all(graph: ModelGraph) -> BatchWalk:
 
 
 def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
-    """Follow the major leaf of a dimension of a value; None where there is none, as in a dimension of size 1."""
+    """Follow the major leaf of a dimension of a value; None where there is none, as in one of size 1, or of which some
+    op took the first rows."""
     axes = walk.axes.get(value, ())
-    leaf = next(iter(leaves(axes[dim])), None) if dim < len(axes) else None
+    factor = next(iter(resolve(axes[dim])), None) if dim < len(axes) else None
+    leaf = factor if isinstance(factor, Leaf) else None
     if leaf is None:
         return None
     graph = walk.graph

@@ -74,7 +74,7 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
     """
     with torch.random.fork_rng(devices=[]):
         question = _question(model, inputs, workload, graph)
-        refused, tried = "", -1
+        refused, packed, tried = "", "", -1
         for batch, rows in _guesses(question):
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed
                 continue
@@ -84,9 +84,10 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
                 refused = refused or f"{_named(question, rows, error)}{error}"
                 tried = batch.inputs[0].dim
             except NotRun as error:
-                refused = refused or f"with other rows the model could not be run: {error}{_packed(question, batch)}"
+                refused = refused or f"with other rows the model could not be run: {error}"
+                packed = packed or _packed(question, batch)
     name = type(model).__name__
-    raise PlanError(f"the batch of {name} can't be divided: {refused or 'no input has a dimension for it'}.")
+    raise PlanError(f"the batch of {name} can't be divided: {refused or 'no input has a dimension for it'}{packed}.")
 
 
 def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
@@ -94,7 +95,8 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
     forward = replace(workload, mode="inference", new_tokens=0)
     calls = [as_call(inputs, model)] if inputs is not None else derive_inputs(model, workload)
     refused: CaptureError | None = None
-    for args, kwargs in calls:
+    for given in calls:
+        args, kwargs = _apart(given)
         try:
             if graph is None or not _is_of(graph, (args, kwargs)):
                 graph = capture(model, kwargs or args, workload=forward, composite=True)
@@ -114,9 +116,23 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
     raise refused
 
 
+def _apart(given: Call) -> Call:
+    """The same arguments with a tensor of its own in every place: `labels=ids` are labels, and `ids` are not."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        known = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.clone() if known else tensor
+
+    return nested.map_tensors(given, own)
+
+
 def _is_of(graph: ModelGraph, given: Call) -> bool:
+    """Whether a run was recorded with such arguments, and each of its inputs is a value of its own."""
     shapes = [tuple(tensor.shape) for _, tensor in nested.tensors_in(given)]
-    return shapes == [graph.values[value].shape for value in graph.inputs]
+    found = [graph.values[value].shape for value in graph.inputs]
+    return shapes == found and len(set(graph.inputs)) == len(graph.inputs)
 
 
 def _packed(question: Question, batch: BatchAxis) -> str:
@@ -128,7 +144,7 @@ def _packed(question: Question, batch: BatchAxis) -> str:
         if path in uneven or (path in batch.whole and tensor.dim() > 1 and tensor.shape[0] > batch.size)
     ]
     listed = " and ".join(found)
-    return f". No dimension of {listed} is the batch: are its rows packed one after the other?" if found else ""
+    return f". No dimension of {listed} is the batch: its rows may be packed one after the other" if found else ""
 
 
 def _guesses(question: Question) -> Iterator[tuple[BatchAxis, Rows | None]]:
@@ -219,8 +235,10 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         except Mixed as error:
             error.division = division
             raise
-        known, ran = _for_rows(one.ways, batch.size), ran or division
+        known = _for_rows(one.ways, batch.size)
         checked.append(one)
+        if not are_alike(bound, division.batch.inputs, count):  # which would show nothing by themselves
+            ran = ran or division
     if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
     outputs = tuple(ways[0] for ways in known.values())

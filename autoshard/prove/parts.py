@@ -123,6 +123,7 @@ def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | Non
             what = f"a part of {part.rows} of {sum(division.rows)} rows can't be run"
             raise Mixed(f"{what}: {_in_short(error)}") from error
     outputs = [result.output for result in results]
+    _refuse_without_numbers(whole.output)
     found = find_outputs(whole.output, outputs, division, known)
     written = _check_written(whole, results)
     if trial.training:
@@ -131,6 +132,13 @@ def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | Non
         with trial.weights:
             _check_gradients(trial.model, whole.output, merged)
     return Checked(ways=found, written=tuple(written), draws=whole.draws)
+
+
+def _refuse_without_numbers(output: Any) -> None:
+    """Where nothing is finite nothing can be compared. Raises `NotRun`."""
+    for path, tensor in nested.tensors_in(output):
+        if tensor.is_floating_point() and tensor.numel() and not tensor.isfinite().any():
+            raise NotRun(f"{path or 'the output'} has no finite number in it")
 
 
 def find_outputs(

@@ -45,7 +45,7 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
 def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, seed: int) -> dict[str, Any]:
     """Give every row other values of the same kind: other numbers, single integers in other places.
 
-    Where that leaves rows alike, as in a batch of zeros, row `r` of integers is `r` larger.
+    Where that leaves rows alike, as in a batch of zeros or ones, row `r` of integers is `r` larger.
     """
     generator = torch.Generator().manual_seed(seed)
     made = dict(bound)
@@ -63,7 +63,9 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, se
         for item in inputs:
             tensor = tensor_at(made, item.path)
             assert tensor is not None
-            if not is_mask(tensor) and not tensor.is_floating_point() and item.axis == f"*{rows}":
+            if tensor.is_floating_point():
+                made = replace_at(made, item.path, _random_as(tensor, generator))
+            elif tensor.dtype is not torch.bool and item.axis == f"*{rows}":
                 more = torch.arange(rows, dtype=tensor.dtype).view(-1, *[1] * (tensor.dim() - item.dim - 1))
                 made = replace_at(made, item.path, tensor + more)
     return made

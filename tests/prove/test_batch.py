@@ -77,6 +77,24 @@ def test_a_loss_is_weighted_by_the_labels_that_count():
     assert is_equal_in_parts(Decoder(), {"input_ids": tokens(3, 8), "labels": labels}, batch, (1, 2))
 
 
+def test_a_tensor_that_is_given_twice_is_two_inputs():
+    ids = tokens(3, 8)
+    loss = next(one for one in found(Decoder(), {"input_ids": ids, "labels": ids}).outputs if one.path == "loss")
+    assert (loss.how, loss.weights) == ("weighted", "labels")
+
+
+def test_rows_that_are_alike_and_numbers_that_are_none_prove_nothing():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            if (x[0] != x).any():
+                raise ValueError("rows must be alike")
+            return super().forward(x).mean()
+
+    assert "rows must be alike" in refused(Fixed(6, 6), torch.ones(3, 6))
+    nowhere = Small(lambda self, x: self.linear(x).mean() * float("nan"))
+    assert "no finite number" in refused(nowhere, torch.randn(3, 6))
+
+
 def test_a_loss_that_is_summed_up():
     batch = found(Decoder(reduction="sum"), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
     assert ways(batch) == {"logits": "cat", "loss": "sum"}
@@ -136,6 +154,11 @@ def test_rows_that_are_picked_by_their_number():
     assert ways(found(Small(last), torch.randn(3, 5, 6))) == {"": "cat"}
 
 
+def test_a_look_at_the_first_row_is_no_mixing():
+    model = Small(lambda self, x: self.linear(x) + 0 * x[0].detach().sum() if x[0].shape else x)
+    assert rows(found(model, torch.randn(3, 6))) == {"x": (0, "*3")}
+
+
 def test_random_numbers_are_no_mixing():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
     assert "draws random numbers" in found(model, torch.randn(4, 6)).proof
@@ -144,7 +167,9 @@ def test_random_numbers_are_no_mixing():
 
 def test_a_batch_of_zeros_is_proved_on_other_numbers():
     assert rows(found(Decoder(), {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}))
+    assert rows(found(Decoder(), {"input_ids": torch.ones(2, 8, dtype=torch.int64)}))
     assert "mixes its rows" in refused(Small(lambda self, x: self.linear(x) - x.mean(0)), torch.zeros(2, 6))
+    assert "mixes its rows" in refused(Small(lambda self, x: self.linear(x) - x.mean(0)), torch.ones(2, 6))
 
 
 def test_buffers_that_all_parts_write_alike():
