@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.errors import SpecError
+from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.workload import Workload
 
@@ -158,7 +158,10 @@ def _auto(request: Request) -> Plan:
         return place(request, "auto")
     from autoshard.strategies.compare import explained
 
-    return explained(compare(request))
+    try:
+        return explained(compare(request))
+    except PlanError:
+        return place(request, "auto")  # says what would help
 
 
 def candidates_of(request: Request) -> "list[Candidate]":
@@ -189,15 +192,15 @@ def candidates_of(request: Request) -> "list[Candidate]":
 def _place_for_passes(request: Request) -> Plan:
     """The best placement; training steps can't overlap, so that their throughput is that of one after the other."""
     if request.objective == "throughput" and request.profile.workload.training:
-        return dataclasses.replace(place(request, "auto", objective="latency"), objective="throughput")
-    return place(request, "auto")
+        return dataclasses.replace(place(request, "auto", objective="latency", advise=False), objective="throughput")
+    return place(request, "auto", advise=False)
 
 
-def place(request: Request, strategy: str, *, objective: str | None = None) -> Plan:
-    """Place whole modules, with any of the strategies that do."""
+def place(request: Request, strategy: str, *, objective: str | None = None, advise: bool = True) -> Plan:
+    """Place whole modules, with any of the strategies that do; `advise`: say what would help if nothing fits."""
     return plan_profile(
         request.profile, request.cluster, strategy=strategy, objective=objective or request.objective,
-        max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory,
+        max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory, advise=advise,
     )  # fmt: skip
 
 
@@ -259,6 +262,7 @@ def plan_profile(
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
     in_memory: Collection[str] = (),
+    advise: bool = True,
 ) -> Plan:
     """Plan from a profile that exists already, with limits and pins in the forms people write."""
     from autoshard.strategies import make_plan
@@ -266,7 +270,7 @@ def plan_profile(
     limits, fixed = _limits_and_pins(cluster, max_memory, pins)
     return make_plan(
         profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
-        in_memory=in_memory,
+        in_memory=in_memory, advise=advise,
     )  # fmt: skip
 
 

@@ -73,12 +73,14 @@ def make_plan(
     max_memory: Mapping[str, int] | None = None,
     pins: Mapping[str, str] | None = None,
     in_memory: Collection[str] = (),
+    advise: bool = True,
 ) -> Plan:
     """Plan the placement of a profiled model on a cluster.
 
     `max_memory`: device -> most bytes to use. `pins`: module or tensor path -> device. `in_memory`: names of parameters
-    that can't be kept on disk, since no file has them as they are. The plan fits by the exact
-    estimate. Raises `SpecError` for an unknown strategy, objective, device or path, `PlanError` if nothing fits.
+    that can't be kept on disk, since no file has them as they are. `advise`: look for a change that works if nothing
+    fits. The plan fits by the exact estimate. Raises `SpecError` for an unknown strategy, objective, device or path,
+    `PlanError` if nothing fits.
     """
     _check_names(strategy, objective, cluster)
     unknown = sorted(set(max_memory or {}) - set(cluster.names))
@@ -109,7 +111,7 @@ def make_plan(
             posed = chain_from_profile(profile, larger, pins=fixed, units=units)
             return place(profile, larger, units, posed, strategy, goal) is not None
 
-        raise PlanError(refusal(chain, limited, works) + why_not_streamed(profile, every))
+        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
     reasons = explain(strategy, goal, chain, found.chain, found.solution, found.estimate)
     return _plan(profile, every, strategy, objective, pins, found, reasons)
 

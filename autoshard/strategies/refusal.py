@@ -14,8 +14,11 @@ from autoshard.strategies.solve import can_fit, solve
 _MOST_MORE_DEVICES = 64
 
 
-def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool]) -> str:
-    """Say which device lacks how much, what takes most there, and one change for which `works` came out true."""
+def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | None) -> str:
+    """Say which device lacks how much, what takes most there, and one change for which `works` came out true.
+
+    Without `works` no change is looked for: that takes as long as several plans.
+    """
     capacity = np.asarray(chain.capacity_bytes, float)
     size = chain.num_devices
     roomy = replace(
@@ -37,7 +40,7 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool]) ->
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + _remedy(chain, cluster, device, works)
+        + (_remedy(chain, cluster, device, works) if works else "")
     )
 
 

@@ -151,3 +151,11 @@ def test_bound_of_memory_counts_what_is_held():
     assert lowest(asked.profile, asked.cluster, "memory") == pytest.approx(
         held / sum(d.memory_bytes for d in asked.cluster.devices)
     )
+
+
+def test_nothing_fits_says_what_would():
+    """What would help is looked for once, when no strategy is possible."""
+    asked = request(devices="2x2GiB")
+    small = {d.name: d.overhead_bytes + 100_000 for d in asked.cluster.devices}
+    with pytest.raises(PlanError, match="It was checked that it fits"):
+        plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster.with_memory(small), processes=0)
