@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,14 +150,33 @@ def find_outputs(
     pieces = [dict(nested.tensors_in(output)) for output in outputs]
     if any(set(piece) != set(tensors) for piece in pieces):
         raise Mixed("parts have other outputs than the whole")
-    if known is not None and set(known) != set(tensors):
+    if known is not None and not set(known) >= set(tensors):
         raise Mixed("the outputs are others for other rows")
-    return {
+    found = {
         path: find_output(
             path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
         )
         for path, tensor in tensors.items()
     }
+    return {**found, **_inside_objects(whole, outputs, division, known)}
+
+
+def _inside_objects(
+    whole: Any, outputs: Sequence[Any], division: Division, known: Mapping[str, list[BatchOutput]] | None
+) -> dict[str, list[BatchOutput]]:
+    """The same for what objects among the outputs hold (a cache), where it can be put together."""
+    plain = {path for path, _ in nested.tensors_in(whole)}
+    pieces = [dict(nested.tensors_within(output)) for output in outputs]
+    found = {}
+    for path, tensor in nested.tensors_within(whole):
+        if path in plain or any(path not in piece for piece in pieces) or (known is not None and path not in known):
+            continue
+        with suppress(Mixed):
+            ways = find_output(
+                path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
+            )
+            found[path] = [way for way in ways if way.how in ("cat", "same")]
+    return {path: ways for path, ways in found.items() if ways}
 
 
 def find_output(

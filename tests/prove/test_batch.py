@@ -141,6 +141,15 @@ def test_outputs_in_data_classes():
     assert ways(found(model, torch.randn(3, 6))) == {"score": "sum", "hidden.0": "cat", "hidden.1": "cat"}
 
 
+def test_what_an_object_among_the_outputs_holds_is_listed_where_it_can_be_put_together():
+    class Kept:
+        def __init__(self, keys, total):
+            self.keys, self.total = keys, total
+
+    model = Small(lambda self, x: {"y": self.linear(x), "kept": Kept(x * 2, x.amax(0))})
+    assert ways(found(model, torch.randn(4, 6))) == {"y": "cat", "kept.keys": "cat"}
+
+
 def test_tokens_that_are_sorted_by_expert():
     batch = found(Experts(), torch.randn(3, 5, 8))
     assert ways(batch) == {"": "cat"}
