@@ -14,7 +14,7 @@ import copy
 import enum
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.nested import attributes_of, join_leaves, leaves_in, replace_at, tensor_at, tensors_in
+from autoshard.nested import attributes_of, join_leaves, leaves_in, replace_at, tensor_at, tensors_in, tensors_within
 from autoshard.sharding import coordinates_of, even_shares, kept
 
 PLAIN = (
@@ -339,17 +339,20 @@ def _same(path: str, leaves: list[Any]) -> Any:
     return first
 
 
-def _object(path: str, leaves: list[Any], join: Callable[[str, list[Any]], Any]) -> Any:
-    """An object whose attributes are put together, where the plan knows its tensors; else one that says it does not."""
+def _object(path: str, leaves: list[Any], join: _Join) -> Any:
+    """An object whose attributes are put together, where the plan knows all its tensors; else one that says it doesn't.
+
+    An object without tensors that the plan knows was never compared: a number in it may be that of its part's rows.
+    """
     first = leaves[0]
     if isinstance(first, Unmerged) or all(leaf is first for leaf in leaves):
         return first
+    inside = [place for place, _ in tensors_within(first, path)]
     try:
+        if not inside or any(place not in join.known for place in inside):
+            raise ValueError("nobody knows its tensors")
         made = copy.copy(first)
-        attributes = join_leaves([attributes_of(leaf) for leaf in leaves], join, path)
-        if not attributes:
-            raise ValueError("it has no attributes")
-        vars(made).update(attributes)
+        vars(made).update(join_leaves([attributes_of(leaf) for leaf in leaves], join, path))
     except (PlanError, ValueError, TypeError, copy.Error):  # objects may refuse to be copied, with errors of their own
         return Unmerged(path, type(first).__name__)
     return made
