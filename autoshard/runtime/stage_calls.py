@@ -15,7 +15,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -190,7 +190,9 @@ class Follower:
                 divide = None if self.path else self.following.divide
                 parts = [] if divide is None else divide.parts(module, args, kwargs)
                 if len(parts) < 2:
-                    return publish(wire, run(*args, **kwargs))
+                    output = publish(wire, run(*args, **kwargs))
+                    publish_kept(wire, (args, kwargs))
+                    return output
                 # nobody waits for the outputs of a part before all are under way: the first stage is ahead by then
                 outputs = [run(*part.args, **part.kwargs) for part in parts]
                 assert divide is not None
@@ -266,6 +268,16 @@ def _kind_of(args: tuple, kwargs: dict) -> Any:
     return kind(args), kind(kwargs)
 
 
+def publish_kept(wire: Wire, value: Any) -> None:
+    """Let lists and dicts of the caller's, which the model has written into, hold tensors that all processes have."""
+    if isinstance(value, (tuple, list, dict)):
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(item, StageTensor) and not isinstance(value, tuple):
+                value[key] = wire.published(item)
+            else:
+                publish_kept(wire, item)
+
+
 class Entry:
     """What one call of a module is given: its tensors, brought to its position, and the way back of each."""
 
@@ -285,9 +297,8 @@ class Entry:
             for number, item in enumerate(value):
                 value[number] = self.brought(item)
             return value
-        if isinstance(value, dict) and type(value) is dict:
-            if value is not None:
-                self.containers.append(value)
+        if isinstance(value, dict) and not is_dataclass(value):
+            self.containers.append(value)
             for name, item in list(value.items()):
                 value[name] = self.brought(item)
             return value
@@ -327,7 +338,8 @@ class Entry:
             return original
         if isinstance(tensor, StageTensor):
             return tensor
-        made = staged(self.wire, self.position, tensor if self.plain else None, shape_of(tensor))
+        here = self.wire.position == self.position
+        made = staged(self.wire, self.position, tensor if here else None, shape_of(tensor))
         self.originals[id(tensor)] = made
         self.kept.append(tensor)
         return made

@@ -122,7 +122,7 @@ class Wire:
         shape = self._read(header, tensor.position, shape_of(tensor))
         if value is not None:
             flat = _flat(value)
-            result = value.detach().clone() if value.is_inference() else value
+            result = value.detach().clone()
         else:
             result, flat = _landing(shape, self.device)
         if flat.numel():

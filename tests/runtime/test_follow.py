@@ -19,7 +19,7 @@ from tests.models import HF_CASES, HOSTILE_CASES, by_name
 from tests.ranks import run_ranks
 from tests.runtime.follow_checks import WAYS, check_models, generated, plan_in_stages
 
-QUICK = {2: ["llama", "convnext"], 3: ["t5"]}
+QUICK = {2: ["llama", "convnext", "mutated-dict", "running-buffers"], 3: ["t5"]}
 
 
 class Experts(nn.Module):
