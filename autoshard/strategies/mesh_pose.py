@@ -15,7 +15,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import op_seconds, optimizer_seconds
 from autoshard.cut_cost import Tracer
-from autoshard.module_paths import above, join
+from autoshard.module_paths import above
 from autoshard.plan import Mesh
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
@@ -97,6 +97,8 @@ class Poser:
             return None
         seconds = self.seconds[self.used(shape.size)].reshape(shape.data, -1).max(axis=1).tolist()
         shares = divide(each, seconds) if len(set(seconds)) > 1 else even_shares(each, shape.data)
+        if shares is not None and shape.pipeline > 1 and len(set(shares)) > 1:
+            return None  # replicas of pipelines count alike
         return None if shares is None else tuple(share * shape.microbatches for share in shares)
 
     # ---- what is cut over tensor-parallel ranks
@@ -128,9 +130,8 @@ class Poser:
         traced = self.tracer.trace(self.assumed(picked))
         together = np.zeros(self.whole.count + 1, bool)
         for option in picked if staged else ():
-            group = self.groups[option.index]
-            for block in group.blocks:
-                low, high = self._span(group, block)
+            for block in self.groups[option.index].blocks:
+                low, high = self.spans[block]
                 together[low + 1 : high + 1] = True
         shares = list(zip(*(option.shares for option in picked), strict=True))
         made = {own: self.whole.cut(traced, shares.index(own), together) for own in dict.fromkeys(shares)}
@@ -141,23 +142,9 @@ class Poser:
         found = unproved([self.groups[option.index] for option in options], [option.shares for option in options])
         return tuple(cut for cut in found if isinstance(cut, Cut))
 
-    def _span(self, group: AxisGroup, block: str) -> tuple[int, int]:
-        """The first and last unit of a block; outside of blocks, of a group's own tensors."""
-        if block in self.spans and block:
-            return self.spans[block]
-        ends = [self.spans[one] for shard in group.shards for one in (join(block, shard.name),) if one in self.spans]
-        ends += [self.spans[path] for shard in group.shards for path in above(join(block, shard.name))
-                 if path in self.spans][: len(group.shards)] if not ends else []  # fmt: skip
-        return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (0, self.whole.count - 1)
-
     def _in_one_stage(self, option: Option) -> bool:
-        """Whether what is cut together lies together: not the first and the last module of a model."""
-        group = self.groups[option.index]
-        if group.blocks != ("",):
-            return True
-        owners = {shard.name.rpartition(".")[0] for shard in group.shards}
-        low, high = self._span(group, "")
-        return high - low < len(owners)
+        """Whether what is cut together is a block: what lies outside of blocks may be in any stage."""
+        return "" not in self.groups[option.index].blocks
 
     # ---- what a mesh costs
 

@@ -9,6 +9,7 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
 from autoshard.mesh_cost import estimate_mesh
+from autoshard.module_paths import is_below
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.prove.prove import unproved
@@ -121,6 +122,8 @@ def test_plan_of_a_model(profile, groups, objective):  # noqa: F811
     assert sum(n > 1 for n in (mesh.data, mesh.pipeline, mesh.tensor)) >= 2 and mesh.size == len(plan.devices)
     assert estimate_mesh(plan, profile, cluster).fits
     assert Plan.from_json(plan.to_json()) == plan
+    for block in (block for cut in plan.cuts if plan.stages for block in cut.blocks):
+        assert block and sum(any(is_below(block, path) for path in stage.paths) for stage in plan.stages) == 1
     again = hybrid(profile, cluster, batch(), groups, unproved, objective=objective)
     assert again.to_json() == plan.to_json()
     for data, position in itertools.product(range(mesh.data), range(mesh.pipeline)):
