@@ -223,6 +223,7 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
             if last[action.stage] == index and nbytes.outputs and microbatches > 1:
                 there += nbytes.outputs * microbatches  # put together, beside the parts
                 note(gradients, there)
+                there -= nbytes.released * microbatches
             if index == max(last.values()):
                 there += returned
                 note(gradients, there)

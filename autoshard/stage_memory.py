@@ -30,7 +30,8 @@ class StageBytes:
 
     `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
     does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end;
-    `returned`: what then goes to the home of the inputs, in one process.
+    `released`: the part of these that nothing holds then; `returned`: what then goes to the home of the inputs, in one
+    process.
     """
 
     parameter: int = 0
@@ -44,6 +45,7 @@ class StageBytes:
     backward: int = 0
     lasting: int = 0
     outputs: int = 0
+    released: int = 0
     returned: int = 0
 
 
@@ -120,6 +122,7 @@ class StageMemory:
         if not processes:
             self.kept_copies |= lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
+        self.unsaved = stay & (rows.died <= begin + 1)
         self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
 
     def of(
@@ -169,6 +172,7 @@ class StageMemory:
             backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[gradients].max(initial=0)),
             lasting=int(nbytes[lasting].sum()),
             outputs=int(nbytes[lasting & self.is_output].sum()),
+            released=int(nbytes[lasting & self.unsaved].sum()),
             returned=0 if self.processes else int(nbytes[here & self.returned].sum()),
         )
 
