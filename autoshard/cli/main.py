@@ -99,8 +99,9 @@ def plan_command(
         profile = profile_of(loaded)
         with step("planning"):
             plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+    plan = replace(plan, target=target)
     if out is not None:
-        replace(plan, target=target).save(out)
+        plan.save(out)
     # The plan's devices have the limits in them.
     limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
     _show_plan(plan, profile, limited, loaded, as_json)
