@@ -6,8 +6,9 @@
     all: logits are broadcast by position 1, so that the code around (`generate`) goes on alike everywhere
 
 Inside a module of this position everything is ordinary. It runs in inference mode, so what it makes can be told from
-what all processes have, wherever it keeps it (a cache). Reads of values (`.item()`, a mask as an index) are looked for
-while a module runs with arguments of a new kind; where there are any, its process tells the others, each time.
+what all processes have, wherever it keeps it (a cache); results are those of the model in inference mode. Reads of
+values (`.item()`, a mask as an index) are looked for while a module runs with arguments of a new kind; where there are
+any, its process tells the others, each time.
 """
 
 import contextlib

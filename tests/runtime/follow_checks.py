@@ -73,7 +73,7 @@ def check_models(names: list[str], ways: tuple[dict[str, Any], ...] = WAYS[:3], 
         case = by_name(name)
         model = case.model().eval()
         inputs = [case.example(shape) for shape in case.shapes]
-        with torch.no_grad():
+        with torch.inference_mode():  # in which stages compute; torch's own attention has other bits there
             expected = [model(**example) for example in inputs]
         tokens = [generated(model, inputs[0], **way) for way in ways] if case.generates else []
         model = case.model().eval()  # afresh: some count their calls

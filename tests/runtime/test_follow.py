@@ -188,8 +188,12 @@ def test_a_process_that_dies_is_named():
     assert "rank 0 lost rank 1" in run_ranks(dies_between_layers, 2, may_die=True)[0]
 
 
+NO_SHAPE = {"recurrent": "packs sequences, whose lengths only their own process knows"}
+WORKING = [case.name for case in (*HF_CASES, *HOSTILE_CASES) if not case.refused and case.name not in NO_SHAPE]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("name", [case.name for case in (*HF_CASES, *HOSTILE_CASES) if not case.refused])
+@pytest.mark.parametrize("name", WORKING)
 def test_every_kind_is_equal_to_the_whole_model(name, count):
     run_ranks(check_models, count, [name], WAYS, timeout_seconds=200)
