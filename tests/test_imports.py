@@ -1,12 +1,11 @@
 """House rules that `ast` can check: imports point down, private torch in one place, light import."""
 
 import ast
+import functools
 import os
 import pathlib
 import subprocess
 import sys
-
-import pytest
 
 import autoshard
 
@@ -73,8 +72,13 @@ def room_of(path: pathlib.Path) -> str:
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def imports(path: pathlib.Path):
-    """Yield (line, dotted module) of every import in a file, also those inside functions."""
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[int, str]]:
+    """(line, dotted module) of every import in a file, also those inside functions."""
+    return [*_imports(path)]
+
+
+def _imports(path: pathlib.Path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -88,21 +92,21 @@ def names(path: pathlib.Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_imports_point_down(path):
-    room = room_of(path)
-    if not room:
-        return  # __init__.py holds the public names, from every floor
-    assert room in FLOOR, f"{room} has no floor: give it one in {__file__}"
-    for line, module in imports(path):
-        parts = module.split(".")
-        if parts[0] != "autoshard" or len(parts) < 2 or parts[1] == room:
-            continue
-        used = parts[1]
-        if used not in FLOOR:  # `from autoshard import x` of a public name
-            pytest.fail(f"{names(path)}:{line} imports {module}: import from the room that defines it")
-        allowed = FLOOR[used] < FLOOR[room] or FLOOR[used] == 0 or (room, used) in SAME_FLOOR_ALLOWED
-        assert allowed, f"{names(path)}:{line}: {room} (floor {FLOOR[room]}) imports {used} (floor {FLOOR[used]})"
+def test_imports_point_down():
+    for path in FILES:
+        room = room_of(path)
+        if not room:
+            continue  # __init__.py holds the public names, from every floor
+        assert room in FLOOR, f"{room} has no floor: give it one in {__file__}"
+        for line, module in imports(path):
+            parts = module.split(".")
+            if parts[0] != "autoshard" or len(parts) < 2 or parts[1] == room:
+                continue
+            used, where = parts[1], f"{names(path)}:{line}"
+            # else it is `from autoshard import x` of a public name
+            assert used in FLOOR, f"{where} imports {module}: import from the room that defines it"
+            allowed = FLOOR[used] < FLOOR[room] or FLOOR[used] == 0 or (room, used) in SAME_FLOOR_ALLOWED
+            assert allowed, f"{where}: {room} (floor {FLOOR[room]}) imports {used} (floor {FLOOR[used]})"
 
 
 def test_the_runtime_does_not_know_the_planner():
@@ -113,15 +117,15 @@ def test_the_runtime_does_not_know_the_planner():
             assert not used & planner, f"{names(path)} imports {used & planner}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_private_torch_is_imported_in_one_place(path):
-    if room_of(path) == "torch_private":
-        return
-    for line, module in imports(path):
-        private = module.split(".")[0] == "torch" and any(
-            part.startswith("_") and not part.startswith("__") for part in module.split(".")[1:]
-        )
-        assert not private, f"{names(path)}:{line} imports {module}: do it in autoshard/torch_private.py"
+def test_private_torch_is_imported_in_one_place():
+    for path in FILES:
+        if room_of(path) == "torch_private":
+            continue
+        for line, module in imports(path):
+            private = module.split(".")[0] == "torch" and any(
+                part.startswith("_") and not part.startswith("__") for part in module.split(".")[1:]
+            )
+            assert not private, f"{names(path)}:{line} imports {module}: do it in autoshard/torch_private.py"
 
 
 def test_import_is_light():
