@@ -19,7 +19,8 @@ def compare_all(request: Request) -> tuple[Comparison, tuple[Alternative, ...]]:
     A workload that nobody stated counts as stated: all strategies are asked. Raises `PlanError` if none is possible.
     """
     stated = dataclasses.replace(request.profile.workload, assumed=False)
-    request = dataclasses.replace(request, profile=dataclasses.replace(request.profile, workload=stated))
+    profile = dataclasses.replace(request.profile, workload=stated)
+    request = dataclasses.replace(request, profile=profile, everything=True)
     named = [Candidate(name=name, make=_placing(request, name)) for name in PLACING]
     ours = compare([*candidates_of(request), *named], request.profile, request.limited, request.objective)
     theirs = [_priced(one, request) for one in peer_maps(request.model, request.limited)]

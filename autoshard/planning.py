@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from autoshard.strategies.compare import Candidate, Comparison
 
 
+MOST_OPS = 5_000
+"""Ops of a model up to which `auto` in one process also tells what strategies would give that want several."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is asked for, and what is known about the model.
@@ -31,6 +35,7 @@ class Request:
         in_memory: names of parameters that can't be kept on disk.
         tp_plan: what to cut, as Transformers writes it; None: what pays.
         processes: how many of torch.distributed run, 0 if all devices are used from one.
+        everything: price also what can't be carried out now, however large the model is.
     """
 
     model: nn.Module
@@ -45,6 +50,7 @@ class Request:
     schedule: str | None = None
     tp_plan: Mapping[str, str] | None = None
     processes: int = field(default_factory=lambda: count_processes())
+    everything: bool = False
 
     @cached_property
     def limited(self) -> Cluster:
@@ -60,6 +66,12 @@ class Request:
         from autoshard.prove.batch import find_batch_axis
 
         return find_batch_axis(self.model, self.inputs, self.profile.workload, self.composite)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is something to divide: one row can't be."""
+        values = self.profile.graph.values
+        return any(values[value].shape[0] > 1 for value in self.profile.graph.inputs if values[value].shape)
 
     @cached_property
     def composite(self) -> "ModelGraph":
@@ -172,11 +184,13 @@ def candidates_of(request: Request) -> "list[Candidate]":
     found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
     if "disk" in request.cluster.names or request.pins:
         return found
-    stated = not request.profile.workload.assumed
+    stated = not request.profile.workload.assumed and request.has_rows
     if stated:
         found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
         found.append(Candidate(name="pipeline", make=lambda: _pipeline(request)))
     many = request.processes > 1
+    if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
+        return found
     found.append(
         Candidate(
             name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request), usable=many

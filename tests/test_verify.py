@@ -117,14 +117,15 @@ def test_the_model_itself_is_used_where_it_cannot_be_copied(model, inputs):
 def _corrupt(monkeypatch, when, change, where="copies"):
     """Change what some transfers deliver: those of `copies` on the way forward, those of `travel` on the way back."""
     room = importlib.import_module(f"autoshard.runtime.{where}")
-    original, calls = room.copy_tensor, []
+    name = "copy_tensor" if where == "copies" else "send"
+    original, calls = getattr(room, name), []
 
     def copy_tensor(tensor, device):
         made = original(tensor, device)
         calls.append(tuple(tensor.shape))
         return change(made) if when(calls) else made
 
-    monkeypatch.setattr(room, "copy_tensor", copy_tensor)
+    monkeypatch.setattr(room, name, copy_tensor)
     return calls
 
 

@@ -96,6 +96,11 @@ def record_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], *, gra
     return graph, tape
 
 
+def calls_of(model: nn.Module, inputs: Any, workload: Workload) -> list[Call]:
+    """Arguments to try a model with, most likely first: those given, or what its configuration tells."""
+    return [as_call(inputs, model)] if inputs is not None else derive_inputs(model, workload)
+
+
 def _captured(
     model: nn.Module,
     inputs: Any,
@@ -170,10 +175,12 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     """One rung of the ladder."""
     assumed: dict[str, None] = {}
 
+    tape = run.tape  # what is assumed may be asked by what stays: nothing of the model may be held by it
+
     def assume(what: str) -> None:
         assumed.setdefault(f"{what} ({_caller()})")
-        if run.tape is not None:
-            run.tape.assumed(f"{what} ({_caller()})")
+        if tape is not None:
+            tape.assumed(f"{what} ({_caller()})")
 
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":

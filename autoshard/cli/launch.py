@@ -65,6 +65,9 @@ def launch_of(
         raise SpecError(f"{count} processes don't divide over the {hosts} machines of the plan. Give --processes.")
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets 1, which leaves cores idle
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // here))
+    if max_restarts:
+        # torchrun's processes otherwise meet in a store that still has the addresses of those that were killed.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = [f"--nproc-per-node={here}", f"--max-restarts={max_restarts}"]
     if hosts > 1:
         if node_rank is None or rendezvous is None:

@@ -21,9 +21,8 @@ from torch import nn
 from autoshard import nested
 from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, walk_all
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
-from autoshard.capture.capture import capture
+from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
 from autoshard.prove.copied import Trial, copy_model, is_heavy
@@ -93,7 +92,7 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
 def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
     """Record one forward with given or derived inputs, if that has not been done."""
     forward = replace(workload, mode="inference", new_tokens=0)
-    calls = [as_call(inputs, model)] if inputs is not None else derive_inputs(model, workload)
+    calls = calls_of(model, inputs, workload)
     refused: CaptureError | None = None
     for given in calls:
         args, kwargs = _apart(given)

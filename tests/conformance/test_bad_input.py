@@ -126,6 +126,7 @@ def command(tmp_path: pathlib.Path, text: str, *more: str):
     return run("-m", "autoshard", "plan", str(path), "--devices", "2x1MiB", *more)
 
 
+@pytest.mark.slow  # many processes; tests/cli has the cases one by one
 def test_model_files(tmp_path):
     """What the user wrote is at fault: exit status 1 or 2, a short message, no traceback of ours."""
     raises = command(tmp_path, "import torch\nraise ValueError('bad weather')\n")
@@ -141,6 +142,7 @@ def test_model_files(tmp_path):
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr and "Traceback" not in missing.stderr
 
 
+@pytest.mark.slow  # many processes; tests/cli has the cases one by one
 def test_exit_status_and_half_written_files(tmp_path):
     text = "import torch\nmodel = torch.nn.Linear(512, 512)\nexample_inputs = torch.zeros(1, 512)\n"  # 1 MiB of weights
     out = tmp_path / "plan.json"

@@ -92,7 +92,7 @@ def test_predicted_peak(case, training):
     assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
 
 
-@pytest.mark.parametrize("new_tokens", [2, 8, 40])
+@pytest.mark.parametrize("new_tokens", [2, 8, pytest.param(40, marks=pytest.mark.slow)])
 @named([case for case in HF_CASES if case.generates])
 def test_predicted_peak_of_generation(case, new_tokens):
     """Of a prompt and all steps after it, for a plan that was told how many."""

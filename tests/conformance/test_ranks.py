@@ -60,9 +60,9 @@ def nothing_allows_it():
 def auto_cuts_where_that_pays(case):
     plan = autoshard.plan(case.model(), slow_devices(2), inputs=case.example())
     assert plan.cuts and all(cut.proof for cut in plan.cuts)
-    assert plan.reasons[-1].startswith("placing whole modules would take")
+    assert any(reason.startswith("not chosen: placement") for reason in plan.reasons)
     plan = autoshard.plan(case.model(), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, inputs=case.example())
-    assert not plan.cuts and plan.reasons[-1].startswith("cutting parameters over all devices would take")
+    assert not plan.cuts and any(reason.startswith("not chosen: column-parallel") for reason in plan.reasons)
 
 
 def too_many_for_the_plan(case):
