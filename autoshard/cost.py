@@ -82,6 +82,11 @@ def estimate(
     )
 
 
+def of_every_device(found: Mapping[str, DeviceEstimate], cluster: Cluster) -> tuple[DeviceEstimate, ...]:
+    """Figures of all devices of a cluster in its order; those that have none in `found` are left alone by the plan."""
+    return tuple(found.get(d.name) or DeviceEstimate.unused(d.name, d.memory_bytes) for d in cluster.devices)
+
+
 def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     """Return the roofline seconds of every op of the graph on a device."""
     moved = np.array(profile.op_bytes, np.float64)

@@ -20,7 +20,7 @@ from autoshard.axes.walk import MOST_NUMBERS, Walk
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
-from autoshard.cost import check_devices, estimate
+from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.module_paths import above, join
@@ -73,10 +73,8 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     seconds = passes * sum(collective.seconds(cluster, names) for collective in traced.collectives)
     gathers = sum(collective.gathers for collective in traced.collectives)
     ranks = _ranks(plan, profile, cluster, traced)
-    devices = tuple(
-        replace(ranks[name], transfer_seconds=seconds)
-        if name in ranks else _unused(name, cluster.device(name).memory_bytes) for name in cluster.names
-    )  # fmt: skip
+    ranks = {name: replace(row, transfer_seconds=seconds) for name, row in ranks.items()}
+    devices = of_every_device(ranks, cluster)
     latency = max(device.compute_seconds for device in devices) + seconds
     notes = profile.graph.notes
     if traced.lost:
@@ -116,14 +114,6 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
             known[key] = next(one for one in done.devices if one.name == row.name)
         found[row.name] = replace(known[key], name=row.name)
     return found
-
-
-def _unused(name: str, memory_bytes: int) -> DeviceEstimate:
-    return DeviceEstimate(
-        name=name, memory_bytes=memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0, optimizer_bytes=0,
-        activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0, compute_seconds=0.0,
-        transfer_seconds=0.0,
-    )  # fmt: skip
 
 
 def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:

@@ -32,6 +32,15 @@ class DeviceEstimate:
         """Left over; negative if the plan does not fit."""
         return self.memory_bytes - self.peak_bytes
 
+    @classmethod
+    def unused(cls, name: str, memory_bytes: int) -> "DeviceEstimate":
+        """That of a device which a plan leaves alone."""
+        return cls(
+            name=name, memory_bytes=memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
+            optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
+            compute_seconds=0.0, transfer_seconds=0.0,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.mesh_cost import price
 from autoshard.module_paths import above, is_below, join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
@@ -68,18 +69,7 @@ def _unknown(subject: str, plan: Plan, profile: Profile) -> str:
 
 
 def _price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    from autoshard.cost import estimate
-    from autoshard.cut_cost import estimate_cuts
-    from autoshard.mesh_cost import estimate_mesh
-    from autoshard.stream_cost import estimate_streamed
-
-    if plan.mesh is not None:
-        return estimate_mesh(plan, profile, cluster)
-    if plan.cuts:
-        return estimate_cuts(plan, profile, cluster)
-    if plan.streamed:
-        return estimate_streamed(plan, profile, cluster)
-    return estimate(plan, profile, cluster, lower_bound_seconds=0.0)
+    return price(plan, profile, cluster, lower_bound_seconds=0.0)  # bounds are not shown here
 
 
 def _alternative(title: str, plan: Plan, figures: Estimate) -> Alternative:

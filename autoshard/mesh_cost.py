@@ -16,7 +16,7 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.stages import stage_of_ops
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
-from autoshard.cost import check_devices, divided_bound, estimate, optimizer_seconds
+from autoshard.cost import check_devices, divided_bound, estimate, of_every_device, optimizer_seconds
 from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
@@ -30,12 +30,18 @@ from autoshard.stage_cost import Figures, stage_figures
 from autoshard.stream_cost import estimate_streamed
 
 
-def price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """Compute what any plan costs: one that places modules, streams them, cuts parameters, or has a mesh."""
+def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds: float | None = None) -> Estimate:
+    """Compute what any plan costs: one that places modules, streams them, cuts parameters, or has a mesh.
+
+    `lower_bound_seconds`: of plans that place modules, if it is known or does not matter.
+    """
     if plan.mesh is not None:
         return estimate_mesh(plan, profile, cluster)
-    of_plan = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
-    return of_plan(plan, profile, cluster)
+    if plan.cuts:
+        return estimate_cuts(plan, profile, cluster)
+    if plan.streamed:
+        return estimate_streamed(plan, profile, cluster)
+    return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
 
 
 def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None) -> Estimate:
@@ -220,7 +226,7 @@ class _Combined:
         summed: float, reduces: int,
     ) -> Estimate:  # fmt: skip
         plan, training, first = self.plan, self.profile.workload.training, replicas[0]
-        devices = tuple(rows.get(device.name) or _unused(device) for device in self.cluster.devices)
+        devices = of_every_device(rows, self.cluster)
         bound = divided_bound(self.profile, self.cluster)
         busiest = max(row.compute_seconds + row.transfer_seconds for row in rows.values())
         value = latency if training or plan.objective == "latency" else busiest
@@ -273,11 +279,3 @@ def _moved(figures: Estimate, first: str, name: str, partner: dict[str, str]) ->
 
 def _event(device: str, kind: str, begin: float, end: float, nbytes: int) -> Event:
     return Event(device=device, kind=kind, begin_seconds=begin, end_seconds=end, nbytes=nbytes)
-
-
-def _unused(device: Device) -> DeviceEstimate:
-    return DeviceEstimate(
-        name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
-        optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
-        compute_seconds=0.0, transfer_seconds=0.0,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
-from autoshard.cost import check_devices, op_seconds, optimizer_seconds
+from autoshard.cost import check_devices, of_every_device, op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer
 from autoshard.plan import Mesh, Plan
@@ -146,8 +146,7 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
             done[position] += step
         incoming = sum(sent.end - sent.begin for sent in simulated.sent if sent.destination == position)
         rows.append(device_estimate(run, position, device, plan.num_microbatches, workload, step, incoming))
-    used = {row.name: row for row in rows}
-    devices = tuple(used.get(device.name) or _unused(device) for device in cluster.devices)
+    devices = of_every_device({row.name: row for row in rows}, cluster)
     latency = max(*done, run.issue_seconds)
     value = max(row.peak_bytes / max(row.memory_bytes, 1) for row in rows) if plan.objective == "memory" else latency
     stages = tuple(_stage_estimate(run, i) for i in range(len(figures.stages)))
@@ -330,11 +329,3 @@ def _transfers(run: Run, profile: Profile, microbatches: int, cluster: Cluster) 
         return ()
     found = [row(*one, i, 1) for i, border in enumerate(run.figures.borders) for one in border.tensors]
     return (*found, *(row(*one, i, -1) for i, border in enumerate(run.figures.borders) for one in border.returned))
-
-
-def _unused(device: Device) -> DeviceEstimate:
-    return DeviceEstimate(
-        name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
-        optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
-        compute_seconds=0.0, transfer_seconds=0.0,
-    )  # fmt: skip

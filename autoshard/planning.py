@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
+from autoshard.runtime.collectives import count_processes
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Request:
     num_microbatches: int | None = None
     schedule: str | None = None
     tp_plan: Mapping[str, str] | None = None
-    processes: int = field(default_factory=lambda: count_processes())
+    processes: int = field(default_factory=count_processes)
     everything: bool = False
 
     @cached_property
@@ -307,10 +308,3 @@ def _known(name: str, cluster: Cluster, where: str) -> str:
     if name not in cluster.names:
         raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
     return name
-
-
-def count_processes() -> int:
-    """How many processes of torch.distributed run, 0 if it is not in use."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0

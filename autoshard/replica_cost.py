@@ -22,7 +22,7 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
-from autoshard.cost import check_devices, optimizer_seconds
+from autoshard.cost import check_devices, of_every_device, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.module_paths import is_below
@@ -82,7 +82,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in replicas}
     latency = pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving
     bound = lower_bound(figures, cluster.devices)
-    every = tuple(by_name.get(device.name) or _idle(device) for device in cluster.devices)
+    every = of_every_device(by_name, cluster)
     return Estimate(
         devices=every,
         transfers=transfers,
@@ -344,11 +344,3 @@ def _notes(figures: Figures, exchange: Exchange, cluster: Cluster, names: Sequen
     else:
         how = "gradients are summed after backward; one process per device (torchrun) overlaps that with backward"
     return (f"{how}.",)
-
-
-def _idle(device: Device) -> DeviceEstimate:
-    return DeviceEstimate(
-        name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
-        optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
-        compute_seconds=0.0, transfer_seconds=0.0,
-    )  # fmt: skip

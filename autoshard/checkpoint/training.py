@@ -34,7 +34,7 @@ from autoshard.checkpoint.parts import Held, Part, layout_of, tensors_of
 from autoshard.checkpoint.write import replacing
 from autoshard.errors import CheckpointError, first_line
 from autoshard.runtime.agreement import Mark, agree
-from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.collectives import ProcessRanks, count_processes, lost
 
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra", "random."
 _MOST_LISTED = 5
@@ -124,8 +124,7 @@ def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
 
 
 def _ranks() -> ProcessRanks | None:
-    running = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ProcessRanks.of() if running else None
+    return ProcessRanks.of() if count_processes() > 1 else None
 
 
 def _settle(ranks: ProcessRanks | None, problem: Exception | None) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autoshard.plan import PlanDevice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -101,3 +103,8 @@ class Cluster:
         """The same cluster with some devices' `memory_bytes` replaced, and nothing else."""
         devices = tuple(replace(d, memory_bytes=limits.get(d.name, d.memory_bytes)) for d in self.devices)
         return replace(self, devices=devices)
+
+
+def plan_device(device: Device) -> PlanDevice:
+    """A device as a plan writes it down."""
+    return PlanDevice(name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host)

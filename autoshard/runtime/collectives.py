@@ -63,6 +63,11 @@ def layout(axis: str, shares: tuple[int, ...]) -> Layout:
     return Layout(kept=parts, order=order, width=width, common=common, size=size, in_order=in_order)
 
 
+def count_processes() -> int:
+    """How many processes of torch.distributed run, 0 if it is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
 class Ranks(Protocol):
     """Who shares a cut model, without any autograd: the functions below add that."""
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
 from autoshard.runtime.agreement import Mark, agree
-from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
 from autoshard.runtime.devices import check_copies, resolve_device
@@ -30,9 +29,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     model on meta while it is cut. Raises `PlanError` if the plan does not belong to the model, `ApplyError` if it can't
     be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
-    if plan.mesh is not None and plan.mesh.pipeline > 1 and _processes() > 1:
+    if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
         return _apply_pipeline(model, plan)
-    if plan.mesh is not None and plan.mesh.data > 1 and plan.mesh.pipeline == 1 and _processes() > 1:
+    if plan.mesh is not None and plan.mesh.data > 1 and plan.mesh.pipeline == 1 and count_processes() > 1:
         return _apply_replicas(model, plan)
     if not plan.cuts:
         _check_not_cut(model)
@@ -42,12 +41,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         _check_belongs(model, plan)
     except PlanError as error:
         problem = error
-    if _processes() > 1:
-        ranks = ProcessRanks.of()
-        device, problem = _own_place(plan, ranks, problem)
-        if is_applied(model):
-            agree(ranks, Mark(), problem)  # all ranks remove, or none
-            remove(model)
+    if count_processes() > 1:
+        ranks, device, problem = _clear(model, plan, problem)
         return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader)
     if problem is not None:
         raise problem
@@ -69,11 +64,7 @@ def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
         placing.check_belongs(model, replace(plan, fingerprint="") if known else plan, named_tensors(model))
     except (PlanError, ApplyError) as error:
         problem = error
-    ranks = ProcessRanks.of()
-    device, problem = _own_place(plan, ranks, problem)
-    if is_applied(model):
-        agree(ranks, Mark(), problem)
-        remove(model)
+    ranks, device, problem = _clear(model, plan, problem)
     return apply_stages(model, plan, ranks, device=device, problem=problem)
 
 
@@ -84,12 +75,20 @@ def _apply_replicas(model: nn.Module, plan: Plan) -> nn.Module:
         _check_belongs(model, plan)
     except PlanError as error:
         problem = error
+    ranks, device, problem = _clear(model, plan, problem)
+    return apply_replicas(model, plan, ranks, device=device, problem=problem)
+
+
+def _clear(
+    model: nn.Module, plan: Plan, problem: PlanError | ApplyError | None
+) -> tuple[ProcessRanks, torch.device | None, PlanError | ApplyError | None]:
+    """Remove what is applied already; return the ranks, this one's device, and what stands against the plan."""
     ranks = ProcessRanks.of()
     device, problem = _own_place(plan, ranks, problem)
     if is_applied(model):
-        agree(ranks, Mark(), problem)
+        agree(ranks, Mark(), problem)  # all ranks remove, or none
         remove(model)
-    return apply_replicas(model, plan, ranks, device=device, problem=problem)
+    return ranks, device, problem
 
 
 def _own_place(
@@ -147,11 +146,6 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
 def _check_not_cut(model: nn.Module) -> None:
     if cut_record(model) is not None:
         raise ApplyError("this model is cut over ranks. Call autoshard.remove(model) first, on all of them.")
-
-
-def _processes() -> int:
-    """How many processes of torch.distributed run, 0 if it is not in use."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _own_device(plan: Plan, rank: int) -> torch.device:

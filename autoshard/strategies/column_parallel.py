@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut
@@ -58,7 +58,7 @@ def column_parallel(
         best, cuts, compared = compared, (), best  # by the exact figures it does not pay
     return replace(
         _draft(task, best, cuts),
-        devices=tuple(map(_plan_device, best.devices if cuts else cluster.devices)),
+        devices=tuple(map(plan_device, best.devices if cuts else cluster.devices)),
         reasons=explain_cuts(task, best, compared, cuts, valid_degrees(task)),
         whole=explain_whole(task, found, best) if cuts else (),
     )
@@ -93,15 +93,11 @@ def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
         strategy="column-parallel",
         objective=task.wanted,
         workload=task.profile.workload,
-        devices=tuple(map(_plan_device, best.devices)),
+        devices=tuple(map(plan_device, best.devices)),
         placements={"": best.devices[0].name},
         fingerprint=task.profile.graph.fingerprint,
         cuts=cuts,
     )
-
-
-def _plan_device(device: Device) -> PlanDevice:
-    return PlanDevice(name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host)
 
 
 def _check_degree(task: Task, degree: int) -> None:

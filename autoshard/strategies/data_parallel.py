@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from autoshard.axes.regions import repeated_elements
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, parent
-from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
 from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
@@ -79,9 +79,7 @@ def data_parallel(
         strategy="data-parallel",
         objective=objective,
         workload=profile.workload,
-        devices=tuple(
-            PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in best.devices
-        ),
+        devices=tuple(plan_device(d) for d in best.devices),
         placements={"": best.devices[0].name},
         mesh=Mesh(data=len(best.devices), sharded=best.sharded, shares=() if even else best.rows),
         batch=batch,

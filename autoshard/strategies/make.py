@@ -6,12 +6,12 @@ from typing import cast
 
 import numpy as np
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import estimate, tensor_units, weight_bytes
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.flow import Flow, flow
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.strategies.auto import auto
@@ -142,9 +142,7 @@ def _plan(
         strategy=strategy,
         objective=objective,
         workload=profile.workload,
-        devices=tuple(
-            PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in cluster.devices
-        ),
+        devices=tuple(plan_device(d) for d in cluster.devices),
         placements=dict(found.placements),
         aligned=found.flow.aligned,
         unfolded=found.flow.unfolded,

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroups
 from autoshard.batching import BatchAxis
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
 from autoshard.mesh_cost import estimate_mesh
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut
 from autoshard.sizes import format_bytes, format_seconds
@@ -129,7 +129,7 @@ def _plan(poser: Poser, best: Meshed, objective: str) -> Plan:
     plan = write_plan(poser.profile, on_heads, poser.batch, poser.units, chosen, objective)
     if shape.pipeline == 1:
         plan = replace(plan, stages=(), placements={"": devices[0].name})
-    rows_of = (PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in devices)
+    rows_of = (plan_device(d) for d in devices)
     return replace(plan, strategy="hybrid", mesh=mesh, devices=tuple(rows_of))
 
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import tensor_units
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.module_paths import above, parent
 from autoshard.pipeline_cost import price, run_plan
-from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.schedules.orders import SCHEDULES, check_schedule
@@ -247,7 +247,7 @@ def write_plan(
         strategy="pipeline",
         objective=objective,
         workload=profile.workload,
-        devices=tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host) for d in devices),
+        devices=tuple(plan_device(d) for d in devices),
         placements={path: names[i % len(names)] for i, own in enumerate(paths) for path in own},
         num_microbatches=choice.microbatches,
         schedule=choice.schedule,

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.plan import Plan
+from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import merge
@@ -73,4 +73,4 @@ def _nearest(rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
 
 def runs_in_processes(plan: Plan) -> bool:
     """Whether every rank of a plan is one of several processes."""
-    return bool(plan.cuts) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return bool(plan.cuts) and count_processes() > 1
