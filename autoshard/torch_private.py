@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensorMode",
     "Interceptor",
     "TorchDispatchMode",
+    "after_backward",
     "are_functions_transformed",
     "autograd_node",
     "below_autograd",
@@ -70,6 +71,11 @@ __all__ = [
 def autograd_node() -> Any:
     """The autograd node that is running in this thread, or None outside of a backward."""
     return torch._C._current_autograd_node()
+
+
+def after_backward(run: Callable[[], None]) -> None:
+    """Call this at the end of the backward that is running; what it raises, backward raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -365,9 +371,12 @@ def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Ite
 def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
 
-    Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds.
+    Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not
+    where torch tracks the result (of narrow and chunk), since it refuses one that is tracked already.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    key = torch._C.DispatchKey.ADInplaceOrView
+    tracked = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    with torch._C._SetExcludeDispatchKeyGuard(key, tracked):
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

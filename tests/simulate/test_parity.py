@@ -169,6 +169,7 @@ CASES: dict[str, tuple[Callable | None, Callable, Callable]] = {
         lambda: [R(3, 8)],
         _call,
     ),
+    "pieces": (None, lambda: [R(6, 4)], lambda _, x: (x.narrow(0, 1, 3), *x.chunk(3), *x.chunk(2, 1), *x.split(4))),
     "interpolate": (
         None,
         lambda: [R(2, 3, 8, 8)],
