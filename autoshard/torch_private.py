@@ -75,7 +75,7 @@ def autograd_node() -> Any:
 
 def after_backward(run: Callable[[], None]) -> None:
     """Call this at the end of the backward that is running; what it raises, backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(run)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 @contextmanager
@@ -400,7 +400,7 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            state: Any = fully_shard.state(module)
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
             _module_state_mapping.pop(module)

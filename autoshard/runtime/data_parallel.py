@@ -228,6 +228,7 @@ class Parallel:
         self.trained: tuple[int, ...] = ()
         self.syncs = True
         self.weight = 1.0 / record.replicas.size
+        self.sums: list[torch.futures.Future[Any]] = []  # that are on the way in a backward
         functools.update_wrapper(self, self.run, updated=())
         self.__signature__ = inspect.signature(self.run)
 
@@ -285,12 +286,22 @@ class Parallel:
         rows = torch.tensor([float(count_rows(batch, bind(self.model, args, kwargs)))], device=self.record.device)
         self.weight = float(rows / ranks.all_reduce(rows.clone()))
 
+    def settle(self) -> None:
+        """Wait for the sums of a backward. Raises `RankError` if a replica is gone."""
+        try:
+            for future in self.sums:
+                future.wait()
+        except RuntimeError as error:
+            raise lost(self.record.replicas, error) from error
+        finally:
+            self.sums.clear()
+
     def __deepcopy__(self, memo: dict) -> "Parallel":
         copied = memo.get(id(self.model))
         if copied is None:
             raise ApplyError("the forward of a replica can't be copied without its model.")
         made = Parallel.__new__(Parallel)
-        vars(made).update(vars(self), model=copied, engine=None, trained=())
+        vars(made).update(vars(self), model=copied, engine=None, trained=(), sums=[])
         made.run = functools.partial(type(copied).forward, copied) if self.usual is None else self.usual
         return made
 
@@ -306,17 +317,16 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS 
 
 
 def _average(parallel: Parallel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket of gradients over the replicas, each with its weight; an error says which process is gone."""
+    """Sum a bucket of gradients over the replicas, each with its weight."""
     ranks = parallel.record.replicas
+    if bucket.index() == 0:  # torch would make an error of its own of what is raised in a hook: raise it afterwards
+        parallel.sums.clear()
+        torch_private.after_backward(parallel.settle)
+    buffer = bucket.buffer()
     try:
-        work = dist.all_reduce(bucket.buffer().mul_(parallel.weight), group=ranks.group, async_op=True)
+        future = dist.all_reduce(buffer.mul_(parallel.weight), group=ranks.group, async_op=True).get_future()
     except RuntimeError as error:
-        raise lost(ranks, error) from error
-
-    def done(future: "torch.futures.Future[Any]") -> torch.Tensor:
-        try:
-            return future.value()[0]
-        except RuntimeError as error:
-            raise lost(ranks, error) from error
-
-    return work.get_future().then(done)
+        future = torch.futures.Future()
+        future.set_exception(error)
+    parallel.sums.append(future)
+    return future.then(lambda _: buffer)

@@ -1,5 +1,6 @@
 """The private torch APIs that capture needs still behave: what fails here says which one moved."""
 
+import pytest
 import torch
 
 from autoshard import torch_private
@@ -28,6 +29,16 @@ def test_a_fake_mode_runs_ops_when_asked_without_being_entered():
     fake = torch_private.fake_from_meta(mode, torch.empty(2, 3, device="meta"))
     out = mode.dispatch(torch.ops.aten.mm.default, (), (fake, fake.new_empty(3, 4)), {})
     assert type(out) is FakeTensor and out.shape == (2, 4)
+
+
+def test_what_is_called_after_a_backward_raises_out_of_it_as_it_is():
+    def late():
+        raise KeyError("late")
+
+    x = torch.randn(3, requires_grad=True)
+    x.register_hook(lambda gradient: torch_private.after_backward(late))
+    with pytest.raises(KeyError, match="late"):
+        (x * 2).sum().backward()
 
 
 def test_backward_nodes_carry_the_numbers_of_the_forward():

@@ -397,7 +397,7 @@ def lose_a_rank():
     begin = time.monotonic()
     try:
         loss.backward()
-    except RuntimeError as error:
+    except RankError as error:
         return f"{error}", time.monotonic() - begin
     return "", 0.0
 
