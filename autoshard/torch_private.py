@@ -400,7 +400,7 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = fully_shard.state(module)
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
             _module_state_mapping.pop(module)
