@@ -3,6 +3,7 @@
 The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
 """
 
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.planning import plan_measured
+from autoshard.progress import shown_progress, tell
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -238,12 +240,10 @@ def load(
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
             num_microbatches=num_microbatches, schedule=schedule,
         )  # fmt: skip
-    if progress is None or isinstance(progress, bool):
-        from autoshard.integrations.progress import shown_progress
-
-        with shown_progress(progress) as show:
-            return fill(unfilled, plan, show)
-    return fill(unfilled, plan, progress)
+    if callable(progress):
+        return fill(unfilled, plan, progress)
+    with shown_progress("loading", progress):
+        return fill(unfilled, plan, functools.partial(tell, "bytes"))
 
 
 def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:
@@ -255,17 +255,25 @@ def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: Mapping[Any, A
     return not max_memory and cluster.names == ("cpu",) and parameter_bytes(model) <= cluster.device("cpu").memory_bytes
 
 
-def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str" = "5GB") -> None:
+def save(
+    model: nn.Module,
+    path: "str | os.PathLike[str]",
+    *,
+    max_shard_size: "int | str" = "5GB",
+    progress: bool | None = None,
+) -> None:
     """Write a model to a directory as ordinary safetensors files, with its configuration where it has one.
 
     The files are byte for byte the same whatever plan is applied; of a model cut over processes, all of them call it
     and the first writes. `path` is replaced in one step at the end: if anything fails before, or the process is killed,
     what was there is whole. Other files in it are kept. Needs room for the old and the new one, and memory for the
-    largest tensor. Raises `CheckpointError`; on the other ranks `RankError`.
+    largest tensor. `progress`: whether a bar is shown; by default on a terminal. Raises `CheckpointError`; on the other
+    ranks `RankError`.
     """
     from autoshard.integrations.saving import save as write
 
-    write(model, path, max_shard_size=max_shard_size)
+    with shown_progress("saving", progress):
+        write(model, path, max_shard_size=max_shard_size)
 
 
 def save_checkpoint(

@@ -28,6 +28,7 @@ FLOORS = (
         "fingerprint",
         "packed",
         "notebook",
+        "progress",
         "torch_private",
         "layout",
         "sharding",

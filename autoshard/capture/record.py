@@ -22,6 +22,7 @@ from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
 from autoshard.packed import is_packed, named_stored, stored_tensors
+from autoshard.progress import tell
 from autoshard.torch_private import (
     TorchDispatchMode,
     autograd_node,
@@ -36,6 +37,8 @@ from autoshard.torch_private import (
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
+TOLD_OPS = 64
+"""Progress is told once in so many ops."""
 LIFT_BYTES = 1 << 26
 """A constant up to this size is copied into the graph; a larger one is recorded without its content."""
 
@@ -199,6 +202,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         ledger = self.ledger
         index = ledger.now
+        if index % TOLD_OPS == 0:
+            tell("ops", index)
         call, forward = self._attribute(index, values)
         if torch.is_grad_enabled() or self.backward:
             for tensor, value in zip(inputs, values, strict=True):

@@ -24,6 +24,7 @@ from autoshard.checkpoint.header import INDEX_FILE, SINGLE_FILE
 from autoshard.checkpoint.write import Described, Writer, dtype_name, header_of, in_file_order, replacing
 from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed
+from autoshard.progress import tell
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_tensor
@@ -62,6 +63,11 @@ class Shard:
     def header(self) -> bytes:
         """The bytes before the tensors."""
         return header_of(self.tensors, self.metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(one.nbytes for one in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +190,17 @@ def save_state(
             state = state_of(model)
             shards = prepare(state)
             if writes:
-                check_path(path, sum(one.nbytes for shard in shards for one in shard.tensors))
+                check_path(path, sum(shard.nbytes for shard in shards))
                 folder = stack.enter_context(replacing(path))
                 if write_more is not None:
                     write_more(folder)
         except Exception as found:
             error = found
         _settle(ranks, path, error, Mark(model=_digest(shards)))
+        done_bytes, total_bytes = 0, sum(shard.nbytes for shard in shards)
         for shard in shards:
-            _settle(ranks, path, _write_shard(state, shard, folder))
+            _settle(ranks, path, _write_shard(state, shard, folder, done_bytes, total_bytes))
+            done_bytes += shard.nbytes
         try:
             if folder is not None:
                 if len(shards) > 1:
@@ -214,13 +222,17 @@ def _ranks_of(model: nn.Module) -> Ranks | None:
     return None if cuts is None else cuts.ranks
 
 
-def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception | None:
+def _write_shard(
+    state: State, shard: Shard, folder: Path | None, done_bytes: int, total_bytes: int
+) -> Exception | None:
     """Gather every tensor of a file and write it; after an error go on gathering, for the other ranks wait for it."""
     error: Exception | None = None
     last = {name: place for place, one in enumerate(shard.tensors) for name in one.sources}
     values: dict[str, torch.Tensor] = {}  # on the CPU
     with contextlib.ExitStack() as stack:
         for place, one in enumerate(shard.tensors):
+            tell("bytes", done_bytes, total_bytes)
+            done_bytes += one.nbytes
             gathered = {name: state.whole(name) for name in one.sources if name not in values}
             if folder is not None and error is None:
                 try:

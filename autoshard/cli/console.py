@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from autoshard.errors import AutoshardError, SpecError
+from autoshard.progress import shown_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,11 +55,8 @@ def reports_errors(command: Command) -> Command:
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """Show what is being done while it takes long, on a terminal only; what the model's code prints goes to stderr."""
-    with contextlib.ExitStack() as stack:
-        if sys.stderr.isatty():
-            stack.enter_context(errors().status(what))
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    """Show how far it has come while it takes long, on a terminal only; what the model's code prints goes to stderr."""
+    with shown_progress(what), contextlib.redirect_stdout(sys.stderr):
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cluster.detect import accelerator_names
+from autoshard.progress import tell
 
 DEVICE_SECONDS = 1.4
 """Spent on one device's own rates; its links get the rest of the two seconds."""
@@ -33,7 +34,8 @@ def calibrate(cluster: Cluster) -> Cluster:
     real = {d.name: "cpu" if d.name.startswith("cpu") else d.name for d in cluster.devices}
     real = {name: target for name, target in real.items() if target == "cpu" or target in here}
     measured: dict[str, Device] = {}
-    for device in cluster.devices:
+    for number, device in enumerate(cluster.devices):
+        tell("devices", number, len(cluster.devices))
         target = real.get(device.name)
         if target is not None and target not in measured:
             measured[target] = measure_device(device, torch.device(target))

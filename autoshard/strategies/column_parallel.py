@@ -18,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile
+from autoshard.progress import tell
 from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
@@ -129,7 +130,8 @@ def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, 
         for option in best.picked:
             together.setdefault(by_index[option.index].blocks, []).append(option)
         outcomes: dict[tuple[int, Shares], Cut | Refusal] = {}
-        for options in together.values():
+        for number, options in enumerate(together.values()):
+            tell("blocks", number, len(together))
             key = tuple((option.index, option.shares) for option in options)
             if key not in known:
                 known[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])

@@ -25,12 +25,13 @@ from autoshard.mesh_cost import estimate_mesh
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
+from autoshard.progress import tell
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.cuts import cut_record
 from autoshard.stream_cost import estimate_streamed, with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
-from autoshard.verify.divided import IN_PARTS, MIXED, in_one_piece, is_divided, runs_in_parts
+from autoshard.verify.divided import IN_PARTS, MIXED, in_one_piece, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run
@@ -185,12 +186,16 @@ def _compare(
     home = _home(stage, original()) if stage is not None else None
     accelerators = _accelerators(stage)
     with same_start(accelerators) as restart:
+        tell("runs", 0, 2)
         restart()
-        expected = _run_original(original, work, home if accelerators else None, notes)
+        with same_draws(work.divided, notes):
+            expected = _run_original(original, work, home if accelerators else None, notes)
+        tell("runs", 1, 2)
         restart()
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
         measure = simulated.reset_peak if simulated is not None else None
-        found, failure, full = _run_applied(applied, work, home, measure)
+        with same_draws(work.divided, notes):
+            found, failure, full = _run_applied(applied, work, home, measure)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
         kind = work.cut, work.divided
         errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, *kind)

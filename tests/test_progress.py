@@ -1,0 +1,106 @@
+"""What long work tells of itself, and the bar that a terminal shows of it."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.progress import shown_progress, tell, watched_by
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(20)])
+
+
+def told(work) -> dict[str, list[tuple[int, int | None]]]:
+    """Unit -> what was told in it."""
+    found: dict[str, list[tuple[int, int | None]]] = {}
+    with watched_by(lambda unit, done, total: found.setdefault(unit, []).append((done, total))):
+        work()
+    return found
+
+
+def test_capture_and_proof_tell_how_far_they_are():
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    inputs = torch.ones(4, 8)
+    found = told(
+        lambda: autoshard.plan(model(), devices, inputs=inputs, strategy="column-parallel", objective="memory")
+    )
+    assert [done for done, _ in found["ops"]][:2] == [0, 64]
+    assert all(0 <= done < total for done, total in found["blocks"])
+
+
+def test_batches_and_runs_are_told():
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    plans = []
+    inputs = torch.randn(4, 8)
+    found = told(lambda: plans.append(autoshard.plan(model(), devices, inputs=inputs, strategy="data-parallel")))
+    assert found["divided batches"]
+    plan = autoshard.plan(model(), devices, inputs=inputs, strategy="balanced")
+    assert told(lambda: autoshard.verify(model(), plan, inputs=inputs))["runs"] == [(0, 2), (1, 2)]
+
+
+def test_saving_and_loading_tell_bytes(tmp_path):
+    saved = model()
+    total = sum(parameter.nbytes for parameter in saved.parameters())
+    found = told(lambda: autoshard.save(saved, tmp_path / "out"))["bytes"]
+    assert found[0] == (0, total) and len(found) == 80 and found == sorted(found)
+    shown = []
+    autoshard.load(tmp_path / "out", "cpu", model=model(), progress=lambda done, total: shown.append((done, total)))
+    assert all(done <= total for done, total in shown)
+
+
+def test_nobody_is_told_after_the_block():
+    found = []
+    with pytest.raises(KeyError), watched_by(lambda *args: found.append(args)):
+        raise KeyError
+    tell("ops", 1)
+    assert not found
+
+
+def test_nothing_is_shown_without_a_terminal(capfd):
+    with shown_progress("working"):
+        tell("ops", 1, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+PROGRAM = """
+import time
+from autoshard.progress import shown_progress, tell
+with shown_progress("working"):
+    for done in range(0, 3_000_000_000, 250_000_000):
+        tell("bytes", done, 3_000_000_000)
+        with shown_progress("inside"):
+            time.sleep(0.05)
+    for done in range(8):
+        tell("ops", 1000 * done)
+        time.sleep(0.05)
+print("done")
+"""
+
+
+def test_a_terminal_shows_amount_and_rate():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stderr=theirs, stdout=subprocess.PIPE, env=environment
+    ) as run:
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            seen += part
+        assert run.stdout is not None and run.stdout.read() == b"done\n"
+    os.close(ours)
+    text = seen.decode()
+    assert "working" in text and "inside" not in text
+    assert "of 3.00 GB" in text and "GB/s" in text
+    assert "ops/s" in text
