@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,34 @@ def test_one_part_is_compared_bit_for_bit():
     model, inputs = words(), sentences()
     found = verify(model, elsewhere(pipeline(model, inputs, count=1)), inputs)
     assert found.ok and found.max_error == 0 and not any("parts of the batch" in note for note in found.notes)
+
+
+class Dropping(nn.Module):
+    """Drops values, adds noise, and masks a random position of each row, as speech models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        kept = torch.ones_like(x)
+        for row in kept:
+            row[numpy.random.choice(8, 2, replace=False)] = 0
+        x = x * kept + torch.randn_like(x)
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.3)
+        return x
+
+
+def test_random_numbers_are_no_difference():
+    model, inputs = Dropping(), {"x": torch.randn(8, 8)}
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    functions = numpy.random.choice
+    found = verify(model, elsewhere(pipeline(model, inputs, ROWS)), inputs)
+    assert found.ok, found.first_difference
+    assert any("random numbers were taken to be the same for all rows" in note for note in found.notes)
+    assert torch.equal(torch.get_rng_state(), before[0]) and numpy.random.get_state()[1].tolist() == before[1]
+    assert numpy.random.choice is functions
 
 
 class Centred(nn.Module):

@@ -231,19 +231,28 @@ def _refuse_generator(model: nn.Module, output: Any) -> None:
 def _undisturbed() -> Iterator[None]:
     """No garbage collection inside (it would end lifetimes at random), and random numbers after as if nothing was."""
     collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with silenced(), own_random_numbers():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """What is drawn inside leaves the generators of Python, NumPy and torch (on the CPU) as they were."""
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    gc.disable()
     try:
-        with silenced(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        if collecting:
-            gc.enable()
 
 
 @contextmanager

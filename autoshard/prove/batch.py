@@ -23,8 +23,10 @@ from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, 
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
+from autoshard.progress import tell
 from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
@@ -71,7 +73,7 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
 
     `graph`: a forward with these inputs that was captured with `composite=True`, if there is one.
     """
-    with torch.random.fork_rng(devices=[]):
+    with own_random_numbers():
         question = _question(model, inputs, workload, graph)
         refused, packed, tried = "", "", -1
         for batch, rows in _guesses(question):
@@ -223,7 +225,8 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
     checked: list[Checked] = []
     stopped: NotRun | None = None
     ran: Division | None = None
-    for bound, parts in _kinds(question, batch, rows):
+    for number, (bound, parts) in enumerate(_kinds(question, batch, rows)):
+        tell("divided batches", number)
         count = sum(parts)
         division = _division(question, trial, _with_rows(batch, count), bound, parts)
         try:

@@ -3,15 +3,57 @@
 Whether rows mix can't be seen where each run draws other numbers. Nothing is dropped.
 """
 
+import functools
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from autoshard.nested import leaves_in
 from autoshard.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 _DROPOUTS = {aten.native_dropout.default}
+_STATEFUL = {"seed", "get_state", "set_state"}
+PATIENCE = 10_000
+"""After so many draws numbers are drawn as ever: code may draw until it finds another one."""
+
+
+@contextmanager
+def steady_draws() -> Iterator["SteadyDraws"]:
+    """Inside, what torch and NumPy's global generator draw depends on the shape of a row only."""
+    draws = SteadyDraws()
+    numpy = sys.modules.get("numpy")
+    replaced: dict[str, Any] = {}
+    if numpy is not None:
+        generator = numpy.random.mtrand._rand
+        for name in set(numpy.random.__all__) - _STATEFUL:
+            function = getattr(numpy.random, name)
+            if getattr(function, "__self__", None) is generator:
+                replaced[name] = function
+                setattr(numpy.random, name, _steady(function, generator, draws))
+    try:
+        with draws:
+            yield draws
+    finally:
+        for name, function in replaced.items():
+            setattr(numpy.random, name, function)  # type: ignore[union-attr]
+
+
+def _steady(function: Callable, generator: Any, draws: "SteadyDraws") -> Callable:
+    """A function of NumPy's that draws the same in every call."""
+
+    @functools.wraps(function)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        draws.count += 1
+        if draws.count < PATIENCE:
+            generator.seed(0)
+        return function(*args, **kwargs)
+
+    return drawn
 
 
 class SteadyDraws(TorchDispatchMode):
@@ -30,10 +72,13 @@ class SteadyDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        if self.count >= PATIENCE:
+            return func(*args, **kwargs)
         torch.manual_seed(0)  # not by how many draws there were: experts that are not needed draw none
-        before = torch.get_rng_state()
+        device = _device_of((args, kwargs))
+        before = _state_of(device)
         made = func(*args, **kwargs)
-        if torch.equal(torch.get_rng_state(), before):
+        if torch.equal(_state_of(device), before):
             return made
         self.count += 1
         if func in _DROPOUTS:
@@ -55,3 +100,19 @@ class SteadyDraws(TorchDispatchMode):
         if "normal" in name or "randn" in name:
             return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(made.dtype)
         return uniform.to(made.dtype)
+
+
+def _device_of(value: Any) -> torch.device:
+    """Where an op draws."""
+    named = [leaf for _, leaf in leaves_in(value) if isinstance(leaf, (torch.Tensor, torch.device))]
+    devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in named]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    """Where the generator of a device is."""
+    return (
+        torch.get_rng_state()
+        if device.type in ("cpu", "meta")
+        else torch.get_device_module(device).get_rng_state(device)
+    )

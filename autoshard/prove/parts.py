@@ -20,7 +20,7 @@ from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.prove.copied import Trial
-from autoshard.prove.draws import SteadyDraws
+from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import Part, merge, split
 
@@ -62,8 +62,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
         numpy.random.seed(0)
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
-    draws = SteadyDraws()
-    with torch.set_grad_enabled(trial.training), trial.weights, draws:
+    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws() as draws:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():

@@ -9,7 +9,6 @@ A block too large to be run is followed on shapes alone, and the numbers are tho
 """
 
 import copy
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,12 +24,13 @@ from autoshard.capture.capture import observe_calls
 from autoshard.capture.fake import silenced
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
+from autoshard.capture.run import own_random_numbers
 from autoshard.plan_cuts import Refusal
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
-from autoshard.prove.search import NotFound, Question, Scales, find_scales
+from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
 from autoshard.prove.shrink import (
     SLICES,
     Arguments,
@@ -44,7 +44,7 @@ from autoshard.prove.shrink import (
 from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
-from autoshard.sharding import Cut, Scale
+from autoshard.sharding import Action, Cut, Scale
 from autoshard.torch_private import FakeTensorMode
 from autoshard.workload import Workload
 
@@ -223,7 +223,7 @@ class Prover:
 def _run_first_rank(question: Question, cut: Cut, given: Arguments, shapes_only: bool, scales: Scales) -> Outcome:
     """Run the first rank of a cut with some scales; `shapes_only`: the block is on meta, and `given` are specs."""
     local = copy.deepcopy(question.block)
-    one = replace(cut, scales=_scales(scales, cut.shares))
+    one = replace(cut, scales=_scales(scales, cut.shares), actions=(*cut.actions, *_lengths(scales)))
     apply_cuts(local, (one,), LoneRank(rank=0, size=cut.degree), shapes_only=shapes_only)
     watch = Watch(question.expected, {question.leaf: cut.shares[0]})
     if not shapes_only:
@@ -244,36 +244,38 @@ def _tried(work: Callable[[], Any]) -> str:
 
     Random numbers after it are as if nothing had run.
     """
-    state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with own_random_numbers():
             work()
     except (NotFound, Unequal) as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    finally:
-        random.setstate(state)
     return ""
 
 
 def _cut(group: AxisGroup, shares: tuple[int, ...], scales: Scales) -> Cut:
     return Cut(
-        blocks=group.blocks, size=group.size, shares=shares, shards=group.shards, actions=group.actions,
-        scales=_scales(scales, shares), summed=group.summed, training=True,  # the mode is that in which it was found
+        blocks=group.blocks, size=group.size, shares=shares, shards=group.shards,
+        actions=(*group.actions, *_lengths(scales)), scales=_scales(scales, shares), summed=group.summed, training=True,  # the mode is that in which it was found
     )  # fmt: skip
+
+
+def _lengths(scales: Scales) -> tuple[Action, ...]:
+    return tuple(name.action for name in scales if isinstance(name, Length))
 
 
 def _scales(scales: Scales, shares: tuple[int, ...], of: int | None = None) -> tuple[Scale, ...]:
     """Scales for these shares; `of`: not of the whole, but of a block that has so many slices."""
     return tuple(
         Scale(
-            module=module,
-            attribute=attribute,
+            module=name[0],
+            attribute=name[1],
             value=number.whole if of is None else number.local(of),
             local=tuple(number.local(share) for share in shares),
         )
-        for (module, attribute), number in scales.items()
+        for name, number in scales.items()
+        if not isinstance(name, Length)
     )
 
 

@@ -1,5 +1,7 @@
 """What is different where the applied model runs in parts of its batch: rounding, and what its differences may mean."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +10,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.capture.backward import training_loss
 from autoshard.plan import Plan
+from autoshard.prove.draws import steady_draws
 from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.schedule import LocalSchedule
 from autoshard.runtime.state import Division
@@ -17,6 +20,10 @@ IN_PARTS = (
     "1e-5 of the largest value of a tensor in float32 (1e-12 in float64, 1e-2 in float16, 5e-2 in bfloat16)"
 )
 MIXED = "with the batch in one piece this plan gives what the original gives: it is divided along what is no batch"
+DRAWN = (
+    "random numbers were taken to be the same for all rows, and nothing was dropped: parts draw other ones than the "
+    "whole"
+)
 
 
 def is_divided(plan: Plan) -> bool:
@@ -45,6 +52,18 @@ def step_by_schedule(model: nn.Module, args: tuple, kwargs: dict[str, Any], own_
 def _division(model: nn.Module) -> Division | None:
     hooks = [hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, RootHook)]
     return hooks[0].runtime.record.division if hooks else None
+
+
+@contextmanager
+def same_draws(divided: bool, notes: list[str]) -> Iterator[None]:
+    """Inside, every row draws the same random numbers where the batch is divided, and a note says so if any are."""
+    if not divided:
+        yield
+        return
+    with steady_draws() as draws:
+        yield
+    if draws.count and DRAWN not in notes:
+        notes.append(DRAWN)
 
 
 def in_one_piece(plan: Plan) -> Plan:

@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -172,6 +173,18 @@ def test_random_numbers_are_no_mixing():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
     assert "draws random numbers" in found(model, torch.randn(4, 6)).proof
     assert "draws" not in found(model.eval(), torch.randn(4, 6), Workload()).proof
+
+
+def test_random_masks_of_numpy_are_no_mixing():
+    def masked(self, x):
+        kept = torch.ones_like(x)
+        for row in kept:
+            row[numpy.random.choice(6, 2, replace=False)] = 0
+        return self.linear(x * kept)
+
+    state = numpy.random.get_state()[1].tolist()
+    assert "draws random numbers" in found(Small(masked), torch.randn(4, 6)).proof
+    assert numpy.random.get_state()[1].tolist() == state
 
 
 def test_a_batch_of_zeros_is_proved_on_other_numbers():
