@@ -115,8 +115,13 @@ def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch
 
 
 def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `PlanError` unless the stages of a plan have all tensors, and each of them some."""
+    """Raise `PlanError` unless the stages of a plan have all tensors, and each of them some, on whole replicas."""
     assert plan.mesh is not None
+    if plan.mesh.sharded:
+        raise PlanError(
+            "a plan can't divide a model into stages and shard them over replicas, too: replicas of stages keep all "
+            'of a stage. Plan with strategy="hybrid", or with strategy="data-parallel", which shards.'
+        )
     if not plan.stages or len(plan.stages) % plan.mesh.pipeline:
         raise PlanError(
             f"this plan has {len(plan.stages)} stages for {plan.mesh.pipeline} positions of a pipeline. Plan again "

@@ -1,5 +1,6 @@
 """Around the steps of a pipeline over processes: clipping, optimizers, saving, and what goes wrong."""
 
+import dataclasses
 import hashlib
 import pathlib
 from functools import partial
@@ -7,6 +8,9 @@ from functools import partial
 import torch
 
 import autoshard
+from autoshard.plan import Mesh
+from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.staged import check_stages
 from tests.pipelines.models import Tied, decoder, tied
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import token_loss
@@ -105,6 +109,8 @@ def refused():
     attempt(
         "ranks", lambda: autoshard.apply(model, plan_of(model, [["embed"], ["first"], ["second", "head"]], 3, inputs))
     )
+    halves = dataclasses.replace(plan, mesh=Mesh(data=2, pipeline=2, sharded=True), devices=plan.devices * 2)
+    attempt("sharded", lambda: check_stages(halves, named_tensors(model)))
     said["rank"] = rank
     return said
 
@@ -119,3 +125,4 @@ def test_what_is_refused_is_refused_by_all():
         assert "no longer applied" in said["removed"]
         assert "has no parameters" in said["stages"]
         assert "for 3 devices, and 2 processes run" in said["ranks"]
+        assert "shard them over replicas, too" in said["sharded"]
