@@ -130,18 +130,24 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 def tensor_at(value: Any, path: str) -> torch.Tensor | None:
     """Return the tensor at a path, as `tensors_in` gives it, None if there is none."""
-    if not path:
-        return value if isinstance(value, torch.Tensor) else None
-    key, item = _step(value, path)
-    return None if key is None else tensor_at(item, path[len(str(key)) + 1 :])
+    found = item_at(value, path)
+    return found if isinstance(found, torch.Tensor) else None
 
 
-def replace_at(value: Any, path: str, tensor: torch.Tensor) -> Any:
-    """Return `value` with the tensor at a path, which must be there, replaced; containers on the way are copied."""
+def item_at(value: Any, path: str) -> Any:
+    """Return what is at a path, as `leaves_in` gives it, None if there is nothing."""
     if not path:
-        return tensor
+        return value
     key, item = _step(value, path)
-    item = replace_at(item, path[len(str(key)) + 1 :], tensor)
+    return None if key is None else item_at(item, path[len(str(key)) + 1 :])
+
+
+def replace_at(value: Any, path: str, by: Any) -> Any:
+    """Return `value` with what is at a path, which must be there, replaced; containers on the way are copied."""
+    if not path:
+        return by
+    key, item = _step(value, path)
+    item = replace_at(item, path[len(str(key)) + 1 :], by)
     if isinstance(value, dict):
         changed = {**value, key: item}
         return changed if type(value) is dict else _rebuild_mapping(value, changed)

@@ -16,7 +16,9 @@ from typing import Literal
 
 import numpy
 
-ActionKind = Literal["reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore"]
+ActionKind = Literal[
+    "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length"
+]  # fmt: skip
 
 
 DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
@@ -38,7 +40,7 @@ class Action:
 
     The place is the `occurrence`-th call (from 0; -1: every call) of the torch function `function` while `module` runs
     (calls made by its children count), or, where `function` is "", the call of the module itself. `argument` is the
-    path of a tensor among the arguments or in the result, as `nested.tensors_in((args, kwargs))` or `(result)` give it.
+    path of what it is done to, as `nested.leaves_in((args, kwargs))` or `(result)` give it.
 
     kind      at                what
     reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it
@@ -50,6 +52,7 @@ class Action:
     restore   the module        arguments that it hands on, and that were changed for it, leave as they came
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
+    length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here
     """
 
     kind: ActionKind
@@ -127,6 +130,19 @@ def resized(axis: str, size: int) -> str:
         raise ValueError(f"{axis!r} can't have a size of {size}.")
     count = int(product[2])
     return f"{size // count}x*{count}" if product[1] else f"*{count}x{size // count}"
+
+
+def local_length(axis: str, shares: tuple[int, ...], rank: int, length: int) -> int:
+    """How long an axis is on a rank, where the whole is `length`: other factors than what is cut may have grown.
+
+    "2x*4", shares 3 and 1, rank 0, 8  ->  6; 12  ->  9. Raises ValueError where a concatenation has grown, and for what
+    is no multiple of what is cut.
+    """
+    if length == len(coordinates_of(axis)):
+        return len(kept(axis, shares, rank))
+    if not re.fullmatch(r"(\d+x)*\*\d+(x\d+)*", axis) or length % sum(shares):
+        raise ValueError(f"{axis!r} can't have a size of {length}.")
+    return length // sum(shares) * shares[rank]
 
 
 def even_shares(size: int, degree: int) -> tuple[int, ...]:

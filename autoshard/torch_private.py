@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ __all__ = [
     "no_modes",
     "no_overrides",
     "node_sequence",
+    "opened",
     "release",
     "replace_total_norm",
     "run_composite",
@@ -326,6 +328,24 @@ def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "has_torch_function" in code.co_names
+
+
+def opened(function: Any) -> Callable[..., Any] | None:
+    """A function of torch that calls others on parameters it is given, so that a mode sees those; None for all others.
+
+    It is the same code, which does not ask whether it is overridden itself.
+    """
+    return _OPENED.get(function) if isinstance(function, FunctionType) else None
+
+
+def _open(function: Any) -> Callable[..., Any]:
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_OPENED = {torch.nn.functional.multi_head_attention_forward: _open(torch.nn.functional.multi_head_attention_forward)}
 
 
 def no_overrides() -> Any:

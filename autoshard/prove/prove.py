@@ -256,9 +256,15 @@ def _tried(work: Callable[[], Any]) -> str:
 
 def _cut(group: AxisGroup, shares: tuple[int, ...], scales: Scales) -> Cut:
     return Cut(
-        blocks=group.blocks, size=group.size, shares=shares, shards=group.shards,
-        actions=(*group.actions, *_lengths(scales)), scales=_scales(scales, shares), summed=group.summed, training=True,  # the mode is that in which it was found
-    )  # fmt: skip
+        blocks=group.blocks,
+        size=group.size,
+        shares=shares,
+        shards=group.shards,
+        actions=(*group.actions, *_lengths(scales)),
+        scales=_scales(scales, shares),
+        summed=group.summed,
+        training=True,  # the mode is that in which it was found
+    )
 
 
 def _lengths(scales: Scales) -> tuple[Action, ...]:

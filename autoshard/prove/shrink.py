@@ -21,7 +21,9 @@ from autoshard.axes.groups import AxisGroup
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec
 from autoshard.prove.ranks import LoneRank
+from autoshard.runtime.actions import install
 from autoshard.runtime.cuts import apply_cuts, cut_record
+from autoshard.runtime.steps import Memo, Step
 from autoshard.sharding import Cut, Scale, coordinates_of
 from autoshard.torch_private import FakeTensorMode, fake_from_meta
 
@@ -63,14 +65,18 @@ def as_fake(block: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def smaller_block(block: nn.Module, cuts: Sequence[Cut]) -> nn.Module:
-    """Keep what the first rank of every cut keeps: parameters and integers, on meta, without actions."""
+    """Keep what the first rank of every cut keeps: parameters and integers, on meta; of the actions, the lengths."""
     made = on_meta(block)
+    first = LoneRank(rank=0, size=2)
     for cut in cuts:
-        apply_cuts(made, (replace(cut, actions=(), summed=()),), LoneRank(rank=0, size=2), shapes_only=True)
+        apply_cuts(made, (replace(cut, actions=(), summed=()),), first, shapes_only=True)
         record = cut_record(made)
         assert record is not None
         for handle in record.handles:
             handle.remove()
+        for path in dict.fromkeys(action.module for action in cut.actions):
+            lengths = [action for action in cut.actions if action.kind == "length" and action.module == path]
+            install(made.get_submodule(path), [Step(one, cut.shares, first, Memo(), path) for one in lengths])
     return made
 
 

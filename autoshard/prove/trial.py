@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autoshard.axes.axis import Leaf
 from autoshard.capture.sites import PROPERTIES
 from autoshard.prove.expected import Expected, Key
 from autoshard.sharding import DROPOUTS
+from autoshard.torch_private import opened
 
 
 class Differs(Exception):
@@ -24,12 +25,13 @@ class Differs(Exception):
 class Outcome:
     """How a run went: `reached` counts the functions that gave what they should; `failed` is the one that did not.
 
-    `failed` is None if all went well; `message` says what was wrong with it.
+    `failed` is None if all went well; `message` says what was wrong with it, and `lengths` what integers it was given.
     """
 
     reached: int
     failed: Key | None
     message: str = ""
+    lengths: dict[str, int] = field(default_factory=dict)
 
 
 class Watch(TorchFunctionMode):
@@ -39,6 +41,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.reached = 0
         self.current: Key | None = None
+        self.given: tuple[tuple, dict[str, Any]] = (), {}
         self._expected, self._slices = expected, slices
         self._stack: list[tuple[str, int, dict[str, int]]] = []
         self._calls: dict[str, int] = {}
@@ -57,12 +60,16 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if not self._stack or name in PROPERTIES:
             return func(*args, **(kwargs or {}))
+        body = opened(func)
+        if body is not None:
+            with self:
+                return body(*args, **(kwargs or {}))
         occurrence = self._stack[-1][2].get(name, 0)
         for _, _, counts in self._stack:
             counts[name] = counts.get(name, 0) + 1
         path, time, _ = self._stack[-1]
         key = (path, time, name, occurrence)
-        self.current = key
+        self.current, self.given = key, (args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if key in self._expected and name not in DROPOUTS:  # whose masks are drawn for the whole tensor
             self._compare(result, self._expected[key])
@@ -86,8 +93,10 @@ def run_watched(block: nn.Module, args: tuple, kwargs: dict[str, Any], watch: Wa
             with watch:
                 block(*args, **kwargs)
         except Exception as error:
-            message = " ".join(str(error).split())
-            return Outcome(reached=watch.reached, failed=watch.current or ("", 0, "", 0), message=message[:200])
+            message = " ".join(str(error).split())[:200]
+            lengths = {path: item for path, item in nested.leaves_in(watch.given) if type(item) is int}
+            failed = watch.current or ("", 0, "", 0)
+            return Outcome(reached=watch.reached, failed=failed, message=message, lengths=lengths)
     return Outcome(reached=watch.reached, failed=None)
 
 

@@ -163,9 +163,9 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
-    if action.kind in ("slice", "gather", "lookup", "dropout") and not action.axis:
+    if action.kind in ("slice", "gather", "lookup", "dropout", "length") and not action.axis:
         problem = "says no axis"
-    elif action.kind in ("lookup", "dropout") and not action.function:
+    elif action.kind in ("lookup", "dropout", "length") and not action.function:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"

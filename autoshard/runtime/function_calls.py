@@ -30,7 +30,11 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         listed = self.listed.get(getattr(func, "__name__", ""))
         if listed is None:
-            return func(*args, **(kwargs or {}))
+            body = torch_private.opened(func)
+            if body is None:
+                return func(*args, **(kwargs or {}))
+            with self:
+                return body(*args, **(kwargs or {}))
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         occurrence = self.seen.get(name, 0)
         self.seen[name] = occurrence + 1

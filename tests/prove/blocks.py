@@ -93,6 +93,34 @@ class Normed(nn.Module):
         return self.down(y.relu() / y.shape[-1])
 
 
+class Measuring(nn.Module):
+    """Attention that reads sizes from whole tensors: with fewer heads its own heads would be wider."""
+
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.all, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        shape = (rows, length, self.heads, width // self.heads)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.all(x).split(self.width, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(rows, length, width))
+
+
+class Attending(nn.Module):
+    """Attention of torch; `apart`: to something else than what asks."""
+
+    def __init__(self, width: int = 24, heads: int = 4, apart: bool = False, weights: bool = False) -> None:
+        super().__init__()
+        self.inner, self.apart, self.weights = nn.MultiheadAttention(width, heads), apart, weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = x.tanh() if self.apart else x
+        return self.inner(x, other, other, need_weights=self.weights)[0]
+
+
 class Stack(nn.Module):
     """Blocks of one kind between residual sums."""
 

@@ -1,5 +1,6 @@
 """What is proved is right, and what is wrong is found: on blocks with traps."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -14,9 +15,24 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
+from autoshard.prove.ranks import run_ranks
 from autoshard.prove.sample import random_like
+from autoshard.runtime.collectives import Ranks
+from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import Dropped, Fused, Grouped, Normed, Partly, Peeking, Rescaled, Stack, Tied
+from tests.prove.blocks import (
+    Attending,
+    Dropped,
+    Fused,
+    Grouped,
+    Measuring,
+    Normed,
+    Partly,
+    Peeking,
+    Rescaled,
+    Stack,
+    Tied,
+)
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
@@ -85,6 +101,48 @@ def test_a_list_of_sizes_is_scaled_item_by_item():
     assert {name: local for name, (_, local) in scales_of(cut).items()} == {
         "heads": (3, 1), "sizes.0": (18, 6), "sizes.1": (18, 6), "sizes.2": (18, 6)
     }  # fmt: skip
+
+
+def check_on_ranks(model: nn.Module, cut: Cut, x: torch.Tensor) -> None:
+    """The model with one cut is equal to the model on all ranks; the ranks are threads."""
+
+    def rank(ranks: Ranks) -> torch.Tensor:
+        return apply_cuts(copy.deepcopy(model), [cut], ranks)(x)
+
+    with torch.no_grad():
+        wanted = model(x)
+        for found in run_ranks(rank, cut.degree):
+            assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("shares", [(2, 2), (3, 1)])
+def test_sizes_that_are_read_from_whole_tensors(shares):
+    """The number of heads is an attribute, of which code makes their width: it has to stay, and the lengths do not."""
+    model = Stack(Measuring)
+    _, found, prover = analysed(model)
+    cut = prover.prove(of_blocks(found, 4), shares)
+    assert isinstance(cut, Cut), cut
+    lengths = [(a.module, a.function, a.occurrence, a.argument, a.axis) for a in cut.actions if a.kind == "length"]
+    assert lengths == [("", "view", n, "0.1.2", "*4") for n in range(3)] + [("", "reshape", 0, "0.3", "*4x6")]
+    assert scales_of(cut) == {"width": (24, tuple(6 * share for share in shares))}
+    for x in (X, torch.randn(3, 7, 24)):
+        check_on_ranks(model, cut, x)
+
+
+@pytest.mark.parametrize("way", [{}, {"apart": True}, {"weights": True}])
+def test_attention_of_torch_is_cut_by_its_heads(way):
+    model = Stack(Attending, **way).eval()
+    _, found, prover = analysed(model)
+    cut = prover.prove(of_blocks(found, 4), (3, 1))
+    assert isinstance(cut, Cut), cut
+    assert {shard.name for shard in cut.shards} == {
+        "inner.in_proj_weight",
+        "inner.in_proj_bias",
+        "inner.out_proj.weight",
+    }
+    assert cut.scales == () and "forward and backward" in cut.proof
+    for x in (X, torch.randn(3, 7, 24)):
+        check_on_ranks(model, cut, x)
 
 
 def test_what_all_ranks_keep_has_its_gradient_once():
