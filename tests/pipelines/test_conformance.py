@@ -18,6 +18,8 @@ from tests.ranks import run_ranks
 ROWS = 4
 SCHEDULES = {"gpipe": 2, "1f1b": 4, "interleaved": 2}  # -> parts
 CASES = {case.name: case for case in (*HF_CASES, *HOSTILE_CASES)}
+MORE = ["unet", "diffuser", "translator", "encoder", "residual", "attention"]
+NAMES = [case.name for case in HF_CASES] + MORE
 WHOLE = {"clip": "compares rows with each other"}
 
 
@@ -86,13 +88,13 @@ def check(name, devices, schedules):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [case.name for case in HF_CASES])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks(name):
     check(name, 2, list(SCHEDULES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [case.name for case in HF_CASES])
+@pytest.mark.parametrize("name", NAMES)
 def test_four_ranks(name):
     try:
         check(name, 4, ["gpipe", "1f1b"])
