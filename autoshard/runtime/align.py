@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.travel import is_copy, renewed
+from autoshard.runtime.travel import is_copy, renewed, source_of, travel, travels
 
 _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
@@ -26,6 +26,7 @@ _CROSSING: set[Any] = {
     torch.autograd.grad, torch.autograd.backward, torch._foreach_copy_, _Tensor.retain_grad,
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""
+_MOVES = {_Tensor.to, _Tensor.type_as, _Tensor.cpu, _Tensor.cuda}
 _VIEWS = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "H", "mT", "mH", "real", "imag")}
 """Attributes that are uses of a tensor; reading others leaves no trace in its history."""
 _QUESTIONS = {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.stride, _Tensor.__len__, _Tensor.is_contiguous,
@@ -63,6 +64,8 @@ class Align(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.on and func in _MOVES and travels(args[0]):
+            return _moved(args[0], func(*args, **kwargs))
         if not self.on or func in _CROSSING:
             return func(*args, **kwargs)
         mixes = _mixes(args, kwargs)
@@ -176,6 +179,13 @@ _interceptor = _Interceptor()
 def _watcher() -> Align | None:
     watcher = torch_private.innermost_function_mode()
     return watcher if isinstance(watcher, Align) and watcher.on else None
+
+
+def _moved(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Give what the model itself moved elsewhere the way back of a copy: torch's own would make gradients dense."""
+    if result is tensor or result.device == tensor.device or result.dtype != tensor.dtype:
+        return result
+    return travel(source_of(tensor), result.detach())
 
 
 def _uses_copies(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -66,6 +66,19 @@ class Custom(nn.Module):
         return self.inside(h) if self.reentrant is None else checkpoint(self.inside, h, use_reentrant=self.reentrant)
 
 
+class Moving(nn.Module):
+    """The model itself moves its tensors: on one device that makes nothing, and no gradient dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.update, self.head = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.head(x)
+        tokens = self.update(h[:, :5]).to(h.device)
+        return self.head(torch.cat([tokens, h], 1))
+
+
 def gradients(model, x):
     output = model(x)
     terms = output if isinstance(output, tuple) else (output,)
@@ -84,8 +97,14 @@ CUSTOM = {"a": "cpu:0", "scale": "cpu:1", "b": "cpu:2"}
 
 @pytest.mark.parametrize(
     "make, device_map",
-    [(Cross, CROSS), (Custom, CUSTOM), (lambda: Custom(False), CUSTOM), (lambda: Custom(True), CUSTOM)],
-    ids=["cross", "custom", "checkpoint", "reentrant"],
+    [
+        (Cross, CROSS),
+        (Custom, CUSTOM),
+        (lambda: Custom(False), CUSTOM),
+        (lambda: Custom(True), CUSTOM),
+        (Moving, {"update": "cpu:1", "head": "cpu:0"}),
+    ],
+    ids=["cross", "custom", "checkpoint", "reentrant", "moving"],
 )
 def test_bitwise(make, device_map):
     x = torch.randn(5, 7, D)
