@@ -20,7 +20,7 @@ from autoshard.cost import check_devices, divided_bound, estimate, of_every_devi
 from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
-from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, rows_of_part, run_schedule
+from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, needs_processes, rows_of_part, run_schedule
 from autoshard.pipeline_cost import price as price_pipeline
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.part import carriers_of_rows, part_of_batch
@@ -28,6 +28,15 @@ from autoshard.profile.profile import Profile
 from autoshard.replica_cost import BUCKET_BYTES, estimate_replicas, rows_per_replica
 from autoshard.stage_cost import Figures, stage_figures
 from autoshard.stream_cost import estimate_streamed
+
+UNDIVIDED = (
+    "a cache belongs to all rows of the batch, so generate() runs undivided, one device after another, and is priced so"
+)
+
+
+def in_one_piece(plan: Plan) -> Plan:
+    """The same placements without dividing the batch."""
+    return replace(plan, mesh=None, batch=None, num_microbatches=1, schedule="none")
 
 
 def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds: float | None = None) -> Estimate:
@@ -52,6 +61,9 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tra
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
+    if profile.workload.new_tokens and mesh.tensor == 1 and not (mesh.sharded or needs_processes(plan, cluster)):
+        found = estimate(in_one_piece(plan), profile, cluster)
+        return replace(found, notes=(*found.notes, UNDIVIDED))
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster)
     if mesh.data == 1 and mesh.tensor == 1:

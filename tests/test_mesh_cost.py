@@ -14,10 +14,10 @@ from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
 from autoshard.collective_cost import all_reduce_seconds
-from autoshard.cost import divided_bound
+from autoshard.cost import divided_bound, estimate
 from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import _Combined, estimate_mesh
+from autoshard.mesh_cost import _Combined, estimate_mesh, in_one_piece
 from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.part import part_of_batch
@@ -198,3 +198,14 @@ def _linked(devices):
     from autoshard.cluster.links import make_links
 
     return Cluster(devices=devices, links=make_links(devices))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipeline=2), Mesh(data=2)])
+def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
+    cluster = _linked([_device("cuda:0", 1e12), _device("cuda:1", 1e12)])
+    profile = profiles["inference"]
+    profile = replace(profile, workload=replace(profile.workload, new_tokens=4))
+    plan = plan_on(cluster, profile, mesh, microbatches=2 if mesh.pipeline > 1 else 1)
+    found, whole = estimate_mesh(plan, profile, cluster), estimate(in_one_piece(plan), profile, cluster)
+    assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
+    assert any("runs undivided" in note for note in found.notes)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -64,8 +63,3 @@ def same_draws(divided: bool, notes: list[str]) -> Iterator[None]:
         yield
     if draws.count and DRAWN not in notes:
         notes.append(DRAWN)
-
-
-def in_one_piece(plan: Plan) -> Plan:
-    """The same placements without dividing the batch."""
-    return replace(plan, mesh=None, batch=None, num_microbatches=1, schedule="none")

@@ -21,7 +21,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.cost import estimate
 from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import AutoshardError, VerifyError
-from autoshard.mesh_cost import estimate_mesh
+from autoshard.mesh_cost import estimate_mesh, in_one_piece
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
@@ -31,7 +31,7 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.stream_cost import estimate_streamed, with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
-from autoshard.verify.divided import IN_PARTS, MIXED, in_one_piece, is_divided, runs_in_parts, same_draws
+from autoshard.verify.divided import IN_PARTS, MIXED, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run

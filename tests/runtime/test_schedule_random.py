@@ -1,4 +1,4 @@
-"""Steps of a pipeline in one process on models, placements and divisions made at random: gradients of the whole batch."""
+"""Pipelines of one process, made at random (models, placements, divisions), step as the whole batch does."""
 
 import copy
 
