@@ -209,6 +209,7 @@ def load(
     allow: Collection[str] = (),
     trust_remote_code: bool = False,
     local_files_only: bool = True,
+    mapped: bool = True,
     progress: "Callable[[int, int], None] | bool | None" = None,
 ) -> nn.Module:
     """Read a safetensors checkpoint straight to where a plan has its tensors, apply the plan, and return the model.
@@ -220,7 +221,9 @@ def load(
 
     `model`: a module to fill, its parameters best on meta, or a function that builds it; then `path` may be any
     safetensors files with its names. `dtype`: as in `from_pretrained`; "auto" is the checkpoint's. `allow`: any of
-    "missing", "unexpected" and "mismatched"; otherwise such tensors are errors. `progress`: called with bytes done and
+    "missing", "unexpected" and "mismatched"; otherwise such tensors are errors. `mapped`: weights that stay on the CPU
+    as the files have them are the files themselves, mapped: what is written to them stays in memory, and the files must
+    not be changed in place while the model lives; False reads them into memory. `progress`: called with bytes done and
     bytes in all; by default a bar is shown on a terminal, False shows none. Code of the checkpoint runs only with
     `trust_remote_code=True`, and no pickle is read.
 
@@ -241,9 +244,9 @@ def load(
             num_microbatches=num_microbatches, schedule=schedule,
         )  # fmt: skip
     if callable(progress):
-        return fill(unfilled, plan, progress)
+        return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):
-        return fill(unfilled, plan, functools.partial(tell, "bytes"))
+        return fill(unfilled, plan, functools.partial(tell, "bytes"), mapped=mapped)
 
 
 def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:

@@ -33,7 +33,7 @@ import transformers
 
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.mapped import mapped_tensor
+from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.plan import Plan
 from autoshard.runtime.mapped import Region, bring, let_go, merged, region_of, want
 
@@ -107,7 +107,7 @@ def read_layers(directory: Path) -> Callable[[], None]:
     the file later pays for.
     """
     entries = [entry for entry in open_checkpoint(directory).entries.values() if ".layers." in entry.name]
-    tensors = [mapped_tensor(entry) for entry in entries]
+    tensors = mapped_entries(entries)
     regions = merged(region for region in map(region_of, tensors) if region is not None)
     chunks = [
         [Region(region.map, start, min(CHUNK_BYTES, region.start + region.nbytes - start))]

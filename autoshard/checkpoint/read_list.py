@@ -160,7 +160,7 @@ def _copies(checkpoint: Checkpoint, name: str, source: Source, piece: Piece, tar
     """Yield what of a piece a target needs: one region, or one per run that it has a part of."""
     entry = checkpoint.entries[piece.entry]
     region = _region(source, piece)
-    shape, stride, offset = _geometry(entry.shape, entry.dtype, piece.views)
+    shape, stride, offset = geometry(entry.shape, entry.dtype, piece.views)
     if shape != tuple(length for _, length in region):
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} of shape {list(entry.shape)} gives the shape {list(shape)}, and {name} has "
@@ -186,7 +186,7 @@ def _copies(checkpoint: Checkpoint, name: str, source: Source, piece: Piece, tar
 
 
 @cache
-def _geometry(
+def geometry(
     shape: tuple[int, ...], dtype: torch.dtype, views: tuple[tuple, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return shape, strides and offset of what the views make of a contiguous tensor."""

@@ -1,6 +1,7 @@
 """Give a model on meta its memory where a plan has it, fill it from a checkpoint, and apply the plan.
 
     placed     meta ──▶ memory on the device of each tensor ──read──▶ filled ──▶ hooks
+                        or, on the CPU and as the file has it, a mapping of the file: nothing to read
     cut        meta ──▶ memory for the part of each rank here ──read──▶ filled ──▶ scales and actions
                                      what all ranks have whole: read by one of them, sent to the others
 
@@ -25,11 +26,11 @@ from autoshard.plan import Plan
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import CutRecord
-from autoshard.runtime.devices import META, resolve_device
+from autoshard.runtime.devices import CPU, META, resolve_device
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.resting import resting
+from autoshard.runtime.resting import resting, streamed_module
 from autoshard.runtime.slices import Undo, replace_all, runs_of
 from autoshard.sizes import format_bytes
 
@@ -39,39 +40,62 @@ PACKET_BYTES = 16 << 20
 
 def load_applied(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     checkpoint: Checkpoint,
     sources: Mapping[str, Source],
     *,
+    mapped: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> ReadReport:
-    """Fill a model whose parameters are on meta from a checkpoint, and apply a plan to it, in place.
+    """Fill a model whose parameters are on meta from a checkpoint, in place, and apply a plan; None: all on the CPU.
 
-    `sources`: for one name of each tensor on meta, and of others that are to be read over, how it is made. With cuts in
-    several processes all call it; together they read the files about once. Raises `CheckpointError` for what the files
-    lack, and what `apply_plan` raises; the model is then as it was.
+    `sources`: for one name of each tensor on meta, and of others that are to be read over, how it is made. `mapped`:
+    what stays on the CPU as the files have it is not read but mapped, where no cut divides it. With cuts in several
+    processes all call it; together they read the files about once. Raises `CheckpointError` for what the files lack,
+    and what `apply_plan` raises; the model is then as it was.
     """
-    if plan.cuts:
+    if plan is not None and plan.cuts:
         loader = _CutLoader(checkpoint, sources, progress, threads)
         apply_plan(model, plan, loader=loader)
         assert loader.report is not None
         return loader.report
     tensors = named_tensors(model)
-    check_belongs(model, plan, tensors)
-    check_complete(model, {name for name, tensor in tensors.items() if tensor.is_meta}, sources)
-    in_file = mapped_tensors(model, plan, checkpoint, sources)
+    devices = dict.fromkeys(tensors, CPU) if plan is None else _devices_between_calls(model, plan, tensors)
+    streamed = plan.streamed if plan is not None else {}
+    empty = {name for name, tensor in tensors.items() if tensor.is_meta}
+    check_complete(model, empty, sources)
+    kept = {name for name in empty if devices[name] == CPU and streamed_module(name, streamed) is None}
+    in_file = mapped_tensors(tensors, streamed, kept if mapped else (), checkpoint, sources)
+
+    def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in in_file:
+            return in_file[name]
+        if not tensor.is_meta:
+            return tensor
+        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[name]))
+
     log: list[Undo] = []
     try:
-        _allocate_placed(model, plan, in_file, log)
+        replace_all(tensors, memory, log)
         targets = [Target(source=name, tensor=tensors[name]) for name in sources if name not in in_file]
         report = read_into(checkpoint, sources, targets, progress=progress, threads=threads)
-        apply_plan(model, plan)
+        if plan is not None:
+            apply_plan(model, plan)
     except BaseException:
         while log:
             log.pop()()
         raise
     return report
+
+
+def _devices_between_calls(
+    model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.device]:
+    check_belongs(model, plan, tensors)
+    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
+    known = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
+    return resting(tensors, {name: known[device] for name, device in homes.entries.items()}, plan.streamed)
 
 
 def check_complete(model: nn.Module, empty: Collection[str], sources: Mapping[str, Source]) -> None:
@@ -96,23 +120,6 @@ def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device
             f"no room for {name} ({format_bytes(nbytes)}) on {device}: {reason}. Place less on {device}, or free "
             "memory there."
         ) from error
-
-
-def _allocate_placed(model: nn.Module, plan: Plan, in_file: Mapping[str, torch.Tensor], log: list[Undo]) -> None:
-    """Give memory to every tensor on meta, tied ones together, where the first of their names is between calls."""
-    tensors = named_tensors(model)
-    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
-    known = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
-    devices = resting(tensors, {name: known[device] for name, device in homes.entries.items()}, plan.streamed)
-
-    def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
-        if name in in_file:
-            return in_file[name]
-        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[name]))
-
-    replace_all(tensors, memory, log)
 
 
 def _memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

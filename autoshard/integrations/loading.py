@@ -22,7 +22,7 @@ from autoshard.integrations.words import first, one_line
 from autoshard.plan import Plan
 from autoshard.runtime.apply import bring_back_to
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.dispatch import apply_device_map, remove
+from autoshard.runtime.dispatch import apply_device_map
 from autoshard.runtime.moves import named_tensors, tied_groups
 
 
@@ -132,20 +132,25 @@ def _is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
-def fill(unfilled: Unfilled, plan: "Plan | Mapping[str, Any] | None", progress: Progress | None = None) -> nn.Module:
-    """Read every parameter to the device it has in the plan, apply the plan and return the model.
+def fill(
+    unfilled: Unfilled,
+    plan: "Plan | Mapping[str, Any] | None",
+    progress: Progress | None = None,
+    *,
+    mapped: bool = True,
+) -> nn.Module:
+    """Give every parameter its values on the device it has in the plan, apply the plan and return the model.
 
-    `plan`: a `Plan`, a `device_map`, or None for all on the CPU with nothing applied. Raises `PlanError`, `ApplyError`
-    and `CheckpointError`; the parameters are then on meta again.
+    `plan`: a `Plan`, a `device_map`, or None for all on the CPU with nothing applied. `mapped`: what the CPU has as the
+    files have it is not read but mapped. Raises `PlanError`, `ApplyError` and `CheckpointError`; the parameters are
+    then on meta again.
     """
     model = unfilled.model
-    placed = plan if isinstance(plan, Plan) else Plan.from_device_map(plan or {"": "cpu"})
-    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, progress=progress)
-    if not placed.cuts:
+    placed = Plan.from_device_map(plan or {"": "cpu"}) if isinstance(plan, Mapping) else plan
+    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
+    if placed is not None and not placed.cuts:
         bring_back_to(model, CPU)
-    if plan is None:
-        remove(model)
-    elif not isinstance(plan, Plan):
+    if isinstance(plan, Mapping):
         apply_device_map(model, plan)  # nothing is known of the model's flow
     if unfilled.quantised:
         mark_quantised(model)

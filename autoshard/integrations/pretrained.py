@@ -13,6 +13,7 @@ import torch
 from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.huggingface import config_file, model_class_of, read_config
+from autoshard.integrations.plainly import open_plainly
 from autoshard.integrations.recipe import sources_of
 from autoshard.integrations.rehearsal import quiet, rehearse
 from autoshard.integrations.strictness import Differences, check_differences, other_kinds
@@ -43,18 +44,27 @@ def open_pretrained(
     wanted = _dtype_named(dtype)
     if getattr(config, "quantization_config", None) is not None:
         return _read_quantised(model_class, config, checkpoint, directory, wanted, allow)
+    plain = open_plainly(checkpoint, model_class, config, wanted)
+    unfilled = plain or _open_rehearsed(checkpoint, model_class, config, wanted, allow)
+    model: Any = unfilled.model
+    kinds = other_kinds(checkpoint, unfilled.sources)
+    check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
+    model.config.name_or_path = model.name_or_path = name or str(directory)
+    _add_generation_config(model, directory, trust_remote_code)
+    return unfilled
+
+
+def _open_rehearsed(
+    checkpoint: Checkpoint, model_class: Any, config: Any, wanted: Any, allow: Collection[str]
+) -> Unfilled:
+    """See what the library makes of the files, whatever that is."""
     rehearsed = functools.partial(rehearse, model_class, config, _state(checkpoint), wanted, where=checkpoint.path)
     model, differences = rehearsed(strict=not {"missing", "mismatched"} & {*allow})
     check_differences(checkpoint, type(model).__name__, differences, allow)
     if any(_stands_for_nothing(one) for one in (*model.parameters(), *model.buffers())):
         # What the library says need not be there; it initialises it, so let it.
         model, _ = rehearsed(strict=False)
-    unfilled = leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
-    kinds = other_kinds(checkpoint, unfilled.sources)
-    check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
-    model.config.name_or_path = model.name_or_path = name or str(directory)
-    _add_generation_config(model, directory, trust_remote_code)
-    return unfilled
+    return leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Traced]:

@@ -1,4 +1,4 @@
-"""Parameters on disk: ordinary CPU tensors whose memory is a file, privately mapped.
+"""Parameters in files: ordinary CPU tensors whose memory is a file, privately mapped.
 
     model-00003.safetensors   ········[ layers.7.q ][ layers.7.k ]········
                                        │ pages come when they are read (or ahead, on request) and go on request
@@ -34,7 +34,7 @@ _IS_FILE_PAGE = numpy.uint64(61)  # bit of /proc/self/pagemap: not anonymous, so
 _IS_PRESENT, _IS_SWAPPED = numpy.uint64(63), numpy.uint64(62)
 
 
-class _Map(mmap.mmap):
+class MappedFile(mmap.mmap):
     """A private mapping of a whole file; tensors in it keep it alive."""
 
     path: Path
@@ -42,67 +42,58 @@ class _Map(mmap.mmap):
     stamp: tuple[int, int, int]
 
 
-_Key = tuple[int, int, int, int]
-_maps: "weakref.WeakValueDictionary[_Key, _Map]" = weakref.WeakValueDictionary()
-_addresses: list[int] = []
-_keys: list[_Key] = []
+_maps: "weakref.WeakValueDictionary[int, MappedFile]" = weakref.WeakValueDictionary()  # by address
+_addresses: list[int] = []  # of these and of some that are gone, sorted
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """`nbytes` of a mapped file at `start`, in bytes from its begin."""
 
-    map: _Map
+    map: MappedFile
     start: int
     nbytes: int
 
 
-def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def map_tensor(mapped: MappedFile, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a CPU tensor, row-major, whose memory is the file from `offset` on; nothing is read yet.
 
-    Raises `ApplyError` if the file can't be mapped, or is too short.
+    Raises `ApplyError` if the file is too short.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     if offset % dtype.itemsize:  # torch computes on whole elements; no writer of safetensors does this
-        raise ApplyError(f"{path}: the tensor at byte {offset} is not aligned to its {dtype}, so it can't be mapped.")
-    mapped = _map_file(path)
+        raise ApplyError(
+            f"{mapped.path}: the tensor at byte {offset} is not aligned to its {dtype}, so it can't be mapped."
+        )
     if offset + nbytes > len(mapped):
-        raise ApplyError(f"{path} ends before byte {offset + nbytes}, where a tensor in it should end. Is it whole?")
+        raise ApplyError(
+            f"{mapped.path} ends before byte {offset + nbytes}, where a tensor in it should end. Is it whole?"
+        )
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)
     return raw.view(dtype).view(shape)
 
 
-def _map_file(path: Path) -> _Map:
-    """Map a file, or return the mapping that there is."""
+def map_file(path: Path) -> MappedFile:
+    """Map a file anew: what is written to one mapping is not seen in others. Raises `ApplyError` if it can't be."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ApplyError(f"can't open {path}: {error.strerror}.") from None
     try:
-        status = os.fstat(descriptor)
-        key = status.st_dev, *_stamp(status)
-        found = _maps.get(key)
-        if found is None:
-            flags = mmap.MAP_PRIVATE | _NO_RESERVE
-            found = _Map(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            found.path, found.stamp = Path(path), _stamp(status)
-            found.address = torch.frombuffer(found, dtype=torch.uint8).data_ptr()
-            _advise(Region(found, 0, len(found)), _HUGE_PAGES)  # fewer, larger pages to come and go
-            _maps[key] = found
-            _sort_maps()
-        return found
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        made = MappedFile(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        made.path, made.stamp = Path(path), _stamp(os.fstat(descriptor))
+        made.address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
+        _advise(Region(made, 0, len(made)), _HUGE_PAGES)  # fewer, larger pages to come and go
+        _maps[made.address] = made
+        _addresses[:] = sorted(_maps.keys())
+        return made
     except (OSError, ValueError, OverflowError) as error:
         raise ApplyError(f"can't map {path}: {error}.") from None
     finally:
         os.close(descriptor)
-
-
-def _sort_maps() -> None:
-    """List what is mapped by address, so that the mapping that a tensor is in is found fast."""
-    found = sorted((mapped.address, key) for key, mapped in list(_maps.items()))
-    _addresses[:], _keys[:] = [address for address, _ in found], [key for _, key in found]
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
@@ -116,7 +107,7 @@ def region_of(tensor: torch.Tensor) -> Region | None:
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     index = bisect.bisect_right(_addresses, address) - 1
-    mapped = _maps.get(_keys[index]) if index >= 0 else None
+    mapped = _maps.get(_addresses[index]) if index >= 0 else None
     if mapped is None or address >= mapped.address + len(mapped):
         return None
     return Region(mapped, address - mapped.address, storage.nbytes())
@@ -238,6 +229,14 @@ def _madvise() -> "ctypes._NamedFuncPointer | None":
         return None
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return call
+
+
+def computes_as_in_memory(address: int, dtype: torch.dtype, dims: int) -> bool:
+    """Whether computing with a tensor that begins at this address gives the bits that it gives in torch's own memory.
+
+    An offset in a file will do: files are mapped at multiples of `ALIGNMENT_BYTES`.
+    """
+    return address % ALIGNMENT_BYTES == 0 or not dtype.is_floating_point or dims < 2 or computes_anywhere(dtype)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.mapped import mapped_tensor
+from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
@@ -78,8 +78,9 @@ def on_disk(model, directory):
     """Save a model and let its parameters be the file."""
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, directory / "model.safetensors")
     checkpoint = open_checkpoint(directory)
-    for name, parameter in model.named_parameters():
-        parameter.data = mapped_tensor(checkpoint.entries[name])
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for parameter, mapped in zip(parameters, mapped_entries(checkpoint.entries[name] for name in names), strict=True):
+        parameter.data = mapped
     return model
 
 
