@@ -16,16 +16,15 @@ The cheapest counts. How it is carried out is up to torch.distributed.
 """
 
 from collections.abc import Sequence
-from itertools import permutations
 from math import ceil, log2
 
-from autoshard.cluster.cluster import Cluster, Link
+from autoshard.cluster.cluster import Cluster, Pace
 
 
 def all_reduce_seconds(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
     """Return the seconds until each of the devices has the sum of `nbytes` bytes of all; 0 for one device."""
     flat = _all_reduce(cluster, names, nbytes)
-    machines = list(_machines(cluster, names).values())
+    machines = cluster.among(names).machines
     if len(machines) in (1, len(names)):
         return flat
     inside = max(_all_reduce(cluster, machine, nbytes) for machine in machines)
@@ -39,52 +38,28 @@ def all_gather_seconds(cluster: Cluster, names: Sequence[str], nbytes: float) ->
     count = len(names)
     if count < 2:
         return 0.0
-    ring = (count - 1) * _slowest(_ring(cluster, names), nbytes / count)
-    return min(ring, _one_shot(cluster, names, nbytes / count))
+    links = cluster.among(names)
+    ring = (count - 1) * _slowest(links.ring, nbytes / count)
+    return min(ring, _slowest(links.incoming, nbytes / count))
 
 
 def _all_reduce(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
     count = len(names)
     if count < 2:
         return 0.0
-    ring = 2 * (count - 1) * _slowest(_ring(cluster, names), nbytes / count)
-    links = [cluster.link(a, b) for a, b in permutations(names, 2)]
-    levels = ceil(log2(count))
-    tree = max(2 * levels * link.latency_seconds + 2 * nbytes / link.bytes_per_second for link in links)
-    return min(ring, tree, _one_shot(cluster, names, nbytes))
-
-
-def _one_shot(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
-    """Everybody reads `nbytes` from everybody else."""
-
-    def receive(name: str) -> float:
-        links = [cluster.link(other, name) for other in names if other != name]
-        return max(link.latency_seconds for link in links) + sum(nbytes / link.bytes_per_second for link in links)
-
-    return max(map(receive, names))
+    links = cluster.among(names)
+    ring = 2 * (count - 1) * _slowest(links.ring, nbytes / count)
+    tree = 2 * _slowest(links.every, nbytes, ceil(log2(count)))
+    return min(ring, tree, _slowest(links.incoming, nbytes))
 
 
 def _broadcast(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
     """From the first device to the others, in a pipelined tree."""
     if len(names) < 2:
         return 0.0
-    levels = ceil(log2(len(names)))
-    links = [cluster.link(a, b) for a, b in permutations(names, 2)]
-    return max(levels * link.latency_seconds + nbytes / link.bytes_per_second for link in links)
+    return _slowest(cluster.among(names).every, nbytes, ceil(log2(len(names))))
 
 
-def _ring(cluster: Cluster, names: Sequence[str]) -> list[Link]:
-    """The links from each device to the next, machine by machine, and back to the first."""
-    order = [name for machine in _machines(cluster, names).values() for name in machine]
-    return [cluster.link(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-
-
-def _machines(cluster: Cluster, names: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(cluster.device(name).host, []).append(name)
-    return found
-
-
-def _slowest(links: Sequence[Link], nbytes: float) -> float:
-    return max(link.seconds(nbytes) for link in links)
+def _slowest(links: Sequence[Pace], nbytes: float, levels: int = 1) -> float:
+    """Seconds of `nbytes` over the slowest link, each of so many levels of a tree waiting for the one before."""
+    return max(levels * latency + nbytes / rate for latency, rate in links)

@@ -240,7 +240,7 @@ def divided_bound(profile: Profile, cluster: Cluster) -> float:
     seconds: dict[object, np.ndarray] = {}
     count: dict[object, int] = {}
     for device in devices:
-        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second)
+        key = device.speed
         count[key] = count.get(key, 0) + 1
         if key not in seconds:
             step = optimizer_seconds(trained, profile.workload, device)
@@ -258,14 +258,12 @@ def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray
         owner = tensor_units(profile.graph, units)
         for name, nbytes in trained_sizes(profile.graph):
             trained[owner[name]] += nbytes
-    known: dict[tuple, np.ndarray] = {}
+    known: dict[object, np.ndarray] = {}
     for row, device in enumerate(cluster.devices):
-        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds)
-        if key not in known:
-            per_op = op_seconds(profile, device)
-            known[key] = np.bincount(units.op_unit, weights=per_op, minlength=len(units.paths))
-            known[key] = known[key] + optimizer_seconds(1.0, profile.workload, device) * trained
-        table[row] = known[key]
+        if device.speed not in known:
+            per_op = np.bincount(units.op_unit, weights=op_seconds(profile, device), minlength=len(units.paths))
+            known[device.speed] = per_op + optimizer_seconds(1.0, profile.workload, device) * trained
+        table[row] = known[device.speed]
     return table
 
 

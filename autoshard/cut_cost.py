@@ -103,15 +103,13 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
     found: dict[str, DeviceEstimate] = {}
     for rank, row in enumerate(plan.devices):
         device = cluster.device(row.name)
-        figures = replace(device, name="", flops_per_second={}, host="")
-        key = (tuple(cut.shares[rank] for cut in plan.cuts), figures.kind, figures.memory_bytes,
-               tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds,
-               device.name.partition(":")[0])  # fmt: skip
+        shares = tuple(cut.shares[rank] for cut in plan.cuts)
+        key = (shares, *device.speed, device.kind, device.memory_bytes, device.name.partition(":")[0])
         if key not in known:
             alone = replace(plan, cuts=(), whole=(), placements={"": row.name})
             local = local_profile(profile, traced, rank)
-            done = estimate(alone, local, cluster, lower_bound_seconds=0.0)
-            known[key] = next(one for one in done.devices if one.name == row.name)
+            one = replace(cluster, devices=(device,), links=())
+            known[key] = estimate(alone, local, one, lower_bound_seconds=0.0).devices[0]
         found[row.name] = replace(known[key], name=row.name)
     return found
 

@@ -269,8 +269,7 @@ class _Combined:
 
 def _kind(device: Device) -> tuple[object, ...]:
     """What makes devices alike to the model of cost."""
-    rates = tuple(sorted(device.flops_per_second.items()))
-    return rates, device.bytes_per_second, device.launch_seconds, device.block_bytes, device.overhead_bytes
+    return (*device.speed, device.block_bytes, device.overhead_bytes)
 
 
 def _done(figures: Estimate, name: str) -> float:

@@ -84,8 +84,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
 def _bound(part: Profile, cluster: Cluster, plan: Plan) -> float:
     """Seconds that no pipeline of these numbers goes below: see `strategies.stage_search.Search.bound`."""
     m, p = plan.num_microbatches, (plan.mesh or Mesh()).pipeline
-    known = {(tuple(sorted(d.flops_per_second.items())), d.bytes_per_second, d.launch_seconds): d
-             for d in cluster.devices if d.name != "disk"}  # fmt: skip
+    known = {device.speed: device for device in cluster.devices if device.name != "disk"}
     fastest = np.min([op_seconds(part, device) for device in known.values()], axis=0)
     through = float(fastest.sum())
     busiest = m * through / p

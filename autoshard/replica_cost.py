@@ -138,9 +138,8 @@ class Figures:
     def of(self, device: Device, rows: int, *, first: bool = False) -> DeviceEstimate:
         """Bytes and seconds of a replica with so many rows; `first`: also of what one process keeps on its device."""
         first = first and not self.processes and self.count > 1
-        rates = tuple(sorted(device.flops_per_second.items()))
-        key = (rates, device.bytes_per_second, device.launch_seconds, device.memory_bytes, device.block_bytes,
-               device.overhead_bytes, device.name.startswith("cpu"), rows, first, self.count)  # fmt: skip
+        memory = device.memory_bytes, device.block_bytes, device.overhead_bytes, device.name.startswith("cpu")
+        key = (*device.speed, *memory, rows, first, self.count)
         self.known = {} if self.known is None else self.known
         if key not in self.known:
             self.known[key] = self._of(device, rows, first)
@@ -303,7 +302,7 @@ def lower_bound(figures: Figures, devices: Sequence[Device]) -> float:
     lines = []
     known: dict[object, tuple[float, float]] = {}
     for device in devices:
-        key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds)
+        key = device.speed
         if key not in known:
             one = figures.seconds(device, 1)
             known[key] = one, max(figures.seconds(device, 2) - one, 0.0) if size > 1 else 0.0

@@ -1,6 +1,6 @@
 """Devices and the links between them, as plain data that can be written on a machine that has none of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,11 @@ class Device:
         return self.flops_per_second.get(dtype) or self.flops_per_second.get("default") or 1e13
 
     @property
+    def speed(self) -> tuple[object, ...]:
+        """What devices have in common that take equally long for any op."""
+        return tuple(sorted(self.flops_per_second.items())), self.bytes_per_second, self.launch_seconds
+
+    @property
     def budget_bytes(self) -> int:
         """Bytes left for tensors."""
         return self.memory_bytes - self.overhead_bytes
@@ -57,6 +62,26 @@ class Link:
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+Pace = tuple[float, float]
+"""Latency in seconds, and bytes per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Among:
+    """The links among some devices, those that are equal once.
+
+    Attributes:
+        machines: the devices of every host.
+        ring: from each device to the next, machine by machine, and back to the first; every: between any two.
+        incoming: what one device gets from all others at once shares its port.
+    """
+
+    machines: tuple[tuple[str, ...], ...]
+    ring: tuple[Pace, ...]
+    every: tuple[Pace, ...]
+    incoming: tuple[Pace, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +110,33 @@ class Cluster:
 
     def link(self, source: str, destination: str) -> Link:
         return self._links[source, destination]
+
+    def among(self, names: Sequence[str]) -> Among:
+        """The links among some devices; asked for again and again, so worked out once."""
+        key = tuple(names)
+        if key not in self._among:
+            hosts: dict[str, list[str]] = {}
+            for name in key:
+                hosts.setdefault(self.device(name).host, []).append(name)
+            order = [name for machine in hosts.values() for name in machine]
+            ring = [self._pace(a, b) for a, b in zip(order, [*order[1:], *order[:1]], strict=True) if a != b]
+            into = [[self._pace(other, name) for other in key if other != name] for name in key]
+            port = [(max(late for late, _ in own), 1.0 / sum(1.0 / rate for _, rate in own)) for own in into if own]
+            self._among[key] = Among(
+                machines=tuple(map(tuple, hosts.values())),
+                ring=tuple(dict.fromkeys(ring)),
+                every=tuple(dict.fromkeys(pace for own in into for pace in own)),
+                incoming=tuple(dict.fromkeys(port)),
+            )
+        return self._among[key]
+
+    @cached_property
+    def _among(self) -> dict[tuple[str, ...], Among]:
+        return {}
+
+    def _pace(self, source: str, destination: str) -> Pace:
+        link = self._links[source, destination]
+        return link.latency_seconds, link.bytes_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` gives an equal cluster back."""

@@ -73,6 +73,8 @@ def make_task(
 ) -> Task:
     """Work out what all sets of devices share."""
     blocks = {region.paths for region in found.regions}
+    of_kind = {device.speed: device for device in cluster.devices}
+    seconds = {kind: _whole_seconds(profile, device) for kind, device in of_kind.items()}
     state = profile.gradient_bytes + profile.optimizer_bytes
     return Task(
         profile=profile,
@@ -82,7 +84,7 @@ def make_task(
         even=even,
         conflicts=_conflicts(found.groups),
         fallback=frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks),
-        whole_seconds={device.name: _whole_seconds(profile, device) for device in cluster.devices},
+        whole_seconds={device.name: seconds[device.speed] for device in cluster.devices},
         whole_bytes=profile.peak_bytes,
         bytes_per_parameter_byte=1 + state / max(profile.parameter_bytes, 1),
         wanted=objective,
@@ -103,9 +105,11 @@ def options_on(
     if count < 2:
         return []
     names = [device.name for device in devices]
+    kinds = {device.speed: device for device in devices}
     options = []
     for group, conflicts in zip(task.groups, task.conflicts, strict=True):
-        seconds = [group_seconds(task.profile, group, device) for device in devices]
+        of_kind = {kind: group_seconds(task.profile, group, device) for kind, device in kinds.items()}
+        seconds = [of_kind[device.speed] for device in devices]
         pace = [1 / max(device.budget_bytes, 1) for device in devices] if by_memory else seconds
         shares = _shares(task, group, pace, most)
         if shares is None:

@@ -131,13 +131,12 @@ class Lines:
         op_unit, n = self.units.op_unit, self.count
         begins = self.begins(stages)
         first = begins[:-1]
-        known: dict[tuple, Array] = {}
+        known: dict[object, Array] = {}
         per_device = []
         for device in self.cluster.devices:
-            key = (tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds)
-            if key not in known:
-                known[key] = self.seconds(device, part)
-            per_device.append(known[key])
+            if device.speed not in known:
+                known[device.speed] = self.seconds(device, part)
+            per_device.append(known[device.speed])
 
         def together(values: Array) -> Array:
             return np.add.reduceat(values, first, axis=-1)

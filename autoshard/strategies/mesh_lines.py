@@ -49,7 +49,7 @@ class MeshLines(Lines):
 
     def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
         super().__init__(profile, cluster, batch, units)
-        self.kinds = [_kind(device) for device in cluster.devices]
+        self.kinds = [device.speed for device in cluster.devices]
         self.value_bytes = np.array([value.nbytes for value in self.graph.values], float)
         self.first = np.full(len(self.graph.storages), -1)
         for value in reversed(self.graph.values):
@@ -138,7 +138,7 @@ class MeshLines(Lines):
 
     def kind(self, device: Device) -> int:
         """The number of a device's kind."""
-        return self.kinds.index(_kind(device))
+        return self.kinds.index(device.speed)
 
     def sum_seconds(self, cluster: Cluster, names: Sequence[str], part: float) -> Array:
         """[n] seconds of the collectives of one forward over some devices, with a part of the batch."""
@@ -152,12 +152,7 @@ class MeshLines(Lines):
         return found
 
 
-def _kind(device: Device) -> tuple[object, ...]:
-    """What makes devices equally fast."""
-    return tuple(sorted(device.flops_per_second.items())), device.bytes_per_second, device.launch_seconds
-
-
 def one_of_each_kind(cluster: Cluster) -> Cluster:
     """A cluster with the first device of every kind, without links."""
-    first = {_kind(device): device for device in reversed(cluster.devices)}
+    first = {device.speed: device for device in reversed(cluster.devices)}
     return replace(cluster, devices=tuple(reversed(first.values())), links=())

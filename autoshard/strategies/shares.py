@@ -19,10 +19,12 @@ def divide(size: int, seconds: Sequence[float], most: Sequence[int] | None = Non
     if size < len(seconds) or min(limits) < 1 or sum(limits) < size:
         return None
     even = even_shares(size, len(seconds))
+    fits = all(share <= limit for share, limit in zip(even, limits, strict=True))
+    if fits and len(set(seconds)) == 1:
+        return even
     if not any(seconds):
         seconds = [1.0] * len(seconds)
     best = _fill(size, seconds, limits)
-    fits = all(share <= limit for share, limit in zip(even, limits, strict=True))
     return even if fits and _last(even, seconds) <= _last(best, seconds) * _AS_GOOD else best
 
 
