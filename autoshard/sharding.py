@@ -132,17 +132,32 @@ def resized(axis: str, size: int) -> str:
     return f"{size // count}x*{count}" if product[1] else f"*{count}x{size // count}"
 
 
-def local_length(axis: str, shares: tuple[int, ...], rank: int, length: int) -> int:
-    """How long an axis is on a rank, where the whole is `length`: other factors than what is cut may have grown.
+@dataclass(frozen=True, slots=True)
+class LocalLength:
+    """How long an axis is on a rank: `whole` in all and `local` here; with `each`, as it may also grow.
 
-    "2x*4", shares 3 and 1, rank 0, 8  ->  6; 12  ->  9. Raises ValueError where a concatenation has grown, and for what
-    is no multiple of what is cut.
+    `each`: how many slices there are in all and on the rank, where nothing but them is cut: "2x*4" with shares 3 and 1
+    is 8, and 6 on rank 0; where it is 12, 9. None for a concatenation.
     """
-    if length == len(coordinates_of(axis)):
-        return len(kept(axis, shares, rank))
-    if not re.fullmatch(r"(\d+x)*\*\d+(x\d+)*", axis) or length % sum(shares):
-        raise ValueError(f"{axis!r} can't have a size of {length}.")
-    return length // sum(shares) * shares[rank]
+
+    whole: int
+    local: int
+    each: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, axis: str, shares: tuple[int, ...], rank: int) -> "LocalLength":
+        """Work it out. Raises ValueError for what is not an axis."""
+        product = re.fullmatch(r"(\d+x)*\*\d+(x\d+)*", axis)
+        each = (sum(shares), shares[rank]) if product else None
+        return cls(len(coordinates_of(axis)), len(kept(axis, shares, rank)), each)
+
+    def __call__(self, length: int) -> int:
+        """Return the length on the rank of what is `length` in all. Raises ValueError if it can't be."""
+        if length == self.whole:
+            return self.local
+        if self.each is None or length % self.each[0]:
+            raise ValueError(f"{length} is no length of this axis, which has {self.whole}.")
+        return length // self.each[0] * self.each[1]
 
 
 def even_shares(size: int, degree: int) -> tuple[int, ...]:

@@ -120,7 +120,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
     if before:
         handles.append(module.register_forward_pre_hook(Before(before), with_kwargs=True))
     if at_functions:
-        handles.append(module.register_forward_pre_hook(Open(at_functions)))
+        # First of all hooks, as its counterpart is the last: what hooks of the user call was counted in capture, too.
+        handles.append(module.register_forward_pre_hook(Open(at_functions), prepend=True))
         handles.append(module.register_forward_hook(Close(at_functions), always_call=True))
     if after:
         biased = next((step.action.function for step in after if step.action.addend), "")

@@ -123,7 +123,9 @@ class ProcessRanks:
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
         part = tensor.contiguous()
         parts = part.new_empty(self.size * part.numel())
-        self._call(dist.all_gather_into_tensor, parts, part.view(-1))
+        # Its name since torch 2.13, and before.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._call(gather, parts, part.view(-1))
         # contiguous, as the whole is where it was never cut
         whole = parts.view(self.size, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
         return whole if where.in_order else whole.index_select(dim, order)

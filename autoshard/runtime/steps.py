@@ -10,7 +10,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
 from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
-from autoshard.sharding import Action, local_length
+from autoshard.sharding import Action, LocalLength
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 """Functions of (input, weight, bias)."""
@@ -61,15 +61,17 @@ class Memo:
 class Step:
     """One action, ready to be carried out. `where` names its place for messages."""
 
-    __slots__ = ("action", "axis", "fresh", "kept", "memo", "paths", "rank", "ranks", "shares", "where")
+    __slots__ = ("action", "axis", "fresh", "kept", "length", "memo", "paths", "ranks", "weight", "where")
 
     def __init__(self, action: Action, shares: tuple[int, ...], ranks: Ranks, memo: Memo, where: str) -> None:
         self.action = action
         self.ranks = ranks
         self.memo = memo
         self.where = where
-        self.axis = Axis.of(ranks, action.axis, shares) if action.axis and action.kind != "length" else None
-        self.shares, self.rank = shares, ranks.rank or 0
+        a_length = action.kind == "length"
+        self.axis = Axis.of(ranks, action.axis, shares) if action.axis and not a_length else None
+        self.length = LocalLength.of(action.axis, shares, ranks.rank or 0) if a_length else None
+        self.weight = shares[ranks.rank or 0] / sum(shares)
         self.paths: tuple[str, ...] = (action.argument,)
         self.fresh = action.function in _FRESH
         self.kept = False  # the module hands its argument on
@@ -87,12 +89,15 @@ class Step:
     def _shortened(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Give a function the length of what this rank has, where code says that of the whole; -1 stays."""
         action = self.action
+        assert self.length is not None
         length = item_at(arguments, action.argument)
         if isinstance(length, int) and length < 0:
             return arguments
         try:
-            return replace_at(arguments, action.argument, local_length(action.axis, self.shares, self.rank, length))
-        except (ValueError, TypeError):
+            if not isinstance(length, int):
+                raise ValueError
+            return replace_at(arguments, action.argument, self.length(length))
+        except ValueError:
             raise ApplyError(
                 f"{self.where} was given {length!r} as a length, and the plan is for one like {action.axis!r}. Plan "
                 "again with inputs like these."
@@ -152,8 +157,7 @@ class Step:
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
         if self.action.kind == "mean":
-            weight = self.shares[self.rank] / sum(self.shares)
-            return reduce(tensor * weight, self.ranks, fresh=True)
+            return reduce(tensor * self.weight, self.ranks, fresh=True)
         return reduce(tensor, self.ranks, self.fresh)
 
     def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

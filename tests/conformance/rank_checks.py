@@ -28,6 +28,8 @@ GRADIENTS = 1e-4  # of the first step: sums over all tokens, and differences of 
 STEPS = 3
 CACHES = ("default", "static", "sliding_window")
 """The caches of transformers that `generate()` can be asked for."""
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Its name in this torch."""
 VARYING = {"albert": "its one layer is called several times"}
 """Models with places that are passed more than once, or as often as values say."""
 
@@ -35,7 +37,7 @@ VARYING = {"albert": "its one layer is called several times"}
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Count the collectives that this process takes part in."""
-    counts = {"all_reduce": 0, "all_gather_into_tensor": 0}
+    counts = {"all_reduce": 0, GATHER: 0}
     originals = {name: getattr(dist, name) for name in counts}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -121,12 +123,12 @@ def check_forward(name: str, whole: nn.Module, model: nn.Module, plan: autoshard
         if not number:
             reduces, gathers = collectives(plan.cuts)
             if case.name not in VARYING:
-                assert counts == {"all_reduce": reduces, "all_gather_into_tensor": gathers}, (
+                assert counts == {"all_reduce": reduces, GATHER: gathers}, (
                     name,
                     counts,
                     plan.reasons,
                 )
-            said = f"{counts['all_reduce']} all-reduces, {counts['all_gather_into_tensor']} gathers"
+            said = f"{counts['all_reduce']} all-reduces, {counts[GATHER]} gathers"
             assert not reduces or f"{reduces} all-reduce" in plan.reasons[0], plan.reasons
     return said
 

@@ -189,7 +189,7 @@ def test_a_wrong_axis_is_found():
     assert isinstance(outcome, Refusal) and "differs" in outcome.reason
 
 
-@pytest.mark.parametrize("kind", [Grouped, Fused, Partly])
+@pytest.mark.parametrize("kind", [Grouped, Fused, Partly, Measuring, Attending])
 def test_a_large_block_is_proved_on_a_smaller_one(kind, monkeypatch):
     """The scales are those that the block itself would have shown."""
     monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)

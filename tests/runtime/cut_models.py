@@ -358,6 +358,45 @@ def decoder_cuts(layers):
     return heads, units
 
 
+class Attending(nn.Module):
+    """Attention of torch, which makes the widths of its heads of the width of its query; with the mean of its maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(12, 6, batch_first=True)
+        nn.init.normal_(self.inner.in_proj_bias)
+
+    def forward(self, x):
+        return self.inner(x, x, x)
+
+
+def cut_attending(ranks, divide=even_shares):
+    lengths = [("unflatten", 0, "0.2.1", "*6x2"), *(("view", n, "0.2", "2x*6") for n in range(3)),
+               ("reshape", 0, "0.2", "*6x2"), ("view", 4, "0.2", "*6")]  # fmt: skip
+    return (
+        Cut(
+            blocks=("inner",),
+            size=6,
+            shares=divide(6, ranks),
+            shards=(
+                Shard(name="in_proj_weight", dim=0, axis="3x*6x2"),
+                Shard(name="in_proj_bias", dim=0, axis="3x*6x2"),
+                Shard(name="out_proj.weight", dim=1, axis="*6x2"),
+            ),
+            actions=(
+                Action(kind="enter", module="", function="linear", occurrence=0, argument="0.0"),
+                Action(kind="reduce", module="", function="linear", occurrence=1, addend="0.2"),
+                Action(kind="mean", module="", function="mean", occurrence=0, axis="*6"),
+                *(
+                    Action(kind="length", module="", function=name, occurrence=n, argument=path, axis=axis)
+                    for name, n, path, axis in lengths
+                ),
+            ),
+            title="heads",
+        ),
+    )
+
+
 # forward: all-reduces and gathers; both: these and the conjugates in backward, where the input needs a gradient
 CASES = {
     "perceptron": Case(Perceptron, (batch(2, 5, 8),), cut_perceptron, 2, 4),
@@ -368,5 +407,6 @@ CASES = {
     # back: two tensors enter, and the rows of k and v that every rank keeps (weight and bias) are summed
     "fused": Case(Fused, (batch(2, 5, 8),), cut_fused, 2, 6),
     "means": Case(Means, (batch(2, 4, 5),), cut_means, 3, 4),
+    "torch's": Case(Attending, (batch(2, 5, 12),), cut_attending, 2, 3),
     "dropout": Case(Dropped, (batch(2, 5, 8),), cut_dropped, 1, 2),
 }

@@ -15,6 +15,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import join
 from autoshard.sharding import Action
+from tests.conformance.rank_checks import GATHER
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
@@ -52,7 +53,7 @@ class Counter:
 
     def __init__(self):
         self.count = 0
-        for name in ("all_reduce", "all_gather_into_tensor"):
+        for name in ("all_reduce", GATHER):
             setattr(dist, name, self._counted(getattr(dist, name)))
 
     def _counted(self, call):
@@ -67,7 +68,7 @@ def all_cases():
     counter = Counter()
     for name in CASES:
         check_case(name, ProcessRanks.of(), lambda: counter.count)
-    for name in ("perceptron", "attention", "words", "fused", "means"):
+    for name in ("perceptron", "attention", "words", "fused", "means", "torch's"):
         check_case(name, ProcessRanks.of(), lambda: counter.count, uneven_shares)
     check_checkpoint(ProcessRanks.of())
 
@@ -87,7 +88,7 @@ def test_equal_to_the_original_on_three_ranks():
 
 def compiled():
     """One module deep: a watch on the root itself would begin before the compiled code does."""
-    for name, backend in (("attention", "eager"), ("fused", "aot_eager")):
+    for name, backend in (("attention", "eager"), ("fused", "aot_eager"), ("torch's", "eager")):
         case, original, model = CASES[name], make(name), nn.Sequential(make(name))
         cuts = [replace(cut, blocks=tuple(join("0", block) for block in cut.blocks)) for cut in case.cuts(2)]
         apply_cuts(model, cuts, ProcessRanks.of())
