@@ -155,16 +155,24 @@ class RankTensor(torch.Tensor):
 
 
 def same(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks have the same values; of large tensors, a sample of 65,536 is compared."""
-    first = parts[0].detach().reshape(-1)[:: max(1, parts[0].numel() >> 16)]
-    for part in parts[1:]:
-        other = part.detach().reshape(-1)[:: max(1, part.numel() >> 16)]
-        other = other if other.device == first.device else fresh_copy(other, first.device)
-        if not torch.equal(first, other) and not (
-            first.is_floating_point() and torch.allclose(first, other, rtol=0, atol=0, equal_nan=True)
-        ):
-            return False
+    """Whether all ranks have the same values; of large tensors, a sample of 65,536 is compared.
+
+    Nobody who counts what functions the model calls sees those of this comparison.
+    """
+    with torch_private.no_overrides():
+        first = _sample(parts[0])
+        for part in parts[1:]:
+            other = _sample(part)
+            other = other if other.device == first.device else fresh_copy(other, first.device)
+            if not torch.equal(first, other) and not (
+                first.is_floating_point() and torch.allclose(first, other, rtol=0, atol=0, equal_nan=True)
+            ):
+                return False
     return True
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() >> 16)]
 
 
 def spread(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
