@@ -5,7 +5,7 @@ import torch
 if torch.distributed.is_available():
     # The default arguments of its functions are the process group there is when it is imported, for good. torch imports
     # it late, here and there; a group made before would never end, and its threads can abort a process at its exit.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
 
 # Some public calls bear the name of the room they lead to, and importing a submodule binds its name here. So these are
 # imported first and the calls bound after them: `autoshard.plan` is the call, while `from autoshard.plan import Plan`

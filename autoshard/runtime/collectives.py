@@ -15,6 +15,7 @@ the sum over ranks. That alone says what each function does in backward:
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -93,10 +94,11 @@ class Ranks(Protocol):
 class ProcessRanks:
     """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`.
 
+    The group belongs to torch: a model that kept it would keep its threads, too, after it was destroyed.
     `processes`: by rank, once they have met (`agreement.agree`).
     """
 
-    group: Any
+    known: "weakref.ref[Any]"
     rank: int
     size: int
     processes: list[Process] = field(default_factory=list)
@@ -109,7 +111,18 @@ class ProcessRanks:
                 "this process belongs to no group. Start with torchrun and call torch.distributed.init_process_group()."
             )
         group = dist.group.WORLD if group is None else group
-        return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+        return cls(known=weakref.ref(group), rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+    @property
+    def group(self) -> Any:
+        """The group of torch.distributed. Raises `RankError` once it was destroyed."""
+        group = self.known()
+        if group is None:
+            raise RankError(
+                "the process group that this model was applied with was destroyed. "
+                "Make the model and apply the plan again."
+            )
+        return group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
