@@ -35,7 +35,7 @@ import autoshard
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.plan import Plan
-from autoshard.runtime.mapped import Region, bring, let_go, merged, region_of, want
+from autoshard.runtime.mapped import Region, bring, let_go, merged, region_of
 
 CHUNK_BYTES = 64 << 20
 OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
@@ -56,7 +56,7 @@ def make_checkpoint(directory: Path, layers: int, width: int) -> None:
 
 def in_memory(directory: Path) -> torch.nn.Module:
     """In memory of its own: a file that is mapped anywhere stays in the page cache."""
-    return autoshard.load(directory, "cpu", progress=False)
+    return autoshard.load(directory, "cpu", mapped=False, progress=False)
 
 
 def layer_paths(model: torch.nn.Module) -> list[str]:
@@ -117,7 +117,6 @@ def read_layers(directory: Path) -> Callable[[], None]:
 
     def read_chunk(chunk: list[Region]) -> None:
         assert tensors  # they keep the file mapped
-        want(chunk)
         bring(chunk)
         let_go(chunk)
 

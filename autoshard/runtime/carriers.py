@@ -7,7 +7,7 @@
 `begin` starts, `take` waits and gives what is to be used instead of each parameter (None: itself), `done` ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,13 +25,34 @@ from autoshard.runtime.mapped import (
     computes_anywhere,
     let_go,
     merged,
+    parts,
     region_of,
-    want,
 )
 
 STAGING_BYTES = 32 << 20
-Homes = Sequence[torch.Tensor]
+READERS = 4
+"""Threads that read from disk: two for each of the two modules that are on their way."""
 Copies = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The parameters of a module where they are between its calls.
+
+    Attributes:
+        regions: what of their memory is in files.
+        unlike: those in a file where the CPU would compute other bits than in memory of torch's own.
+    """
+
+    tensors: list[torch.Tensor]
+    regions: list[Region]
+    unlike: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor]) -> "Homes":
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = [parameter.detach() for parameter in parameters]
+        return cls(tensors, _regions(tensors), [tensor for tensor in tensors if _computes_elsewhere(tensor)])
 
 
 class Carrier(Protocol):
@@ -41,7 +62,7 @@ class Carrier(Protocol):
         """Start to bring tensors; returns a ticket."""
 
     def take(self, ticket: Any) -> Copies:
-        """Wait until they are there; raises what went wrong on the way."""
+        """Wait until they are there, and return their copies, if any has one; raises what went wrong on the way."""
 
     def copied(self, homes: Homes) -> list[torch.Tensor]:
         """Those of which copies are used, which would not see what is written to them later."""
@@ -59,8 +80,8 @@ def carrier_for(device: torch.device) -> Carrier:
     return CopyNow(device)
 
 
-def _regions(homes: Homes) -> list[Region]:
-    stored = (part for home in homes for part in stored_tensors(home))
+def _regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
+    stored = (part for tensor in tensors for part in stored_tensors(tensor))
     return merged(region for region in map(region_of, stored) if region is not None)
 
 
@@ -72,47 +93,85 @@ class CopyNow:
 
     def begin(self, homes: Homes) -> Copies:
         with torch.inference_mode(False), torch.no_grad():
-            copies: Copies = [copy_tensor(home, self.device) for home in homes]
-        let_go(_regions(homes))
+            copies: Copies = [copy_tensor(home, self.device) for home in homes.tensors]
+        let_go(homes.regions)
         return copies
 
     def take(self, ticket: Copies) -> Copies:
         return ticket
 
     def copied(self, homes: Homes) -> list[torch.Tensor]:
-        return list(homes)
+        return homes.tensors
 
     def done(self, ticket: Copies, used: bool) -> None:
         ticket.clear()
+
+
+class _Reader:
+    """Threads that have pages of files read, some parts of a module at a time: a disk is fastest with a few requests.
+
+    let go of a │ c, 1st part │ d, 1st …        what goes, goes before the pages of the one after the next come,
+                │ c, 2nd part │ d, 2nd …        so no more of them are there than were planned
+    """
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(READERS, "autoshard-read")
+        self.gone: Future[None] | None = None
+
+    def begin(self, regions: list[Region]) -> "list[Future[None]]":
+        return [self.threads.submit(_bring, part, self.gone) for part in parts(regions, READERS // 2)]
+
+    def let_go(self, regions: list[Region]) -> None:
+        if regions:
+            self.gone = self.threads.submit(let_go, regions)
+
+
+def _bring(part: Region, after: "Future[None] | None") -> None:
+    if after is not None:
+        after.result()  # it was submitted before, so it runs or is over
+    check_unchanged([part])
+    bring([part])
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Pages of a module that are being read, and what is to be copied out of them when they are there."""
+
+    regions: list[Region]
+    parts: "list[Future[None]]"
+    copies: "Future[Copies] | None" = None
 
 
 class ReadAhead:
     """Has the kernel read a module's pages while another one computes; copies only what would compute differently."""
 
     def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "autoshard-read")
+        self.reader = _Reader()
 
-    def begin(self, homes: Homes) -> "tuple[list[Region], Future[Copies]]":
-        regions = _regions(homes)
-        check_unchanged(regions)
-        want(regions)  # here, not in the thread: the disk goes on while that waits for what comes before
-        return regions, self.thread.submit(_read, list(homes), regions)
+    def begin(self, homes: Homes) -> _Reading:
+        reading = _Reading(homes.regions, self.reader.begin(homes.regions))
+        if homes.unlike:
+            reading.copies = self.reader.threads.submit(_copies, homes, reading.parts)
+        return reading
 
-    def take(self, ticket: "tuple[list[Region], Future[Copies]]") -> Copies:
-        return ticket[1].result()
+    def take(self, ticket: _Reading) -> Copies:
+        for part in ticket.parts:
+            part.result()
+        return [] if ticket.copies is None else ticket.copies.result()  # none: all compute where they are
 
     def copied(self, homes: Homes) -> list[torch.Tensor]:
-        return [home for home in homes if _computes_elsewhere(home)]
+        return homes.unlike
 
-    def done(self, ticket: "tuple[list[Region], Future[Copies]]", used: bool) -> None:
-        self.thread.submit(let_go, ticket[0])  # before the pages of the one after the next are asked for
+    def done(self, ticket: _Reading, used: bool) -> None:
+        self.reader.let_go(ticket.regions)
 
 
-def _read(homes: Homes, regions: list[Region]) -> Copies:
-    bring(regions)
+def _copies(homes: Homes, parts: "list[Future[None]]") -> Copies:
+    for part in parts:
+        part.result()  # they were submitted before
     copies: Copies = []
-    for home in homes:
-        if not _computes_elsewhere(home):
+    for home in homes.tensors:
+        if not any(home is unlike for unlike in homes.unlike):
             copies.append(None)
             continue
         with torch.no_grad():
@@ -149,6 +208,7 @@ class CopyAhead:
         self.module = torch.get_device_module(device.type)
         self.stream: Any = None
         self.thread = ThreadPoolExecutor(1, "autoshard-copy", initializer=self._start)
+        self.reader = _Reader()
         self.staging: list[tuple[torch.Tensor, Any]] = []
 
     def _start(self) -> None:
@@ -158,10 +218,7 @@ class CopyAhead:
         self.stream = self.module.Stream()
 
     def begin(self, homes: Homes) -> "Future[_Load]":
-        regions = _regions(homes)
-        check_unchanged(regions)
-        want(regions)
-        return self.thread.submit(self._load, list(homes), regions)
+        return self.thread.submit(self._load, homes, self.reader.begin(homes.regions))
 
     def take(self, ticket: "Future[_Load]") -> Copies:
         load = ticket.result()
@@ -169,7 +226,7 @@ class CopyAhead:
         return list(load.copies)
 
     def copied(self, homes: Homes) -> list[torch.Tensor]:
-        return list(homes)
+        return homes.tensors
 
     def done(self, ticket: "Future[_Load]", used: bool) -> None:
         if ticket.cancel():
@@ -184,14 +241,16 @@ class CopyAhead:
                     copy.record_stream(stream)
         self.thread.submit(_free, ticket, event)
 
-    def _load(self, homes: Homes, regions: list[Region]) -> _Load:
+    def _load(self, homes: Homes, parts: "list[Future[None]]") -> _Load:
+        for part in parts:
+            part.result()
         with self.module.stream(self.stream), torch.no_grad():
-            copies = [self._copy(home) for home in homes]
+            copies = [self._copy(home) for home in homes.tensors]
             ready = self.module.Event()
             ready.record(self.stream)
-        if regions:
+        if homes.regions:
             ready.synchronize()
-            let_go(regions)
+            self.reader.let_go(homes.regions)
         return _Load(copies, ready)
 
     def _copy(self, home: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,14 @@ SAMPLE_STRIDE_BYTES = 16 << 10
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return what differs after a write that torch counts, or after `tensor.data = …`."""
-    return [
-        object() if tensor.is_inference() else (tensor._version, stored_tensors(tensor)[0].data_ptr())
-        for tensor in tensors
-    ]
+    return [_version(tensor) for tensor in tensors]
+
+
+def _version(tensor: torch.Tensor) -> Any:
+    if tensor.is_inference():
+        return object()
+    where = stored_tensors(tensor)[0].data_ptr()
+    return tensor._version, where, tensor.shape, tensor.stride() if tensor.layout is torch.strided else None
 
 
 def sample(tensors: Iterable[torch.Tensor]) -> list[Any]:

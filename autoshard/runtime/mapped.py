@@ -21,17 +21,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import torch
 
 from autoshard.errors import ApplyError
+from autoshard.runtime.pages import PAGE_BYTES, written_ranges
 
-PAGE_BYTES = mmap.PAGESIZE
+LARGE_PAGE_BYTES = 2 << 20
+PART_BYTES = 8 << 20
+"""The least that is read as a part: what Linux reads ahead at a time."""
 ALIGNMENT_BYTES = 64  # what torch gives the tensors that it allocates itself
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: a file larger than the memory may be mapped
 _POPULATE_READ, _HUGE_PAGES = 22, 14  # MADV_POPULATE_READ (Linux 5.14), MADV_HUGEPAGE
-_IS_FILE_PAGE = numpy.uint64(61)  # bit of /proc/self/pagemap: not anonymous, so never written to in a private mapping
-_IS_PRESENT, _IS_SWAPPED = numpy.uint64(63), numpy.uint64(62)
 
 
 class MappedFile(mmap.mmap):
@@ -142,19 +142,33 @@ def check_unchanged(regions: Iterable[Region]) -> None:
             )
 
 
-def want(regions: Iterable[Region]) -> None:
-    """Ask the kernel to begin reading regions from the disk; returns at once."""
-    for region in regions:
-        _advise(region, mmap.MADV_WILLNEED)
+def parts(regions: Iterable[Region], number: int) -> list[Region]:
+    """Divide regions into about so many parts, between large pages, none of them small."""
+    found = list(regions)
+    room = max(sum(region.nbytes for region in found) // number, PART_BYTES) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+    divided: list[Region] = []
+    for region in found:
+        start, end = region.start, region.start + region.nbytes
+        while start < end:
+            cut = (start + room) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES  # a mapping begins with a large page
+            following = cut if end - cut > PART_BYTES // 2 else end
+            divided.append(Region(region.map, start, following - start))
+            start = following
+    return divided
 
 
 def bring(regions: Iterable[Region]) -> None:
     """Have regions in memory when this returns, as far as there is room; the kernel brings the rest on touch.
 
+    Pages come by the largest ones that the file system has, which is 100 times less work than small ones; asking for
+    them before (MADV_WILLNEED) would have them come as small ones.
+
     Raises `ApplyError` if the disk fails, or the file was cut short.
     """
     for region in regions:
         problem = _advise(region, _POPULATE_READ)
+        if problem == errno.EINVAL:  # Linux before 5.14
+            _advise(region, mmap.MADV_WILLNEED)
         if problem in (errno.EFAULT, errno.EIO, errno.ENODATA):
             raise ApplyError(
                 f"can't read {region.map.path}: {os.strerror(problem)}. Is it whole? Load the model again."
@@ -168,45 +182,30 @@ def let_go(regions: Iterable[Region]) -> None:
             _advise(clean, mmap.MADV_DONTNEED)
 
 
-def written_part(region: Region) -> tuple[bytes, bytes] | None:
+def written_part(region: Region) -> tuple[list[tuple[int, int]], bytes] | None:
     """Return which pages of a region were written to, and what is in them; None if the system does not tell."""
-    written = _written_pages(region)
-    if written is None:
-        return None
-    if not written.any():
-        return b"", b""
-    raw = numpy.frombuffer(region.map, dtype=numpy.uint8)
-    first = region.start // PAGE_BYTES
-    pages = [raw[(first + page) * PAGE_BYTES : (first + page + 1) * PAGE_BYTES] for page in numpy.flatnonzero(written)]
-    return written.tobytes(), b"".join(page.tobytes() for page in pages)
+    written = written_ranges(region.map.address + region.start, region.nbytes)
+    if not written:
+        return None if written is None else ([], b"")
+    raw, start = memoryview(region.map), region.map.address
+    return written, b"".join(raw[begin - start : end - start] for begin, end in written)
 
 
 def _clean_parts(region: Region) -> list[Region]:
     """The parts of a region, in whole pages, that hold no written page. None where the system does not tell."""
-    written = _written_pages(region)
+    base = region.map.address
+    first = base + region.start
+    written = written_ranges(first, region.nbytes)
     if written is None:
         return []
-    clean = numpy.concatenate(([False], ~written, [False]))
-    edges = (numpy.flatnonzero(clean[1:] != clean[:-1]) + region.start // PAGE_BYTES) * PAGE_BYTES
+    last = -(-(first + region.nbytes) // PAGE_BYTES) * PAGE_BYTES
+    begins = [first // PAGE_BYTES * PAGE_BYTES, *(end for _, end in written)]
+    ends = [*(begin for begin, _ in written), last]
     return [
-        Region(region.map, int(a), min(int(b), len(region.map)) - int(a))
-        for a, b in zip(edges[::2], edges[1::2], strict=True)
+        Region(region.map, begin - base, min(end - base, len(region.map)) - (begin - base))
+        for begin, end in zip(begins, ends, strict=True)
+        if begin < end
     ]
-
-
-def _written_pages(region: Region) -> numpy.ndarray | None:
-    """Say of each page of a region whether this process wrote to it; None where the system does not tell."""
-    first, last = region.start // PAGE_BYTES, -(-(region.start + region.nbytes) // PAGE_BYTES)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            raw = os.pread(file.fileno(), (last - first) * 8, (region.map.address // PAGE_BYTES + first) * 8)
-    except OSError:
-        return None
-    entries = numpy.frombuffer(raw, dtype=numpy.uint64)
-    if len(entries) != last - first:
-        return None
-    held = (entries >> _IS_PRESENT) | (entries >> _IS_SWAPPED)
-    return (held & ~(entries >> _IS_FILE_PAGE) & numpy.uint64(1)).astype(bool)
 
 
 def _advise(region: Region, advice: int) -> int:

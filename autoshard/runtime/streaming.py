@@ -25,7 +25,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.module_paths import is_below
 from autoshard.nested import tensors_in
-from autoshard.runtime.carriers import Carrier, carrier_for
+from autoshard.runtime.carriers import Carrier, Homes, carrier_for
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.freshness import same_sample, sample, versions
@@ -65,6 +65,7 @@ class Streamer:
         self.units = dict(units)
         self.carrier: Carrier = carrier_for(device)
         self.slots: dict[str, Slot] = {}
+        self.homes: dict[str, tuple[Homes, list[Any]]] = {}
         paths = list(units)
         self.next = dict(zip(paths, [*paths[1:], *paths[:1]], strict=True))
         self.last: str | None = None
@@ -101,6 +102,7 @@ class Streamer:
             for path, slot in list(self.slots.items()):
                 self._go_home(slot)
                 self._drop(path)
+            self.homes.clear()
             self.last = None
 
     def _ready(self, path: str, run: int | None) -> Slot:
@@ -133,15 +135,16 @@ class Streamer:
                     f"or on disk between its calls, are on {parameter.device}. Call autoshard.remove(model) before "
                     "moving a model, or apply the plan again."
                 )
-        homes, known = self._homes(path), versions(parameters)
-        values = sample(self.carrier.copied(homes))
-        slot = Slot(self.carrier.begin(homes), known, values, run)
+        homes, known = self._homes(path)
+        slot = Slot(self.carrier.begin(homes), known, sample(self.carrier.copied(homes)), run)
         self.slots[path] = slot
         return slot
 
     def _installed(self, path: str, slot: Slot) -> Slot:
         """Give the parameters the memory of their copies."""
         copies = self.carrier.take(slot.ticket)
+        if not any(copy is not None for copy in copies):
+            return slot
         with torch.inference_mode(False), torch.no_grad():
             for parameter, copy in zip(self.units[path], copies, strict=True):
                 if copy is not None and id(parameter) not in slot.homes:
@@ -152,6 +155,9 @@ class Streamer:
         return slot
 
     def _go_home(self, slot: Slot) -> None:
+        slot.users = 0
+        if not slot.homes:
+            return
         with torch.inference_mode(False), torch.no_grad():
             for parameter, home, grad, version in slot.homes.values():
                 if parameter._version != version:  # the forward wrote to it
@@ -159,7 +165,6 @@ class Streamer:
                 set_data(parameter, home)
                 parameter.grad = grad if parameter.grad is None else parameter.grad
             slot.homes.clear()
-        slot.users = 0
 
     def _fill(self, run: int | None, *wanted: str) -> None:
         """Begin to bring modules, the two that are used next; drop what was brought for one that did not come."""
@@ -178,16 +183,21 @@ class Streamer:
 
     def _is_fresh(self, path: str, slot: Slot, run: int | None) -> bool:
         """Whether the parameters still are what was brought; code outside of the forward may have written to them."""
+        if not slot.sample:
+            return True  # nothing was copied: they are computed with where they are
         if versions(self.units[path]) != slot.versions:
             return False
         if run is not None and run == slot.run:
             return True
         slot.run = run
-        return same_sample(slot.sample, sample(self.carrier.copied(self._homes(path))))
+        return same_sample(slot.sample, sample(self.carrier.copied(self._homes(path)[0])))
 
-    def _homes(self, path: str) -> list[torch.Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
-            return [parameter.detach() for parameter in self.units[path]]
+    def _homes(self, path: str) -> tuple[Homes, list[Any]]:
+        """Return where the parameters of a module are, with their versions; found once, until these change."""
+        known, found = versions(self.units[path]), self.homes.get(path)
+        if found is None or found[1] != known:
+            found = self.homes[path] = Homes.of(self.units[path]), known
+        return found
 
 
 class Streams:

@@ -17,7 +17,7 @@ from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
-from autoshard.runtime.carriers import CopyAhead
+from autoshard.runtime.carriers import CopyAhead, Homes
 from autoshard.runtime.mapped import region_of
 from autoshard.runtime.pinned import pin
 from autoshard.runtime.streaming import Streams, hook_streams
@@ -154,6 +154,19 @@ def test_pages_of_a_file_are_given_back(tmp_path):
     assert all(region_of(parameter) for parameter in model.blocks.parameters())
 
 
+def test_homes_are_looked_for_once(tmp_path):
+    """Per pass nothing is asked of the parameters again: the thread that computes does little else."""
+    model = on_disk(net().to(torch.bfloat16), tmp_path)
+    streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
+    streamer = streams.streamers[torch.device("cpu")]
+    first = [streamer._homes(path)[0] for path in BLOCKS]
+    assert all(streamer._homes(path)[0] is found for path, found in zip(BLOCKS, first, strict=True))
+    assert all(len(found.regions) == 1 for found in first)  # the block lies in one piece
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    assert streamer._homes(BLOCKS[0])[0] is not first[0]
+
+
 class Log(nn.Module):
     """Calls its parts in an order that changes, some of them twice in a row."""
 
@@ -187,6 +200,8 @@ def test_writes_between_runs_are_seen(streamed):
             lambda weight: weight.mul_(2),
             lambda weight: weight.data.add_(1),
             lambda weight: setattr(weight, "data", weight.data * 3),
+            # the same memory and size, in another order
+            lambda weight: setattr(weight, "data", weight.data.reshape(-1).view(weight.shape[::-1]).t()),
         ):
             for index in range(5):
                 model(rows())
@@ -452,7 +467,7 @@ def test_copies_larger_than_the_staging_buffers(monkeypatch):
         torch.empty(0, 4),
         torch.randn(700).half(),
     ]
-    copies = carrier.take(carrier.begin(homes))
+    copies = carrier.take(carrier.begin(Homes.of(homes)))
     assert all((torch.equal(copy, home) and copy.data_ptr() != home.data_ptr()) or not home.numel()
                for copy, home in zip(copies, homes, strict=True))  # fmt: skip
 
