@@ -61,14 +61,15 @@ class Traced:
     lost: list[str] = field(default_factory=list)
 
 
-def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
+def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tracer | None" = None) -> Estimate:
     """Compute the consequences of a plan with cuts: rank i is `plan.devices[i]`, all work on the same pass.
 
-    Raises `PlanError` if the plan names a device that the cluster lacks, or cuts what the model does not have.
+    `tracer`: of the profile's graph, if there is one already. Raises `PlanError` if the plan names a device that the
+    cluster lacks, or cuts what the model does not have.
     """
     names = [device.name for device in plan.devices]
     check_devices(names, cluster, "cuts the model over")
-    traced = trace_cuts(profile.graph, plan.cuts)
+    traced = (tracer or Tracer(profile.graph)).trace(plan.cuts)
     passes = 2 if profile.workload.training else 1  # backward sums where forward lets in, and the other way round
     seconds = passes * sum(collective.seconds(cluster, names) for collective in traced.collectives)
     gathers = sum(collective.gathers for collective in traced.collectives)

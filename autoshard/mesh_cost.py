@@ -11,6 +11,7 @@ gradients of every rank are summed over the replicas, in buckets, with nothing t
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.stages import stage_of_ops
@@ -51,6 +52,32 @@ def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds
     if plan.streamed:
         return estimate_streamed(plan, profile, cluster)
     return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
+
+
+class Pricer:
+    """Prices plans of one profile on one cluster, as `price`; a plan that was priced before costs nothing."""
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self.profile, self.cluster = profile, cluster
+        self._known: list[tuple[Plan, Estimate]] = []
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        """Follows cuts through the recorded run."""
+        return Tracer(self.profile.graph)
+
+    def __call__(self, plan: Plan) -> Estimate:
+        bare = replace(plan, reasons=(), whole=())
+        known = next((figures for one, figures in self._known if one == bare), None)
+        if known is None:
+            if plan.mesh is not None:
+                known = estimate_mesh(plan, self.profile, self.cluster, tracer=self.tracer if plan.cuts else None)
+            elif plan.cuts:
+                known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
+            else:
+                known = price(plan, self.profile, self.cluster)
+            self._known.append((bare, known))
+        return known
 
 
 def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None) -> Estimate:

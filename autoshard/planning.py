@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.axes.groups import AxisGroups
     from autoshard.batching import BatchAxis
     from autoshard.capture.graph import ModelGraph
+    from autoshard.mesh_cost import Pricer
     from autoshard.profile.profile import Profile
     from autoshard.strategies.column_parallel import Prove
     from autoshard.strategies.compare import Candidate, Comparison
@@ -89,6 +90,13 @@ class Request:
 
         return find_groups(self.composite)
 
+    @cached_property
+    def price(self) -> "Pricer":
+        """What prices plans: once, though a strategy and the comparison ask for it."""
+        from autoshard.mesh_cost import Pricer
+
+        return Pricer(self.profile, self.limited)
+
     def prover(self) -> "Prove":
         """What proves cuts on the model, by running every distinct block."""
         from autoshard.prove.prove import make_prover
@@ -158,7 +166,7 @@ def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
     from autoshard.strategies.compare import compare as price_all
 
-    return price_all(candidates_of(request), request.profile, request.limited, request.objective)
+    return price_all(candidates_of(request), request.profile, request.limited, request.objective, price=request.price)
 
 
 def _auto(request: Request) -> Plan:
@@ -250,7 +258,7 @@ def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     return hybrid(
         request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
         objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
-        processes=request.processes,
+        processes=request.processes, price=request.price,
     )  # fmt: skip
 
 
@@ -265,7 +273,9 @@ def _cut(request: Request, prove: "Prove | None" = None) -> Plan:
     if request.tp_plan is not None:
         return as_written(profile, cluster, found, prove, request.tp_plan, objective=objective, even=even)
     degree = processes if processes > 1 and processes == len(cluster.devices) else None  # all of them run
-    return column_parallel(profile, cluster, found, prove, objective=objective, degree=degree, even=even)
+    return column_parallel(
+        profile, cluster, found, prove, objective=objective, degree=degree, even=even, price=request.price
+    )
 
 
 def plan_profile(

@@ -16,7 +16,6 @@ import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import AutoshardError
-from autoshard.mesh_cost import price
 from autoshard.planning import Request, candidates_of
 from autoshard.sizes import format_seconds
 from autoshard.strategies.compare import value_of
@@ -67,7 +66,7 @@ def main(name: str = "70B", mode: str = "inference") -> None:
             print(f"  {candidate.name:16} {since(begin)}  {str(error)[:90]}", flush=True)
             continue
         took = since(begin)
-        seconds = value_of(price(plan, profile, cluster), "latency", mode == "training")
+        seconds = value_of(request.price(plan), "latency", mode == "training")
         mesh = (
             "" if plan.mesh is None else f"{plan.mesh.data} x {plan.mesh.pipeline} x {plan.mesh.tensor} {plan.schedule}"
         )

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device, plan_device
-from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
+from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile
@@ -41,19 +41,20 @@ def column_parallel(
     objective: str = "latency",
     degree: int | None = None,
     even: bool = False,
+    price: Pricer | None = None,
 ) -> Plan:
     """Plan what is cut over the devices of a cluster.
 
     `found`: the axis groups of the same model. `degree`: cut over exactly so many devices, also if that is slower; None
     takes as many as pay, one included. `even`: all ranks must keep as much, as where one process runs them all. With
     "throughput" as with "latency" the seconds of a pass count, since all ranks work on the same pass; with "memory" as
-    much is cut as can be. Raises `PlanError` for a degree that nothing allows, with those that are possible, and for a
-    model that does not fit.
+    much is cut as can be. `price`: of the same profile and cluster. Raises `PlanError` for a degree that nothing
+    allows, with those that are possible, and for a model that does not fit.
     """
     task = make_task(profile, cluster, found, objective, even)
     if degree is not None:
         _check_degree(task, degree)
-    task, best, cuts = _fitting_choice(task, degree, prove)
+    task, best, cuts = _fitting_choice(task, degree, prove, price or Pricer(profile, cluster))
     compared = best_choice(task, 1) if cuts else _best_cut(task)
     if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
         best, cuts, compared = compared, (), best  # by the exact figures it does not pay
@@ -65,7 +66,9 @@ def column_parallel(
     )
 
 
-def _fitting_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]]:
+def _fitting_choice(
+    task: Task, degree: int | None, prove: Prove, price: Pricer
+) -> tuple[Task, Choice, tuple[Cut, ...]]:
     """Choose and prove, and take the exact figures; what does not fit by those is chosen again with less room.
 
     How far activations shrink is known only then. First they count whole, then, if nothing fits, as if cut.
@@ -78,7 +81,7 @@ def _fitting_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task,
             if chosen is None:
                 break
             task, best, cuts = chosen
-            figures = estimate_cuts(_draft(task, best, cuts), task.profile, task.cluster)
+            figures = price(_draft(task, best, cuts))
             if figures.fits:
                 by_name = {device.name: device for device in figures.devices}
                 peaks = tuple(by_name[d.name].peak_bytes - by_name[d.name].overhead_bytes for d in best.devices)

@@ -14,7 +14,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cost import divided_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
-from autoshard.mesh_cost import price
+from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_seconds
@@ -71,17 +71,20 @@ class Comparison:
         return max(0.0, self.chosen.value / self.bound - 1) if self.bound > 0 else 0.0
 
 
-def compare(candidates: Sequence[Candidate], profile: Profile, cluster: Cluster, objective: str) -> Comparison:
+def compare(
+    candidates: Sequence[Candidate], profile: Profile, cluster: Cluster, objective: str, *, price: Pricer | None = None
+) -> Comparison:
     """Plan with every strategy, price the plans, and take the best one that can be carried out.
 
-    Raises what the first strategy raised if none gives a plan.
+    `price`: what the strategies priced their plans with. Raises what the first strategy raised if none gives a plan.
     """
+    price = price or Pricer(profile, cluster)
     training = profile.workload.training
     rows: list[Alternative] = []
     first_error: PlanError | SpecError | None = None
     for candidate in candidates:
         try:
-            rows.append(_priced(candidate, candidate.make(), profile, cluster, objective))
+            rows.append(_priced(candidate, candidate.make(), price, objective))
         except (PlanError, SpecError) as error:
             first_error = first_error or error
             rows.append(Alternative(name=candidate.name, refused=str(error), usable=candidate.usable))
@@ -99,7 +102,7 @@ def compare(candidates: Sequence[Candidate], profile: Profile, cluster: Cluster,
             break
         proved.add(best)
         try:
-            rows[best] = _priced(candidates[best], prove(), profile, cluster, objective)
+            rows[best] = _priced(candidates[best], prove(), price, objective)
         except (PlanError, SpecError) as error:
             first_error = first_error or error
             rows[best] = Alternative(name=candidates[best].name, refused=str(error))
@@ -109,12 +112,12 @@ def compare(candidates: Sequence[Candidate], profile: Profile, cluster: Cluster,
     )  # fmt: skip
 
 
-def _priced(candidate: Candidate, plan: Plan, profile: Profile, cluster: Cluster, objective: str) -> Alternative:
-    figures = price(plan, profile, cluster)
+def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> Alternative:
+    figures = price(plan)
     if not figures.fits:
         worst = min(figures.devices, key=lambda device: device.free_bytes)
         raise PlanError(f"{worst.name} would need {-worst.free_bytes} bytes more than it has.")
-    value = value_of(figures, objective, profile.workload.training)
+    value = value_of(figures, objective, price.profile.workload.training)
     return Alternative(name=candidate.name, plan=plan, estimate=figures, value=value, usable=candidate.usable)
 
 

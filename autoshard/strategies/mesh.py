@@ -16,7 +16,7 @@ from autoshard.batching import BatchAxis
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
-from autoshard.mesh_cost import estimate_mesh
+from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut
@@ -37,21 +37,26 @@ _FEW = 8
 def hybrid(
     profile: Profile, cluster: Cluster, batch: BatchAxis, found: AxisGroups, prove: Prove, *,
     objective: str = "throughput", num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
+    price: Pricer | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a mesh of which at least two dimensions are larger than 1.
 
     `found`: the axis groups of the same model; `prove`: proves the cuts of what is chosen. `processes`: how many run,
-    all of which then take part; 0: as many devices as pay. Raises `PlanError` if nothing fits.
+    all of which then take part; 0: as many devices as pay. `price`: of the same
+    profile and cluster. Raises `PlanError` if nothing fits.
     """
     computing = replace(cluster, devices=tuple(device for device in cluster.devices if device.name != "disk"))
-    poser = Poser(profile=profile, cluster=computing, batch=batch, found=found, objective=objective)
+    price = price or Pricer(profile, cluster)
+    poser = Poser(
+        profile=profile, cluster=computing, batch=batch, found=found, objective=objective, tracer=price.tracer
+    )  # fmt: skip
     if not processes:  # a process has the device that the plan says; without any, alike ones are neighbours
         hosts = list(dict.fromkeys(device.host for device in computing.devices))
         slow = dict(zip(computing.names, poser.seconds.tolist(), strict=True))
         poser.arrange(sorted(computing.devices, key=lambda d: (hosts.index(d.host), slow[d.name])))
     banned: dict[tuple[int, Shares], str] = {}
     while True:
-        best, figures = _best(poser, objective, num_microbatches, schedule, processes)
+        best, figures = _best(poser, price, objective, num_microbatches, schedule, processes)
         cuts, refused = _proved(poser, best.shape, prove)
         if not refused:
             plan = replace(_plan(poser, best, objective), cuts=cuts)
@@ -62,7 +67,7 @@ def hybrid(
 
 
 def _best(
-    poser: Poser, objective: str, num_microbatches: int | None, schedule: str | None, processes: int
+    poser: Poser, price: Pricer, objective: str, num_microbatches: int | None, schedule: str | None, processes: int
 ) -> tuple[Meshed, Estimate]:
     """The best mesh that fits by the exact estimate. Raises `PlanError` if there is none."""
     figures: Estimate | None = None
@@ -72,7 +77,7 @@ def _best(
         if found is None:
             break
         plan = replace(_plan(poser, found, objective), cuts=_assumed(poser, found.shape))
-        figures = estimate_mesh(plan, poser.profile, poser.cluster, tracer=poser.tracer)
+        figures = price(plan)
         if figures.fits:
             return found, figures
         poser.lacking += 1.02 * max(-device.free_bytes for device in figures.devices)

@@ -48,11 +48,11 @@ class Poser:
     batch: BatchAxis
     found: AxisGroups
     objective: str
+    tracer: Tracer
     order: tuple[Device, ...] = ()
     lacking: float = 0.0
     units: Units = field(init=False)
     whole: MeshLines = field(init=False)
-    tracer: Tracer = field(init=False)
     task: Task = field(init=False)
     groups: dict[int, AxisGroup] = field(init=False)
     spans: dict[str, tuple[int, int]] = field(init=False)
@@ -67,7 +67,6 @@ class Poser:
         profile, cluster = self.profile, self.cluster
         self.units = find_units(profile)
         self.whole = MeshLines(profile, one_of_each_kind(cluster), self.batch, self.units)
-        self.tracer = Tracer(profile.graph)
         self.task = make_task(profile, cluster, self.found, self.objective)
         self.groups = {group.index: group for group in self.found.groups}
         self.spans = _spans(self.units)

@@ -348,13 +348,24 @@ def _refusal(
     lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, short: dict[str, int], cluster: Cluster
 ) -> str:
     """Say what is lacking, and one change."""
+    change = "Use more micro-batches, more devices, a smaller batch"
     if short:
         lack = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in short.items())
         start = f"no pipeline fits: in the last one tried there is too little on {lack}"
     else:
-        line = lines.line(max(choice.microbatches for choice in choices), 2)
-        start = (
-            f"no pipeline fits: its stages need at least {format_bytes(float(line.static.sum()))} for what is always "
-            f"there, and the devices have {format_bytes(sum(d.budget_bytes for d in cluster.devices))} together"
-        )
-    return start + '. Use more micro-batches, more devices, a smaller batch, or strategy="balanced".'
+        line = lines.line(max(choice.microbatches for choice in choices), lines.count)
+        alone = line.always + line.transient
+        largest, room = int(alone.argmax()), max(cluster.devices, key=lambda device: device.budget_bytes)
+        if alone[largest] > room.budget_bytes:
+            change = "Use a smaller batch, a device with more memory"
+            path = next(iter(lines.units.paths[int(line.begins[largest])]), "") or "the model"
+            start = (
+                f"no pipeline fits: {path} alone needs {format_bytes(float(alone[largest]))}, with what it hands out "
+                f"for the whole batch, and {room.name} has {format_bytes(room.budget_bytes)}"
+            )
+        else:
+            start = (
+                f"no pipeline fits: its stages need at least {format_bytes(float(line.always.sum()))} at the end of a "
+                f"pass, and the devices have {format_bytes(sum(d.budget_bytes for d in cluster.devices))} together"
+            )
+    return f'{start}. {change}, or strategy="balanced".'

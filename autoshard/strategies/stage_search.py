@@ -14,9 +14,9 @@ position, so every stage has its own limit of memory; where it does not fit it c
 fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, permutations
 from math import comb
 
@@ -26,11 +26,10 @@ from autoshard.schedules.fast import Program, compile_order, makespan
 from autoshard.schedules.orders import check_schedule, in_flight, make_order
 from autoshard.schedules.simulate import Times
 from autoshard.strategies.stage_line import Array, Line
+from autoshard.strategies.stage_tables import StageTables, over_link
 
 MAX_ALL = 300
 """Partitions times orders of devices up to which all are run by the clock."""
-MAX_LIMITS = 12
-"""Limits on the slowest stage that are tried otherwise."""
 MAX_ORDERS = 24
 """Orders of unequal devices that are tried."""
 _ROUNDS = 6
@@ -80,7 +79,6 @@ class Search:
         self.splits = schedule == "zero-bubble"
         self.may_recompute = may_recompute and line.training and not self.splits
         self._known: dict[tuple, Found | None] = {}
-        self._tables: dict[tuple, Array] = {}
 
     @property
     def program(self) -> Program:
@@ -95,6 +93,13 @@ class Search:
     def keep(self) -> Sequence[int]:
         """Per stage, the micro-batches whose activations it keeps at one time; none in inference."""
         return _program(*self._ordered)[1]
+
+    @cached_property
+    def tables(self) -> StageTables:
+        """What every stage of this line takes."""
+        return StageTables(
+            self.line, self.positions, self.keep, load=self.figure == "load", may_recompute=self.may_recompute
+        )
 
     # ---- partitions, run by the clock
 
@@ -170,8 +175,8 @@ class Search:
             weight.append(backward[-1] if stage == 0 else self._between("weight", many, stage))
             if stage + 1 < self.count:
                 ends, cut = (many.devices[:, stage], many.devices[:, stage + 1]), many.cuts[:, stage + 1]
-                sends.append(_over(line, line.sends[:, cut], *ends))
-                returns.append(_over(line, line.returns[:, cut], *reversed(ends)))
+                sends.append(over_link(line, line.sends[:, cut], *ends))
+                returns.append(over_link(line, line.returns[:, cut], *reversed(ends)))
         return Times(forward=forward, backward=backward, weight=weight, sends=sends, returns=returns)
 
     def _fixed_and_passing(self, many: Many, stage: int) -> tuple[Array, Array]:
@@ -182,11 +187,11 @@ class Search:
         all_kept = self._between("kept", many, stage)
         # In one process modules run again one by one, else the stage does as a whole, from what came in.
         kept_again = self._between("kept_again", many, stage) if line.one_process else came
-        more = line.largest["again"][low, high] if line.one_process else all_kept
+        more = line.most("again", low, high) if line.one_process else all_kept
         kept = np.where(again, kept_again, all_kept + came)
         fixed = self._between("static", many, stage) + self.keep[stage] * kept
         fixed = fixed + line.microbatches * self._between("lasting", many, stage)
-        passing = line.largest["transient"][low, high] + came * (not line.training)
+        passing = line.most("transient", low, high) + came * (not line.training)
         return fixed, passing + np.where(again, more, 0.0)
 
     def _stage_bytes(self, many: Many) -> Array:
@@ -237,14 +242,18 @@ class Search:
 
     def quick(self, devices: Sequence[int]) -> Found | None:
         """Find a good partition: the best of all where they are few, else the most even one of each order."""
+        if not self.line.may_fit(self.positions, self.count // self.positions, devices):
+            return None
         return self._least(self.run(self._all(devices) or self._even(devices)))
 
     def best(self, devices: Sequence[int]) -> Found | None:
         """Find the best partition."""
+        if not self.line.may_fit(self.positions, self.count // self.positions, devices):
+            return None
         every = self._all(devices)
         if every:
             return self._least(self.run(every))
-        tried = self.run([(cuts, order) for order in self.orders(devices) for cuts in self._sweep(order)])
+        tried = self.run([(cuts, order) for order in self.orders(devices) for cuts in self.tables.sweep(order)])
         first = sorted(tried, key=self._rank)[: 1 if self._is_long else 2]
         return self._least([self._improved(one) for one in first])
 
@@ -285,13 +294,8 @@ class Search:
 
     def _even(self, devices: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Of every order the partition whose slowest (or fullest) stage is least."""
-        found = []
-        for order in self.orders(devices):
-            tables = [self._table(stage, order) for stage in range(self.count)]
-            even = self._solve(tables, np.inf, np.maximum)
-            if even is not None:
-                found.append((even[1], order))
-        return found
+        found = [(self.tables.even(order), order) for order in self.orders(devices)]
+        return [(cuts, order) for cuts, order in found if cuts is not None]
 
     def _improved(self, found: Found) -> Found:
         """Move single cuts as long as it helps."""
@@ -308,84 +312,6 @@ class Search:
             found = best
         return found
 
-    # ---- limits on the slowest stage
-
-    def _sweep(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Partitions with the least F for limits on L, from the least L that there is."""
-        tables = [self._table(stage, order) for stage in range(self.count)]
-        least = self._solve(tables, np.inf, np.maximum)
-        if least is None:
-            return []
-        found = {least[1]: None}
-        slowest = least[0]
-        every = np.unique(np.concatenate([table[np.isfinite(table)] for table in tables]))
-        limits = every[every >= slowest * (1 - 1e-12)]
-        if len(limits) > MAX_LIMITS:
-            steps = slowest * np.array([1.0, 1.005, 1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0])
-            limits = np.unique([*limits[np.searchsorted(limits, steps[steps <= limits[-1]])], limits[-1]])
-        for limit in limits:
-            cheapest = self._solve(tables, float(limit), np.add)
-            if cheapest is not None:
-                found[cheapest[1]] = None
-        return list(found)
-
-    def _table(self, stage: int, order: Sequence[int]) -> Array:
-        """[n + 1, n + 1] the figure of a stage from one cut to another; inf where it does not fit."""
-        line, device = self.line, order[stage % self.positions]
-        before = order[(stage - 1) % self.positions] if stage else device
-        links = () if before == device else tuple(
-            table[ends] for table in (line.latency, line.bandwidth) for ends in ((before, device), (device, before))
-        )  # fmt: skip
-        key = line.kinds[device], links, self.keep[stage]
-        if key not in self._tables:
-            self._tables[key] = self._make_table(device, before, self.keep[stage])
-        return self._tables[key]
-
-    def _make_table(self, device: int, before: int, keep: int) -> Array:
-        line = self.line
-        plain = line.passing + keep * (line.between("kept") + line.came)
-        plain = np.maximum(plain, line.between("stepping"))
-        room = float(line.capacity[device])  # of several stages on a device the sum is looked at when they are run
-        fits = plain <= room
-        again = plain
-        if self.may_recompute:
-            if line.one_process:
-                again = line.passing + keep * line.between("kept_again") + line.largest["again"]
-            else:
-                again = line.passing + keep * line.came + line.between("kept")
-            again = np.maximum(again, line.between("stepping"))
-        if self.figure == "load":
-            load = np.where(fits, plain, again) / max(room, 1e-9)
-            return np.where(line.ahead & (load <= 1), load, np.inf)
-        forward = line.between("forward", device)
-        seconds = forward + line.between("backward", device)
-        if before != device:
-            for what, ends in ((line.sends, (before, device)), (line.returns, (device, before))):
-                seconds = seconds + _over(line, what, *ends)[:, None]
-        table = np.where(fits, seconds, np.inf)
-        if self.may_recompute and not fits.all():
-            table = np.where(~fits & (again <= room), seconds + forward, table)
-        return np.where(line.ahead, table, np.inf)
-
-    def _solve(
-        self, tables: Sequence[Array], limit: float, join: Callable[..., Array]
-    ) -> tuple[float, tuple[int, ...]] | None:
-        """The partition with the least sum, or maximum, of stages that all stay within a limit."""
-        end = self.line.size
-        best = np.full(end + 1, np.inf)
-        best[0] = 0.0
-        came_from = []
-        for table in tables:
-            value = join(best[:, None], np.where(table <= limit, table, np.inf))
-            came_from.append(value.argmin(axis=0))
-            best = value.min(axis=0)
-        if not np.isfinite(best[-1]):
-            return None
-        cuts = [end]
-        for previous in reversed(came_from):
-            cuts.append(int(previous[cuts[-1]]))
-        return float(best[-1]), tuple(reversed(cuts))
-
 
 @lru_cache(maxsize=256)
 def _program(
@@ -399,9 +325,3 @@ def _program(
     count = positions * per_device
     flying = in_flight(order) if training else dict.fromkeys(range(count), 0)
     return compile_order(order, count), [flying[stage] for stage in range(count)]
-
-
-def _over(line: Line, what: Array, source: Array | int, destination: Array | int) -> Array:
-    """Seconds of tensors, [2, …] (how many, bytes), from one device to another; 0 within a device."""
-    seconds = what[0] * line.latency[source, destination] + what[1] / line.bandwidth[source, destination]
-    return np.where(np.equal(source, destination), 0.0, seconds)

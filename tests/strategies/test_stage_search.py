@@ -9,7 +9,7 @@ import pytest
 from autoshard.errors import SpecError
 from autoshard.schedules.orders import in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
-from autoshard.strategies import stage_search
+from autoshard.strategies import stage_search, stage_tables
 from autoshard.strategies.stage_line import Line
 from autoshard.strategies.stage_search import Search
 
@@ -122,7 +122,7 @@ def test_equals_all_partitions(seed):
 @pytest.mark.parametrize("seed", range(200, 240))
 def test_forwards_only_are_exact_by_the_sweep_too(seed, monkeypatch):
     monkeypatch.setattr(stage_search, "MAX_ALL", 0)
-    monkeypatch.setattr(stage_search, "MAX_LIMITS", 10_000)
+    monkeypatch.setattr(stage_tables, "MAX_LIMITS", 10_000)
     line = replace(random_line(seed, training=False), returns=np.zeros_like(random_line(seed).returns))
     # copies that take no time: T = F + (m - 1) L holds for stages without them
     line = replace(random_line(seed, training=False), latency=np.zeros_like(line.latency), sends=line.sends * 0)
@@ -154,3 +154,34 @@ def test_least_memory_equals_all_partitions(seed):
     expected = brute(line, "gpipe", 2, 1, "load")
     assert (found.load if found else np.inf) >= expected - 1e-9
     assert (found is None) == (expected == np.inf)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stages_of_a_few_pieces_are_enough_on_long_lines(seed, monkeypatch):
+    """Tables of a band are widened until no longer stage could be in what comes out."""
+    positions = 5
+    line = random_line(seed, pieces=70 if seed % 2 else 12, microbatches=4)
+    order = tuple(i % len(line.capacity) for i in range(positions))
+    found = {}
+    for short in (1_000, 1):
+        monkeypatch.setattr(stage_tables, "_SHORT", short)
+        monkeypatch.setattr(stage_tables, "_WIDTH", 1)
+        search = Search(line, "gpipe", positions, figure="load" if seed % 5 == 0 else "seconds")
+        found[short] = search.tables.even(order)
+    assert found[1] == found[1_000]
+
+
+@pytest.mark.parametrize("seed", range(400, 440))
+def test_only_what_can_not_fit_is_not_looked_at(seed):
+    line = random_line(seed)
+    line = replace(line, capacity=line.capacity * 0.8)
+    devices = range(len(line.capacity))
+    if brute(line, "gpipe", 2, 1, "seconds") < np.inf:
+        assert line.may_fit(2, 1, devices)
+
+
+def test_largest_piece_of_any_run_is_known():
+    line = random_line(1, pieces=13)
+    for low in range(13):
+        for high in range(low + 1, 14):
+            assert line.most("again", np.array(low), np.array(high)) == line.again[low:high].max()
