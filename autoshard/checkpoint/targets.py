@@ -73,7 +73,7 @@ def load_applied(
             return in_file[name]
         if not tensor.is_meta:
             return tensor
-        return repacked(tensor, lambda stored: _memory_like(name, stored, devices[name]))
+        return repacked(tensor, lambda stored: memory_like(name, stored, devices[name]))
 
     log: list[Undo] = []
     try:
@@ -122,7 +122,7 @@ def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device
         ) from error
 
 
-def _memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a tensor on meta, with its strides."""
     made = allocate_named(name, tuple(tensor.shape), tensor.dtype, device)
     return made if tensor.is_contiguous() else torch.empty_like(tensor, device=made.device)
@@ -145,14 +145,19 @@ class _CutLoader:
     def fill(self, model: nn.Module, record: CutRecord) -> None:
         check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
         tensors = named_tensors(model)
+        in_file = record.kept.in_file
         self.readers = _readers(tensors, self.sources, record)
         targets = [
             target
             for name in self.sources
+            if name not in in_file
             if self.readers.get(name, record.ranks.rank) == record.ranks.rank
             for target in _targets_of(name, tensors[name], record)
         ]
         self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress, threads=self.threads)
+
+    def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
+        return mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
 
     def share(self, model: nn.Module, record: CutRecord) -> None:
         ranks = record.ranks
@@ -178,10 +183,14 @@ def _targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[
 
 
 def _readers(tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], record: CutRecord) -> dict[str, int]:
-    """Name of what every process has whole -> the rank that reads it: each about the same number of bytes."""
+    """Name of what every process has whole -> the rank that reads it: each about the same number of bytes.
+
+    What is off its device between calls is read by each: it is little, and not where ranks meet.
+    """
     if not isinstance(record.ranks, ProcessRanks):
         return {}
-    whole = [name for name in sources if name not in record.tensors and _is_contiguous(tensors[name])]
+    apart = {*record.tensors, *record.kept.names}
+    whole = [name for name in sources if name not in apart and _is_contiguous(tensors[name])]
     load = [0] * record.ranks.size
     readers = {}
     for name in sorted(whole, key=lambda name: -stored_bytes(tensors[name])):

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source
 from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.own_part import divides_processes, load_own_part
 from autoshard.checkpoint.reading import Progress
 from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import CheckpointError, SpecError
@@ -20,9 +21,8 @@ from autoshard.integrations.strictness import Differences, check_differences, ot
 from autoshard.integrations.unfilled import Unfilled
 from autoshard.integrations.words import first, one_line
 from autoshard.plan import Plan
-from autoshard.runtime.apply import bring_back_to
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.dispatch import apply_device_map
+from autoshard.runtime.dispatch import apply_device_map, bring_back_to
 from autoshard.runtime.moves import named_tensors, tied_groups
 
 
@@ -147,8 +147,11 @@ def fill(
     """
     model = unfilled.model
     placed = Plan.from_device_map(plan or {"": "cpu"}) if isinstance(plan, Mapping) else plan
-    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
-    if placed is not None and not placed.cuts:
+    if placed is not None and divides_processes(placed):
+        load_own_part(model, placed, unfilled.checkpoint, unfilled.sources, progress=progress)
+    else:
+        load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
+    if placed is not None:
         bring_back_to(model, CPU)
     if isinstance(plan, Mapping):
         apply_device_map(model, plan)  # nothing is known of the model's flow

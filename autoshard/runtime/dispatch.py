@@ -18,6 +18,7 @@ from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.runtime.resting import check_streamed
 from autoshard.runtime.staged import apply_stages, remove_stages
 
 
@@ -43,7 +44,14 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         problem = error
     if count_processes() > 1:
         ranks, device, problem = _clear(model, plan, problem)
-        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader)
+        try:
+            check_streamed(model, plan)
+        except (PlanError, ApplyError) as error:
+            problem = problem or error
+        return apply_cuts(
+            model, plan.cuts, ranks, device=device, problem=problem, loader=loader, streamed=plan.streamed
+        )
+    problem = problem or _refuse_streamed(plan)
     if problem is not None:
         raise problem
     devices = [resolve_device(device.name) for device in plan.devices]
@@ -64,7 +72,7 @@ def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
         placing.check_belongs(model, replace(plan, fingerprint="") if known else plan, named_tensors(model))
     except (PlanError, ApplyError) as error:
         problem = error
-    ranks, device, problem = _clear(model, plan, problem)
+    ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
     return apply_stages(model, plan, ranks, device=device, problem=problem)
 
 
@@ -75,7 +83,7 @@ def _apply_replicas(model: nn.Module, plan: Plan) -> nn.Module:
         _check_belongs(model, plan)
     except PlanError as error:
         problem = error
-    ranks, device, problem = _clear(model, plan, problem)
+    ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
     return apply_replicas(model, plan, ranks, device=device, problem=problem)
 
 
@@ -84,14 +92,14 @@ def _clear(
 ) -> tuple[ProcessRanks, torch.device | None, PlanError | ApplyError | None]:
     """Remove what is applied already; return the ranks, this one's device, and what stands against the plan."""
     ranks = ProcessRanks.of()
-    device, problem = _own_place(plan, ranks, problem)
+    device, problem = own_place(plan, ranks, problem)
     if is_applied(model):
         agree(ranks, Mark(), problem)  # all ranks remove, or none
         remove(model)
     return ranks, device, problem
 
 
-def _own_place(
+def own_place(
     plan: Plan, ranks: ProcessRanks, problem: PlanError | ApplyError | None
 ) -> tuple[torch.device | None, PlanError | ApplyError | None]:
     """The device of this process, or why it has none; `problem`: what was found before."""
@@ -123,6 +131,15 @@ def remove(model: nn.Module) -> nn.Module:
     return remove_cuts(model) if cut_record(model) is not None else placing.remove(model)
 
 
+def bring_back_to(model: nn.Module, device: torch.device) -> None:
+    """Let `remove` bring an applied model to this device: one that was loaded in place was nowhere before."""
+    record = pipeline_record(model) or replica_record(model)
+    if record is not None:
+        record.originals = dict.fromkeys(record.originals, device)
+    elif cut_record(model) is None:
+        placing.bring_back_to(model, device)
+
+
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is applied to this very module."""
     records = cut_record(model), pipeline_record(model), replica_record(model)
@@ -135,12 +152,17 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
     if record is not None and record.fingerprint == plan.fingerprint:
         plan = replace(plan, fingerprint="")  # the shapes that the model has now are those of its parts
     placing.check_belongs(model, plan, named_tensors(model))
-    if plan.streamed:
-        raise PlanError(
-            f"this plan cuts parameters over {len(plan.devices)} devices and keeps those of {len(plan.streamed)} "
-            "modules off them between calls, which can't be done at once. Plan for more devices, or with "
-            'strategy="balanced".'
-        )
+
+
+def _refuse_streamed(plan: Plan) -> PlanError | None:
+    if not plan.streamed:
+        return None
+    way = "has stages or replicas" if plan.mesh is not None else f"cuts parameters over {len(plan.devices)} devices"
+    remedy = "Start one process per device with torchrun" if plan.mesh is None else "Plan without a mesh"
+    return PlanError(
+        f"this plan {way} and keeps the parameters of {len(plan.streamed)} modules off them between calls, which can't "
+        f'be done at once here. {remedy}, plan for more devices, or with strategy="balanced".'
+    )
 
 
 def _check_not_cut(model: nn.Module) -> None:

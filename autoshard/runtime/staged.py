@@ -149,6 +149,13 @@ def stage_of_tensors(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[st
     return found
 
 
+def own_names(plan: Plan, ranks: ProcessRanks, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The parameters and buffers of this process's stages. Raises `PlanError` if a plan is not for these tensors."""
+    check_stages(plan, tensors)
+    record = _record(plan, ranks, META, tensors)
+    return {name for name in tensors if record.has(name)}
+
+
 def _record(
     plan: Plan, ranks: ProcessRanks, device: torch.device, tensors: Mapping[str, torch.Tensor]
 ) -> PipelineRecord:

@@ -1,0 +1,86 @@
+"""Loading into stages and replicas over processes: each reads what it has, and trains as the original does."""
+
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+
+import autoshard
+from autoshard.checkpoint.own_part import load_own_part
+from autoshard.errors import CheckpointError, RankError
+from autoshard.integrations.loading import open_weights
+from autoshard.plan import Mesh
+from tests.pipelines.models import decoder
+from tests.pipelines.plans import plan_of
+from tests.ranks import run_ranks
+
+
+def made():
+    torch.manual_seed(0)
+    return decoder(2, 2)
+
+
+def plan_for(mesh):
+    model, stages, inputs = made()
+    plan = plan_of(model, stages, 2, inputs, parts=2, mesh=mesh)
+    if mesh.data == 1:
+        return plan
+    return replace(plan, stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none")
+
+
+def loaded(folder, mesh):
+    """Bytes that were read here, what differs from the original, and whether removing gives the original."""
+    original, _, inputs = made()
+    plan = plan_for(mesh)
+    model = autoshard.load(folder, plan=plan, model=lambda: made()[0], progress=False)
+    own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+    if mesh.data > 1:
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        losses = [loss.detach()]
+    else:
+        losses = []
+        autoshard.schedule(model).step(**inputs, losses=losses)
+    reference = original(**inputs)["loss"]
+    reference.backward()
+    wanted = dict(original.named_parameters())
+    apart = max(float((parameter.grad - wanted[name].grad).abs().max()) for name, parameter in own.items())
+    if losses:
+        apart = max(apart, abs(float(sum(losses)) / len(losses) - float(reference)))
+    autoshard.remove(model)
+    back = all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in model.state_dict().items())
+    unfilled = open_weights(folder, model=lambda: made()[0])
+    report = load_own_part(unfilled.model, plan, unfilled.checkpoint, unfilled.sources)
+    return report.bytes_read, apart, back
+
+
+def everything(folder):
+    return {name: loaded(folder, mesh) for name, mesh in MESHES.items()}, refused(folder)
+
+
+MESHES = {"stages": Mesh(pipeline=2), "replicas": Mesh(data=2)}
+
+
+def refused(folder):
+    """One rank can't read: all say so, and no parameter has memory."""
+    unfilled = open_weights(folder, model=lambda: made()[0])
+    if torch.distributed.get_rank() == 1:
+        del unfilled.sources["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises((CheckpointError, RankError), match="nothing says how") as error:
+        load_own_part(unfilled.model, plan_for(MESHES["stages"]), unfilled.checkpoint, unfilled.sources)
+    return type(error.value).__name__, all(parameter.is_meta for parameter in unfilled.model.parameters())
+
+
+def test_every_process_reads_what_it_has(tmp_path):
+    model, _, _ = made()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    whole = sum(tensor.nbytes for tensor in state.values())
+    (first, said), (last, other) = run_ranks(everything, 2, str(tmp_path))
+    for rank in (first, last):
+        assert all(apart < 1e-6 and back for _, apart, back in rank.values())
+        assert rank["replicas"][0] == whole
+        assert rank["stages"][0] < 0.7 * whole  # both read the tied table
+    assert first["stages"][0] + last["stages"][0] == whole + state["model.embed_tokens.weight"].nbytes
+    assert said == ("RankError", True) and other == ("CheckpointError", True)
