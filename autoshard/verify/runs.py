@@ -120,7 +120,7 @@ def _train(
     model: nn.Module, work: Work, device: torch.device | None, measure: Callable[[], None] | None
 ) -> Iterator[Result]:
     """Take a step to compare and, if peaks are measured, another: by then all optimizer state is there."""
-    optimizer = _optimizer(work.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = optimizer_of(work.optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
     whole = whole_tensors(model)
     model.zero_grad()
     args, kwargs = _copied((work.args, work.kwargs), device)
@@ -136,7 +136,7 @@ def _train(
     del args, kwargs, output, loss
     if optimizer is not None:
         if work.cut or work.divided:
-            _soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
+            soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
         del gradients
         optimizer.step()
         for name, parameter in model.named_parameters():
@@ -199,14 +199,15 @@ def _buffers(model: nn.Module) -> Iterator[Result]:
         yield from results_of("forward", name.rpartition(".")[0], f"buffer {name}", whole(name, buffer))
 
 
-def _soften(optimizer: torch.optim.Optimizer, largest: float) -> None:
+def soften(optimizer: torch.optim.Optimizer, largest: float) -> None:
     """Keep Adam from dividing gradients that are but rounding by themselves, which makes whole steps of them."""
     for group in optimizer.param_groups:
         if "eps" in group and largest:
             group["eps"] = largest
 
 
-def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """The optimizer that a workload names, with a small step; None for "none", or where there is nothing to train."""
     makers: dict[str, Any] = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=1e-3),
         "momentum": lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),

@@ -20,7 +20,7 @@ from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.cost import estimate
 from autoshard.cut_cost import estimate_cuts
-from autoshard.errors import AutoshardError, VerifyError
+from autoshard.errors import ApplyError, AutoshardError, VerifyError
 from autoshard.mesh_cost import estimate_mesh, in_one_piece
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
@@ -28,11 +28,14 @@ from autoshard.profile.measure import profile_graph
 from autoshard.progress import tell
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.data_parallel import replica_record
+from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.stream_cost import estimate_streamed, with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
 from autoshard.verify.divided import IN_PARTS, MIXED, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
+from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.runs import Errors, Result, Work, compare, run
 from autoshard.verify.stage import Stage, cluster_here, devices_of, devices_used, fresh_models, is_here, same_start
@@ -64,8 +67,8 @@ def verify(
     `plan`: a `Plan` or a `device_map`; None for a model that is applied: it is compared with what `remove` gives.
     `inputs`: as for `plan()`. `training` and `new_tokens`: None takes the plan's workload. `tolerance`: the largest
     absolute difference that passes; 0 asks for equality bit for bit. For a plan with cuts 1e-5 of the largest value of
-    each tensor (in float32) passes besides, since sums over ranks are made in another order; under torchrun all
-    processes call it.
+    each tensor (in float32) passes besides, since sums over ranks are made in another order; and so for one that
+    divides the batch. Under torchrun all processes call it, and each holds what it has against the model.
 
     Raises `VerifyError` if there is nothing to compare or the original itself fails, `PlanError` and `ApplyError` as
     `apply` does.
@@ -79,6 +82,10 @@ def verify(
     workload = _workload(model, known, training, new_tokens)
     calls = derive_inputs(model, workload) if inputs is None else [as_call(inputs, model)]
     notes: list[str] = []
+    if known is not None and runs_as_mesh(known):
+        with fresh_models(model, notes, workload.training) as fresh:
+            original = _unapplied(fresh)
+            return verify_processes(original, known, _work(original, workload, calls), tolerance, notes)
     if known is None:
         original, applied = _copies_of_applied(model)
         work = _work(original, workload, calls)
@@ -90,10 +97,7 @@ def verify(
             work = replace(work, divided=True)
         return _compare(original, applied, work, tolerance, notes, None, {})
     with devices_of(known) as stage, fresh_models(model, notes, workload.training) as fresh:
-
-        def original() -> nn.Module:
-            clean = fresh()
-            return remove(clean) if is_applied(clean) else clean
+        original = _unapplied(fresh)
 
         def applied() -> nn.Module:
             if conservative:
@@ -161,9 +165,21 @@ def _cut_work(work: Work, original: Build, applied: Build, home: torch.device | 
     return replace(work, staying_cut=frozenset(staying))
 
 
+def _unapplied(fresh: Build) -> Build:
+    """Models that `fresh` makes, without what is applied to them."""
+
+    def clean() -> nn.Module:
+        made = fresh()
+        return remove(made) if is_applied(made) else made
+
+    return clean
+
+
 def _copies_of_applied(model: nn.Module) -> tuple[Build, Build]:
     """Return how to copy an applied model: with the plan removed, and as it is."""
     try:
+        if pipeline_record(model) is not None or replica_record(model) is not None:
+            raise ApplyError("this process has a part of it only")
         remove(copy.deepcopy(model))
     except Exception as error:  # whatever copying the model's attributes raises
         raise VerifyError(

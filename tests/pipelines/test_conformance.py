@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 ROWS = 4
 SCHEDULES = {"gpipe": 2, "1f1b": 4, "interleaved": 2}  # -> parts
 CASES = {case.name: case for case in (*HF_CASES, *HOSTILE_CASES)}
-MORE = ["unet", "diffuser", "translator", "encoder", "residual", "attention"]
+MORE = ["unet", "translator", "residual", "attention"]
 NAMES = [case.name for case in HF_CASES] + MORE
 WHOLE = {"clip": "compares rows with each other"}
 

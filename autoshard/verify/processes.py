@@ -1,0 +1,207 @@
+"""verify where every process of torchrun is a stage, a replica, or both: each holds what it has against the model.
+
+    every rank   the model itself, whole     ──▶ outputs, loss, gradients, parameters after a step
+    rank 3       its stages, on its rows     ──▶ of these what it has              compared there
+    every rank   the first difference of any rank
+
+Replicas get the rows that they have in training. Their gradients are held against the mean of the gradients that the
+model itself has on the rows of each: that is what DistributedDataParallel promises, also where labels are unequal.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.batching import BatchAxis
+from autoshard.capture.inputs import Call
+from autoshard.errors import AutoshardError, VerifyError
+from autoshard.nested import tensors_in
+from autoshard.pipelines.schedule import RankSchedule
+from autoshard.plan import Plan
+from autoshard.runtime import apply_plan
+from autoshard.runtime.chunks import split
+from autoshard.runtime.collectives import ProcessRanks, count_processes
+from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.runtime.sharded import whole_of
+from autoshard.sharding import even_shares
+from autoshard.verify.cuts import whole_tensors
+from autoshard.verify.divided import IN_PARTS
+from autoshard.verify.report import Difference, Verification
+from autoshard.verify.runs import Errors, Result, Work, compare, optimizer_of, results_of, run, soften
+
+Key = tuple[str, str, str]
+
+
+def runs_as_mesh(plan: Plan | None) -> bool:
+    """Whether processes run that are stages or replicas under a plan."""
+    mesh = plan.mesh if plan is not None else None
+    return mesh is not None and mesh.pipeline * mesh.data > 1 and count_processes() > 1
+
+
+def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes: list[str]) -> Verification:
+    """Compare on every rank and tell all of them the same; all call it. `fresh`: makes the model, nothing applied."""
+    notes.append(IN_PARTS)
+    work = replace(work, divided=True, cut=bool(plan.cuts))
+    batch = plan.batch
+    if batch is None:
+        raise VerifyError("the plan does not say how its batch is divided. Plan again.")
+    ranks = ProcessRanks.of()
+    own = _own_rows(fresh(), plan, batch, work, ranks.rank)
+    try:
+        expected = dict(_original(fresh(), plan, batch, own, work))
+    except AutoshardError:
+        raise
+    except Exception as error:  # anything the user's forward may raise
+        raise VerifyError(f"the original itself fails with these inputs: {type(error).__name__}: {error}.") from error
+    model = apply_plan(fresh(), plan)
+    errors = Errors()
+    try:
+        found = list(_applied(model, batch, own, work))
+        wanted = [expected[_key(one)] for one in found]
+        errors = compare(wanted, found, tolerance, work.cut, True)
+    except Exception as error:  # what stops a run is a finding
+        message = f"{type(error).__name__}: {error}"
+        errors.first = Difference(during="forward", module="", output="", max_error=math.inf, message=message)
+        errors.largest = errors.relative = math.inf
+    return _together(errors, work, notes)
+
+
+def _own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: int) -> Call:
+    """The arguments of this rank's replica."""
+    mesh = plan.mesh
+    assert mesh is not None
+    if mesh.data == 1:
+        return work.args, work.kwargs
+    shares = mesh.shares or even_shares(batch.size, mesh.data)
+    part = split(batch, model, work.args, work.kwargs, shares)[mesh.place(rank)[0]]
+    return part.args, part.kwargs
+
+
+def _original(model: nn.Module, plan: Plan, batch: BatchAxis, own: Call, work: Work) -> Iterator[tuple[Key, Result]]:
+    """What a rank should have: outputs of its rows; gradients and parameters of all rows."""
+    mesh = plan.mesh
+    assert mesh is not None
+    if not work.training:
+        yield from _keyed(run(model, replace(work, args=own[0], kwargs=own[1])))
+        return
+    parameters = dict(model.named_parameters())
+    output = model(*own[0], **own[1])
+    loss = _loss(batch, output)
+    loss.backward()
+    yield from _keyed(results_of("forward", "", "output", output))
+    if mesh.data > 1:
+        weight = _weight(plan, _is_own(output))
+        for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / (mesh.pipeline * mesh.tensor) if parameter.requires_grad else None
+    yield from _keyed(_trained(model, parameters, work))
+
+
+def _applied(model: nn.Module, batch: BatchAxis, own: Call, work: Work) -> Iterator[Result]:
+    args, kwargs = own
+    record = pipeline_record(model)
+    if not work.training:
+        yield from (
+            one for one in run(model, replace(work, args=args, kwargs=kwargs)) if not one.output.startswith("buffer")
+        )
+        return
+    if record is None:
+        output = model(*args, **kwargs)
+        _loss(batch, output).backward()
+    else:
+        output = _step(model, batch, args, kwargs)
+    if output is not None:
+        yield from results_of("forward", "", "output", output)
+    has = record.has if record is not None else lambda name: True
+    yield from _trained(model, {name: one for name, one in model.named_parameters() if has(name)}, work)
+
+
+def _step(model: nn.Module, batch: BatchAxis, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A step of the schedule: with the model's own loss where the plan knows one, as `_loss` finds it."""
+    if any(one.path.rpartition(".")[2] == "loss" for one in batch.outputs):
+        return RankSchedule(model).step(*args, **kwargs)
+    return RankSchedule(model, lambda output: _loss(batch, output), "sum").step(*args, **kwargs)
+
+
+def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) -> Iterator[Result]:
+    """Gradients, and parameters after a step of the optimizer; all ranks of a stage are asked for the same."""
+    whole = whole_tensors(model)
+    gradients: list[Result] = []
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            gradient = whole(name, whole_of(parameter.grad))
+            gradients += results_of("backward", name.rpartition(".")[0], f"gradient of {name}", gradient)
+    yield from gradients
+    optimizer = optimizer_of(work.optimizer, [one for one in parameters.values() if one.requires_grad])
+    if optimizer is None:
+        return
+    soften(optimizer, 1.0)  # alike on all ranks, whichever gradients they have
+    optimizer.step()
+    for name, parameter in parameters.items():
+        value = whole(name, whole_of(parameter.detach()))
+        yield from results_of("optimizer step", name.rpartition(".")[0], f"parameter {name}", value)
+
+
+def _is_own(output: Any) -> bool:
+    return any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
+
+
+def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
+    """The model's own loss; else a sum over the elements of what has rows, whose gradient is no constant."""
+    rows = {one.path for one in batch.outputs if one.how == "cat"}
+    found = list(tensors_in(output))
+    own = [tensor for path, tensor in found if path.rpartition(".")[2] == "loss" and tensor.requires_grad]
+    if own:
+        return own[0]
+    parts = [
+        torch.log1p(tensor.float() ** 2).sum() for path, tensor in found if path in rows and tensor.is_floating_point()
+    ]
+    if not parts:
+        raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
+    return torch.stack([part.cpu() for part in parts]).sum()
+
+
+def _weight(plan: Plan, is_mean: bool) -> float:
+    """What the gradient of this replica counts in that of all: its share of the rows, or one of so many."""
+    mesh = plan.mesh
+    assert mesh is not None
+    if mesh.pipeline > 1 and not is_mean:
+        return 1.0  # a sum over rows, which a schedule adds up
+    if not mesh.shares:
+        return 1.0 / mesh.data
+    return mesh.shares[mesh.place(dist.get_rank())[0]] / sum(mesh.shares)
+
+
+def _key(one: Result) -> Key:
+    return one.during, one.module, one.output
+
+
+def _keyed(results: Any) -> Iterator[tuple[Key, Result]]:
+    return ((_key(one), one) for one in results)
+
+
+def _together(errors: Errors, work: Work, notes: list[str]) -> Verification:
+    """The same verdict on all ranks: the first difference of the first rank that has one."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (errors.largest, errors.relative, errors.first))
+    first: Difference | None = None
+    for rank, (_, _, found) in reversed(list(enumerate(rows))):
+        if found is not None:
+            message = f"on rank {rank}{': ' if found.message else ''}{found.message}"
+            first = replace(found, message=message)
+    return Verification(
+        ok=first is None,
+        max_error=max(row[0] for row in rows),
+        max_relative_error=max(row[1] for row in rows),
+        first_difference=first,
+        compared=work.compared,
+        simulated=False,
+        peaks=(),
+        notes=tuple(notes),
+    )

@@ -1,0 +1,81 @@
+"""verify under torchrun: stages and replicas are held against the model itself, and all ranks say the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import VerifyError
+from autoshard.plan import Mesh, Plan
+from tests.pipelines.models import decoder, skips
+from tests.pipelines.plans import plan_of
+from tests.pipelines.test_hybrids import MESHES, make, plan_for
+from tests.ranks import run_ranks
+
+
+class Mixes(nn.Module):
+    """Rows see each other, whatever a plan says."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x - x.mean(0))
+
+
+def on_two():
+    torch.manual_seed(0)
+    said = {}
+    model, stages, inputs = decoder(2, 2)
+    plan = plan_of(model, stages, 2, inputs, parts=2)
+    said["stages"] = autoshard.verify(model, plan, inputs=inputs, new_tokens=0)
+    called = {"input_ids": inputs["input_ids"], "use_cache": False}
+    served = replace(plan_of(model, stages, 2, called), workload=replace(plan.workload, mode="inference"))
+    said["tokens"] = autoshard.verify(model, served, inputs=called, new_tokens=3)
+    said["replicas"] = autoshard.verify(model, replicas(plan), inputs=inputs, new_tokens=0)
+    net, _, given = skips()
+    del given["targets"]
+    said["own loss"] = autoshard.verify(net, plan_of(net, [["down", "deep"], ["deeper", "up"]], 2, given), inputs=given)
+    mixes, given = Mixes(), {"x": torch.randn(8, 4)}
+    said["mixed"] = autoshard.verify(mixes, plan_of(mixes, [["first"], ["second"]], 2, given), inputs=given)
+    left = all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
+    autoshard.apply(model, plan)
+    with pytest.raises(VerifyError, match="has a part of it only"):
+        autoshard.verify(model, inputs=inputs)
+    return said, left
+
+
+def replicas(plan):
+    return replace(
+        plan, mesh=Mesh(data=2), stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none"
+    )  # fmt: skip
+
+
+def test_two_ranks():
+    (said, left), (other, _) = run_ranks(on_two, 2)
+    assert left and said == other
+    mixed = said.pop("mixed")
+    assert not mixed.ok and "on rank" in mixed.first_difference.message
+    for name, found in said.items():
+        assert found.ok, (name, found)
+    assert said["stages"].compared == ("forward", "backward", "optimizer step")
+    assert said["tokens"].compared == ("forward", "decode")
+
+
+def on_four(plans):
+    return {
+        name: autoshard.verify(make("decoder")[0], Plan.from_json(text), inputs=make("decoder")[2], new_tokens=0)
+        for name, text in plans.items()
+    }
+
+
+@pytest.mark.slow
+def test_meshes_of_four_ranks():
+    plans = {name: plan_for("decoder", mesh) for name, mesh in MESHES.items() if mesh.size == 4}
+    for said in run_ranks(on_four, 4, plans):
+        for name, found in said.items():
+            assert found.ok, (name, found)
