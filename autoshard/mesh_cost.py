@@ -67,8 +67,7 @@ class Pricer:
         return Tracer(self.profile.graph)
 
     def __call__(self, plan: Plan) -> Estimate:
-        bare = replace(plan, reasons=(), whole=())
-        known = next((figures for one, figures in self._known if one == bare), None)
+        known = next((figures for one, figures in self._known if one == _decisions(plan)), None)
         if known is None:
             if plan.mesh is not None:
                 known = estimate_mesh(plan, self.profile, self.cluster, tracer=self.tracer if plan.cuts else None)
@@ -76,8 +75,17 @@ class Pricer:
                 known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
             else:
                 known = price(plan, self.profile, self.cluster)
-            self._known.append((bare, known))
+            self.remember(plan, known)
         return known
+
+    def remember(self, plan: Plan, figures: Estimate) -> None:
+        """Keep the estimate of a plan that somebody else made."""
+        self._known.append((_decisions(plan), figures))
+
+
+def _decisions(plan: Plan) -> Plan:
+    """What of a plan its price depends on: not what it says about itself, nor what is noted for the run."""
+    return replace(plan, reasons=(), whole=(), aligned=(), unfolded=(), written_back=())
 
 
 def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None) -> Estimate:

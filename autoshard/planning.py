@@ -249,6 +249,7 @@ def _pipeline(request: Request) -> Plan:
     return pipeline(
         request.profile, request.limited, request.batch, objective=request.objective,
         num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
+        pricer=request.price,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import tensor_units
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
+from autoshard.mesh_cost import Pricer
 from autoshard.module_paths import above, parent
 from autoshard.pipeline_cost import price, run_plan
 from autoshard.plan import Mesh, Plan, Stage
@@ -62,8 +63,9 @@ class Best:
 def pipeline(
     profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput",
     num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
+    pricer: Pricer | None = None,
 ) -> Plan:  # fmt: skip
-    """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one.
+    """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one; `pricer` is told what it costs.
 
     Raises `SpecError` for numbers and names that make no sense, `PlanError` if nothing fits.
     """
@@ -90,6 +92,8 @@ def pipeline(
         run = run_plan(plan, profile, computing, processes=processes > 0)
         figures = price(run, plan, profile, computing, best.bound)
         if figures.fits:
+            if pricer is not None and not profile.workload.new_tokens:  # generating runs otherwise
+                pricer.remember(plan, figures)
             plan = replace(plan, reasons=_explain(computing, lines, best, figures, processes))
             if processes:
                 return plan
