@@ -84,7 +84,7 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
     """
     lookup = Lookup(graph)
     regions = find_regions(graph)
-    shared = shared_tensors(graph)
+    shared = shared_tensors(graph, regions)
     groups: list[AxisGroup] = []
     blocked: list[Blocked] = []
     for region in regions:
@@ -92,8 +92,9 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
         groups += found
         blocked += refused
     alone: list[AxisGroup] = []
-    shared = shared_tensors(graph, by_leaf_module=True)
-    for region in leaf_regions(graph):
+    modules = leaf_regions(graph)
+    shared = shared_tensors(graph, modules)
+    for region in modules:
         alone += _groups_of(lookup, region, shared, len(groups) + len(alone))[0]
     return AxisGroups(groups=_excluding(graph, groups, alone), blocked=tuple(blocked), regions=regions)
 
@@ -155,13 +156,15 @@ def _groups_of(
     walk = Walk(graph)
     for index in region.ops:
         walk.run(graph.ops[index])
-    tensors = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
+    named = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
+    own = {tensor.value for tensor in named if is_below(tensor.name, region.path)}
+    tensors = [tensor for tensor in named if tensor.value not in own or is_below(tensor.name, region.path)]
     for tensor in tensors:
-        if tensor.value in shared or not is_below(tensor.name, region.path):
+        if tensor.value in shared or tensor.value not in own:
             walk.why = f"{tensor.name} is used in several places"
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
-    places = Places(lookup, region, walk)
+    places = Places(lookup, region, walk, shared)
     reasons: dict[Leaf, str] = {}
     made: list[AxisGroup] = []
     for leaf in dict.fromkeys(leaf for tensor in tensors for axis in walk.axes[tensor.value] for leaf in leaves(axis)):

@@ -23,7 +23,7 @@ class Unplaceable(Exception):
 class Lookup:
     """What all regions ask of a graph, worked out once.
 
-    `readers`: value -> ops that read it; `tensors`: value -> one of the parameters and buffers it is; `sites` in order,
+    `readers`: value -> ops that read it; `tensors`: value -> names of the parameter or buffer it is; `sites` in order,
     and where they begin.
     """
 
@@ -33,17 +33,20 @@ class Lookup:
         for op in graph.ops:
             for value in dict.fromkeys(op.inputs):
                 self.readers.setdefault(value, []).append(op.index)
-        self.tensors = {tensor.value: tensor for tensor in graph.tensors}
+        self.tensors: dict[int, list[str]] = {}
+        for tensor in graph.tensors:
+            self.tensors.setdefault(tensor.value, []).append(tensor.name)
         self.sites = sorted(graph.sites, key=lambda site: site.begin)
         self.begins = [site.begin for site in self.sites]
         self.differentiable = differentiable(graph)
 
 
 class Places:
-    """Finds the actions of leaves of one region."""
+    """Finds the actions of leaves of one region; `shared`: parameters that are read in others too, in other ways."""
 
-    def __init__(self, lookup: Lookup, region: Region, walk: Walk) -> None:
+    def __init__(self, lookup: Lookup, region: Region, walk: Walk, shared: frozenset[int]) -> None:
         graph = lookup.graph
+        self._shared = shared
         self.graph, self.region, self.walk = graph, region, walk
         self._inside = set(region.ops)
         self._readers, self._tensors = lookup.readers, lookup.tensors
@@ -140,10 +143,11 @@ class Places:
                 partial |= self._differentiable.intersection(op.outputs)
         summed = []
         for value in [value for value in found if value in self._tensors]:
-            readers, tensor = found.pop(value), self._tensors[value]
-            if set(readers) != set(self._readers[value]):
-                raise Unplaceable(f"{tensor.name} is used both inside and outside of the cut")
-            summed.append(self._relative(tensor.name))
+            readers, names = found.pop(value), self._tensors[value]
+            name = next((name for name in names if is_below(name, self.region.path)), names[0])
+            if set(readers) != self._inside.intersection(self._readers[value]) or value in self._shared:
+                raise Unplaceable(f"{name} is used both inside and outside of the cut")
+            summed.append(self._relative(name))
         return found, [value for value in self._outgoing if value in partial - cut], tuple(summed)
 
     # ---- the places

@@ -39,17 +39,32 @@ def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
     return _alike(graph, _owners(graph, _leaf_modules(graph)), by_place=True)[1:]
 
 
-def shared_tensors(graph: ModelGraph, *, by_leaf_module: bool = False) -> frozenset[int]:
-    """Values of parameters and buffers that several regions read, otherwise than to scale them where they are."""
-    owner = _owners(graph, _leaf_modules(graph) if by_leaf_module else _elements(graph))
+def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[int]:
+    """Values of parameters and buffers that unlike parts read, otherwise than to scale them where they are.
+
+    `regions` as from `find_regions` or `leaf_regions`. What is tied between the blocks of one region, by the same name
+    in each, is cut in all of them alike.
+    """
+    place = {path: index for index, region in enumerate(regions) for path in region.paths}
+    owner = _owners(graph, set(place) - {OUTSIDE})
+    names: dict[int, list[str]] = {}
+    for tensor in graph.tensors:
+        names.setdefault(tensor.value, []).append(tensor.name)
     readers: dict[int, set[str]] = {}
     scaled = _scaled(graph)
-    tensors = {tensor.value for tensor in graph.tensors}
     for op in graph.ops:
-        for value in tensors.intersection(op.inputs):
+        for value in names.keys() & set(op.inputs):
             if op.index not in scaled:
                 readers.setdefault(value, set()).add(owner[op.call])
-    return frozenset(value for value, paths in readers.items() if len(paths) > 1)
+
+    def is_shared(value: int, paths: set[str]) -> bool:
+        alike = {
+            (place.get(path), *sorted(relative(name, path) for name in names[value] if is_below(name, path)))
+            for path in paths
+        }
+        return len(alike) > 1
+
+    return frozenset(value for value, paths in readers.items() if len(paths) > 1 and is_shared(value, paths))
 
 
 def _scaled(graph: ModelGraph) -> set[int]:

@@ -121,6 +121,24 @@ class Attending(nn.Module):
         return self.inner(x, other, other, need_weights=self.weights)[0]
 
 
+class Scaled(nn.Module):
+    """What a block does, and one factor more: unlike the block itself, it may yet have the block's weights."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.inner, self.factor = Grouped(width), nn.Parameter(torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.factor
+
+
+class Plain(Scaled):
+    """The same without the factor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class Stack(nn.Module):
     """Blocks of one kind between residual sums."""
 

@@ -12,6 +12,7 @@ import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
+from autoshard.module_paths import join
 from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
@@ -29,7 +30,9 @@ from tests.prove.blocks import (
     Normed,
     Partly,
     Peeking,
+    Plain,
     Rescaled,
+    Scaled,
     Stack,
     Tied,
 )
@@ -143,6 +146,27 @@ def test_attention_of_torch_is_cut_by_its_heads(way):
     assert cut.scales == () and "forward and backward" in cut.proof
     for x in (X, torch.randn(3, 7, 24)):
         check_on_ranks(model, cut, x)
+
+
+@pytest.mark.parametrize("other", [Plain, Scaled])
+def test_weights_that_blocks_share_are_cut_in_all_of_them(other):
+    """Alike blocks are cut as such; of unlike ones, the modules that are alike."""
+    model = Stack(Plain)
+    model.blocks[1] = other()
+    model.blocks[1].inner = copy.deepcopy(model.blocks[0].inner, {id(p): p for p in model.blocks[0].inner.parameters()})
+    assert len(list(model.parameters())) < 12
+    inputs, devices = {"inputs": X}, ["cpu:0", "cpu:1"]
+    plan = autoshard.plan(model, devices, strategy="column-parallel", objective="memory", **inputs)
+    cut = {(join(b, shard.name), shard.dim) for one in plan.cuts for b in one.blocks for shard in one.shards}
+    columns = {(f"blocks.{n}.inner.{name}.weight", 0) for n in (0, 1) for name in "abc"}
+    assert columns <= cut and {name for name, _ in cut} >= {"blocks.0.inner.d.weight", "blocks.1.inner.d.weight"}
+    assert other is Scaled or ("blocks.0.inner.d.weight", 1) in cut
+    whole = copy.deepcopy(model)
+    for one in (whole, autoshard.apply(model, plan)):
+        one(X).square().mean().backward()
+        torch.optim.SGD(one.parameters(), 0.1).step()
+    for (name, found), wanted in zip(autoshard.remove(model).named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_what_all_ranks_keep_has_its_gradient_once():
