@@ -118,3 +118,4 @@ def test_pipelines_can_be_split_anew_only():
     estimate = autoshard.estimate(plan, profile, cluster)
     data = what_if_data(plan, estimate, profile, cluster, find_scaling(profile, profiled(12, 8)))
     assert data["planned"] is None and predict(data, 4, 16, 0)["fits"]
+    assert data["latency"] == estimate.latency_seconds

@@ -195,7 +195,8 @@ function result(devices, latency, bottleneck) {
     verdict.className = "verdict " + (found.fits ? "good" : "bad");
     figures.replaceChildren();
     const ratio = found.latency / base.latency;
-    figure(model.pass, formatSeconds(found.latency), Math.abs(ratio - 1) < 1e-9 ? "as planned" : `${ratio.toPrecision(3)} × the plan`);
+    figure(model.pass, formatSeconds(found.latency), !model.planned ? `the plan at its own sizes: ${formatSeconds(model.latency)}`
+      : Math.abs(ratio - 1) < 1e-9 ? "as planned" : `${ratio.toPrecision(3)} × the plan`);
     figure("Busiest device", formatSeconds(found.bottleneck), "");
     const fullest = found.devices.reduce((a, b) => b[1] / b[2] > a[1] / a[2] ? b : a);
     figure("Fullest device", `${Math.round(100 * fullest[1] / fullest[2])}%`, `${fullest[0]}, ${formatBytes(fullest[1])} of ${formatBytes(fullest[2])}`);
@@ -203,7 +204,8 @@ function result(devices, latency, bottleneck) {
       const tokens = at.batch * (at.sequence || 1) / found.latency;
       figure("Rate", tokens >= 1000 ? `${(tokens / 1000).toPrecision(3)} k` : tokens.toPrecision(3), at.sequence ? "tokens per second" : "samples per second");
     }
-    how.textContent = anew || !model.planned
+    how.textContent = !model.planned ? "This plan divides more than modules: micro-batches, replicas or streamed weights. That is not in these figures; `autoshard plan` gives it for other sizes. " : "";
+    how.textContent += anew || !model.planned
       ? "Whole modules, in order, split anew so that the fullest device is as empty as it can be; devices of one machine."
       : data.whatif.planned.collectives ? "With the cuts that the plan makes." : "With the modules where the plan has them.";
     if (model.guessed) how.textContent += " Some tensors grow as neither batch nor sequence does: they are taken in proportion.";

@@ -55,6 +55,7 @@ def what_if_data(
         "table": table,
         "ops": classes,
         "planned": own,
+        "latency": estimate.latency_seconds,
         "units": unit_kinds(profile, scaling, of_op, of_extra),
         "hardware": _hardware(lead, cluster, dtypes),
     }
