@@ -321,7 +321,7 @@ def verify(
     and optimizer steps, and cached decoding; by default what the plan's workload says. Returns a report with `.ok`,
     `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare.
     """
-    from autoshard.verify import verify as compare
+    from autoshard.verify.verify import verify as compare
 
     return compare(model, plan, inputs, training=training, new_tokens=new_tokens, tolerance=tolerance)
 

@@ -23,6 +23,27 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(item, f"{path}.{field.name}" if path else field.name)
 
 
+def flat_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that `tensors_in` finds, in the same order, without their paths: several times as fast."""
+    found: list[torch.Tensor] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _gather(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _gather(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _gather(getattr(value, field.name, None), found)
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `value` with every tensor replaced by `change(tensor)`.
 

@@ -37,6 +37,8 @@ def named_stored(tensor: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor's elements take; those behind its face if it has one."""
+    if not is_packed(tensor):
+        return tensor.numel() * tensor.element_size()
     return sum(stored.numel() * stored.element_size() for stored in stored_tensors(tensor))
 
 

@@ -15,7 +15,8 @@ from autoshard.errors import PlanError, VerifyError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import apply_device_map, apply_plan, is_applied
 from autoshard.simulate import simulate
-from autoshard.verify import stage, verify
+from autoshard.verify import stage
+from autoshard.verify.verify import verify
 from tests.models import WORKING_CASES, by_name
 
 

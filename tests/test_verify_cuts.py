@@ -13,7 +13,7 @@ from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import is_applied, slices
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.sharding import Action, Cut, Shard
-from autoshard.verify import verify
+from autoshard.verify.verify import verify
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import decoder_cuts, make_decoder

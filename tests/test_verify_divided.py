@@ -10,7 +10,7 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh, Plan, PlanDevice
-from autoshard.verify import verify
+from autoshard.verify.verify import verify
 from tests.runtime.pipelines import pipeline, sentences, words
 
 

@@ -211,9 +211,11 @@ class ModuleInfo:
     numbered: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ModelGraph:
     """One captured run: forward, or forward and backward. See the module docstring for the unit of time.
+
+    Graphs are equal only to themselves, as their `fx_graph` is.
 
     Attributes:
         level: how it was captured; "fake" (floats had no values), "real" (ran with values) or "invented" (branches

@@ -151,10 +151,13 @@ class Ledger:
             self._storages.append([nbytes, kind, born, -1, name])
             return len(self._storages) - 1
         # One row stands for all that is behind a face, too: it moves and lives together.
-        storages = {storage._cdata: storage for storage in (part.untyped_storage() for part in stored_tensors(tensor))}
-        known = next((ref for key in storages if (ref := self._storage_refs.get(key)) is not None), None)
-        if known is not None:
-            return known.row
+        storages = {}
+        for part in stored_tensors(tensor):
+            storage = part.untyped_storage()
+            known = self._storage_refs.get(storage._cdata)
+            if known is not None:
+                return known.row
+            storages[storage._cdata] = storage
         for key, storage in storages.items():
             ref = self._storage_refs[key] = _Ref(storage, self._storage_died)
             ref.key, ref.row = key, len(self._storages)

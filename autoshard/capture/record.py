@@ -214,12 +214,11 @@ class Recorder(TorchDispatchMode):
                 if tensor.requires_grad:
                     self.histories.note(index, value, tensor)
         lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
-        node = ledger.fx_graph.create_node(
-            "call_function",
-            func,
-            tuple(_to_nodes(value, lookup) for value in args),
-            {name: _to_nodes(value, lookup) for name, value in kwargs.items()},
-        )
+        # Arguments are set afterwards, since `create_node` looks for symbolic numbers among those that it is given.
+        node = ledger.fx_graph.create_node("call_function", func, name=func.__name__)
+        node.args = tuple([_to_nodes(value, lookup) for value in args])
+        if kwargs:
+            node.kwargs = {name: _to_nodes(value, lookup) for name, value in kwargs.items()}
         mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
         outputs = []
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
@@ -229,7 +228,8 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 made = node
                 if result is not out:
-                    made = ledger.fx_graph.create_node("call_function", operator.getitem, (node, position))
+                    made = ledger.fx_graph.create_node("call_function", operator.getitem)
+                    made.args = (node, position)
                 known = ledger.add(result, made, op=index, born=index)
                 if not traits.view and result.layout is torch.strided and not result.is_nested:
                     made.meta["stride"] = result.stride()
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
         if self.backward and not self._stack:
             return
-        tensors = [tensor for _, tensor in nested.tensors_in((args, kwargs))]
+        tensors = nested.flat_tensors((args, kwargs))
         if len(tensors) > 1:
             inputs = tuple(value for tensor in tensors if (value := self.ledger.find(tensor)) is not None)
             if len(inputs) > 1 and (self.ledger.now > begin + 1 or inputs != self.ledger.ops[begin].inputs):
@@ -346,9 +346,8 @@ class Recorder(TorchDispatchMode):
     def begin_call(self, path: str, args: tuple, kwargs: dict[str, Any]) -> int:
         row = len(self.calls)
         direct = {self.value_of(t) for item in (*args, *kwargs.values()) for t in _direct(item)}
-        found = list(nested.tensors_in((args, kwargs)))
-        inputs = tuple(self.value_of(tensor) for _, tensor in found)
-        paths = tuple(path for path, _ in found) if self.composite else ()
+        inputs = tuple([self.value_of(tensor) for tensor in nested.flat_tensors((args, kwargs))])
+        paths = tuple([path for path, _ in nested.tensors_in((args, kwargs))]) if self.composite else ()
         if not self._stack:
             self._root = row
         parent = self._stack[-1] if self._stack else -1
@@ -365,15 +364,14 @@ class Recorder(TorchDispatchMode):
             self._stack.pop()
         call = self.calls[row]
         call[3] = self.ledger.now
-        outputs, paths = [], []
-        for path, tensor in nested.tensors_in(output):
+        outputs = []
+        for tensor in nested.flat_tensors(output):
             value = self.value_of(tensor)
             outputs.append(value)
-            paths.append(path)
             if tensor.requires_grad:
                 self.ledger.mark_differentiable(value)
         call[5] = tuple(outputs)
-        call[9] = tuple(paths) if self.composite else ()
+        call[9] = tuple([path for path, _ in nested.tensors_in(output)]) if self.composite else ()
 
     @property
     def running(self) -> list[int]:

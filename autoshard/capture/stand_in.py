@@ -59,6 +59,8 @@ def _note(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
 
 
 def _refill(container: Any, content: Any) -> None:
+    if not container and not content:  # most tables of most modules
+        return
     if type(container) is type(content) and _same(container, content):
         return
     container.clear()

@@ -273,7 +273,10 @@ def run() -> None:
     """Entry point of the command."""
     # A graph of a hundred thousand objects that all stay is scanned again and again otherwise: 0.6 s of 6 for 405B.
     gc.set_threshold(100_000, 50, 1000)
-    app(prog_name="autoshard")
+    try:
+        app(prog_name="autoshard")
+    finally:
+        gc.freeze()  # the interpreter looks through all of it once more on its way out: 1 s
 
 
 def _show_axes(target: "Target", as_json: bool) -> None:

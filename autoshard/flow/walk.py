@@ -8,7 +8,7 @@ A module whose arguments were copied to its home sees the copies; so do the modu
     the call returns                  its view goes
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -17,27 +17,9 @@ from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.unfold import CopyUses
-from autoshard.placement import Homes, resolve_homes, tensor_devices
+from autoshard.placement import Homes
 
 _LOOK_UP = torch.ops.aten.embedding.default
-
-
-def flow(graph: ModelGraph, placements: Mapping[str, str], *, watched: bool = True) -> Flow:
-    """Walk the recorded run under a placement and say where every op runs, what is copied and what is live when.
-
-    Follows the runtime op for op; with `watched=False` without what watched modules do more to gradients, in half the
-    time. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
-    """
-    names = [tensor.name for tensor in graph.tensors]
-    uncallable = [module.path for module in graph.modules if not module.callable]
-    homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
-    devices = tensor_devices(homes, graph.tied())
-    stages = tuple(dict.fromkeys(placements.values()))
-    found = Walk(graph, homes, devices, stages).run()
-    if watched and len(stages) > 1 and graph.backward_begin < len(graph.ops) and (found.aligned or found.unfolded):
-        # Watched modules give each use of a copy a way back of its own; which ones are watched is known now.
-        found = Walk(graph, homes, devices, stages, found.unfolded, {*found.aligned, *found.unfolded}).run()
-    return found
 
 
 class Walk:

@@ -16,6 +16,14 @@ def test_fake_tensors_claim_the_cpu_and_share_meta_memory():
     assert left.untyped_storage().nbytes() == 24
 
 
+def test_fake_tensors_are_as_their_constructor_makes_them():
+    mode, meta = FakeTensorMode(), torch.empty(2, 3, device="meta")
+    made, usual = torch_private.fake_from_meta(mode, meta), FakeTensor(mode, meta, torch.device("cpu"))
+    assert vars(made) == vars(usual)
+    assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(usual)
+    assert not made.requires_grad and made.nonzero_memo is None
+
+
 def test_reading_the_device_of_a_fake_tensor_can_be_watched():
     fake = torch_private.fake_from_meta(FakeTensorMode(), torch.empty(2, device="meta"))
     given = torch.device("cpu")

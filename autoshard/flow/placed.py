@@ -1,0 +1,42 @@
+"""`flow`: from a graph and a placement to what one pass does; the latest of every graph is remembered.
+
+A plan is looked at several times in a row: when it is checked, priced among others, and shown.
+"""
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.flow.data import Flow
+from autoshard.flow.walk import Walk
+from autoshard.placement import resolve_homes, tensor_devices
+
+_LATEST: WeakKeyDictionary[ModelGraph, tuple[tuple, Flow]] = WeakKeyDictionary()
+
+
+def flow(graph: ModelGraph, placements: Mapping[str, str], *, watched: bool = True) -> Flow:
+    """Walk the recorded run under a placement and say where every op runs, what is copied and what is live when.
+
+    Follows the runtime op for op; with `watched=False` without what watched modules do more to gradients, in half the
+    time. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
+    """
+    asked = tuple(placements.items()), watched
+    known, found = _LATEST.get(graph, (None, None))
+    if found is not None and known == asked:
+        return found
+    found = _walk(graph, placements, watched)
+    _LATEST[graph] = asked, found
+    return found
+
+
+def _walk(graph: ModelGraph, placements: Mapping[str, str], watched: bool) -> Flow:
+    names = [tensor.name for tensor in graph.tensors]
+    uncallable = [module.path for module in graph.modules if not module.callable]
+    homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
+    devices = tensor_devices(homes, graph.tied())
+    stages = tuple(dict.fromkeys(placements.values()))
+    found = Walk(graph, homes, devices, stages).run()
+    if watched and len(stages) > 1 and graph.backward_begin < len(graph.ops) and (found.aligned or found.unfolded):
+        # Watched modules give each use of a copy a way back of its own; which ones are watched is known now.
+        found = Walk(graph, homes, devices, stages, found.unfolded, {*found.aligned, *found.unfolded}).run()
+    return found
