@@ -74,8 +74,8 @@ class SteadyDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.count >= PATIENCE:
             return func(*args, **kwargs)
-        torch.manual_seed(0)  # not by how many draws there were: experts that are not needed draw none
         device = _device_of((args, kwargs))
+        _seed(device)  # not by how many draws there were: experts that are not needed draw none
         before = _state_of(device)
         made = func(*args, **kwargs)
         if torch.equal(_state_of(device), before):
@@ -89,9 +89,9 @@ class SteadyDraws(TorchDispatchMode):
 
     def _row(self, name: str, made: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What stands in every row: numbers along the last dimension, one number where that is all there is."""
-        torch.manual_seed(0)
         shape = made.shape[-1:] if made.dim() > 1 else ()
-        uniform = torch.rand(shape, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
+        generator = torch.Generator().manual_seed(0)
+        uniform = torch.rand(shape, dtype=torch.float64, generator=generator).clamp(1e-6, 1 - 1e-6)
         if "bernoulli" in name:
             p = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name.endswith("_") else args[0])
             return torch.ones_like(made) * (torch.as_tensor(p, dtype=made.dtype) > 0)
@@ -107,6 +107,14 @@ def _device_of(value: Any) -> torch.device:
     named = [leaf for _, leaf in leaves_in(value) if isinstance(leaf, (torch.Tensor, torch.device))]
     devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in named]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _seed(device: torch.device) -> None:
+    """Begin the numbers of a device anew. `torch.manual_seed` notes a stack trace for each kind of device not in use."""
+    if device.type in ("cpu", "meta"):
+        torch.default_generator.manual_seed(0)
+    else:
+        torch.get_device_module(device).manual_seed(0)
 
 
 def _state_of(device: torch.device) -> torch.Tensor:
