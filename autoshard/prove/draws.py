@@ -110,7 +110,7 @@ def _device_of(value: Any) -> torch.device:
 
 
 def _seed(device: torch.device) -> None:
-    """Begin the numbers of a device anew. `torch.manual_seed` notes a stack trace for each kind of device not in use."""
+    """Begin the numbers of a device anew. `torch.manual_seed` notes a stack trace for devices that are not in use."""
     if device.type in ("cpu", "meta"):
         torch.default_generator.manual_seed(0)
     else:
