@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.moves import named_tensors, set_data
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.shown import call_back
@@ -24,10 +24,42 @@ BUCKET = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """Some positions of a pipeline, which add up through the first of them: mostly there are two.
+
+    A group of their own would need a name, and torch counts the groups of a process for it: those who are in several
+    of them would wait under other names than those who are in one.
+    """
+
+    across: ProcessRanks
+    positions: tuple[int, ...]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over these positions, each of which calls it. Raises `RankError` if one is gone."""
+        first, *others = self.positions
+        tensor = tensor.contiguous()
+        group = self.across.group
+        try:
+            if self.across.rank != first:
+                dist.send(tensor, group=group, group_dst=first)
+                dist.recv(tensor, group=group, group_src=first)
+                return tensor
+            for position in others:
+                part = torch.empty_like(tensor)
+                dist.recv(part, group=group, group_src=position)
+                tensor += part
+            for position in others:
+                dist.send(tensor, group=group, group_dst=position)
+        except RuntimeError as error:
+            raise lost(self.across, error) from error
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
     """Parameters whose gradients are summed over some ranks."""
 
-    ranks: ProcessRanks
+    ranks: ProcessRanks | Holders
     parameters: tuple[nn.Parameter, ...]
 
 
@@ -53,7 +85,7 @@ def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tupl
 
 
 def find_sums(model: nn.Module, record: PipelineRecord) -> list[Sum]:
-    """What this rank sums after a step; all ranks call it, since it makes groups."""
+    """What this rank sums after a step, in the same order as those it sums with."""
     tensors = named_tensors(model)
     together: dict[tuple[int, ...], dict[int, nn.Parameter]] = {}
     own: dict[int, nn.Parameter] = {}
@@ -67,28 +99,13 @@ def find_sums(model: nn.Module, record: PipelineRecord) -> list[Sum]:
             own[id(tensor)] = tensor
     sums = []
     for holders in sorted(together):
-        ranks = _group(record, holders)
-        if ranks is not None:
+        if record.position in holders:
+            everyone = len(holders) == record.across.size
+            ranks = record.across if everyone else Holders(across=record.across, positions=holders)
             sums.append(Sum(ranks=ranks, parameters=tuple(together[holders].values())))
     if record.replicas is not None:
         sums.append(Sum(ranks=record.replicas, parameters=tuple(own.values())))
     return sums
-
-
-def _group(record: PipelineRecord, holders: tuple[int, ...]) -> ProcessRanks | None:
-    """The ranks at some positions; None if this one is not among them. Made once."""
-    across = record.across
-    if len(holders) == across.size:
-        return across
-    groups = record.extras.setdefault("groups", {})
-    if holders not in groups:
-        members = [dist.get_global_rank(across.group, position) for position in holders]
-        own = record.position in holders
-        group = dist.new_group(members, use_local_synchronization=True) if own else None
-        groups[holders] = ProcessRanks.of(group) if own else None
-        if own:
-            groups[holders].processes[:] = [across.processes[position] for position in holders]
-    return groups[holders]
 
 
 class Aside:
@@ -136,7 +153,7 @@ def _sum(one: Sum) -> None:
             _sum_bucket(bucket, one.ranks)
 
 
-def _sum_bucket(parameters: list[nn.Parameter], ranks: ProcessRanks) -> None:
+def _sum_bucket(parameters: list[nn.Parameter], ranks: ProcessRanks | Holders) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     with torch.no_grad():
         flat = ranks.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))

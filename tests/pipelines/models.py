@@ -23,6 +23,20 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(hidden)) + hidden * mask)
 
 
+class Shared(nn.Module):
+    """The last stage shares parameters with others, each of which shares with none but it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.layers[3].weight, self.layers[3].bias = self.layers[0].weight, self.layers[1].bias
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean(), "x": x}
+
+
 class Skips(nn.Module):
     """Convolutions whose first results the last stage reads."""
 
@@ -73,3 +87,8 @@ def skips():
     """(model, stages, inputs)."""
     inputs = {"images": torch.randn(8, 3, 6, 6), "targets": torch.randint(0, 2, (8,))}
     return Skips(), [["down"], ["deep"], ["deeper"], ["up"]], inputs
+
+
+def shared():
+    """(model, stages, inputs)."""
+    return Shared(), [["layers.0"], ["layers.1"], ["layers.2"], ["layers.3"]], {"x": torch.randn(8, 6)}

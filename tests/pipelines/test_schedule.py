@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipelines.models import decoder, skips, tied
+from tests.pipelines.models import decoder, shared, skips, tied
 from tests.pipelines.rank_checks import differences, token_loss
 from tests.ranks import run_ranks
 
@@ -30,7 +30,11 @@ def test_two_ranks_train_as_one():
 
 
 def on_four():
-    return {"decoder": differences(partial(decoder, 4, 4), 4, "1f1b"), "skips": differences(skips, 4, "gpipe")}
+    return {
+        "decoder": differences(partial(decoder, 4, 4), 4, "1f1b"),
+        "skips": differences(skips, 4, "gpipe"),
+        "shared": differences(shared, 4, "1f1b"),
+    }
 
 
 @pytest.mark.slow
