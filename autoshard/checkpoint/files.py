@@ -6,7 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -20,11 +20,12 @@ MADV_POPULATE_READ = 22
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that is read; `mark` tells whether it is still the same."""
+    """A file that is read; `mark` tells whether it is still the same. `pages`: all of it, if it was mapped."""
 
     path: Path
     descriptor: int
     mark: tuple[int, int]
+    pages: "list[mmap.mmap]" = field(default_factory=list)
 
 
 class OpenFiles:
@@ -89,19 +90,27 @@ def read_fully(file: OpenFile, begin: int, memory: torch.Tensor) -> None:
         view, begin = view[count:], begin + count
 
 
-def read_mapped(file: OpenFile, begin: int, end: int) -> tuple[torch.Tensor, int]:
-    """Return bytes of the page cache that hold a stretch of a file, and the position of the first of them.
+@contextlib.contextmanager
+def mapped_stretch(file: OpenFile, begin: int, end: int) -> Iterator[torch.Tensor]:
+    """Lend bytes of the page cache that are a stretch of a file, within the block.
 
-    They are good as long as the tensor lives. That the file can be read is made sure first, as an error of the disk, or
-    a file that ends too early, would otherwise end the process when the bytes are touched.
+    That they can be read is made sure first, as an error of the disk, or a file that ends too early, would otherwise
+    end the process when the bytes are touched.
     """
-    first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    first = begin // mmap.PAGESIZE * mmap.PAGESIZE
     if os.fstat(file.descriptor).st_size < end:
         raise _ended(file, begin)
-    pages = mmap.mmap(file.descriptor, end - first, access=mmap.ACCESS_COPY, offset=first)
+    if not file.pages:  # two threads may map it twice, which does no harm
+        file.pages.append(mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY))
+    pages = file.pages[0]
     if _populates():
-        pages.madvise(MADV_POPULATE_READ)
-    return torch.frombuffer(pages, dtype=torch.uint8), first
+        pages.madvise(MADV_POPULATE_READ, first, end - first)
+    try:
+        yield torch.frombuffer(pages, dtype=torch.uint8, count=end - begin, offset=begin)
+    finally:
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 @cache

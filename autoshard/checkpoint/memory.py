@@ -35,12 +35,20 @@ class Pages:
         self.slices, self.next_trial = 0, 0
 
     def make(self, tensor: torch.Tensor) -> None:
-        """Make the pages of a tensor in CPU memory; no harm where there are pages, or the system can't."""
+        """Make the pages of a tensor in CPU memory; no harm where there are pages, or the system can't.
+
+        A tensor may be a part of a larger one: slices that begin in it are made whole, those before it left alone.
+        """
         advise = _madvise()
-        if advise is None or tensor.nbytes < SLICE_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if advise is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return
-        begin, end = _rounded_up(tensor.data_ptr(), mmap.PAGESIZE), tensor.data_ptr() + tensor.nbytes
-        end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SLICE_BYTES:
+            return
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        is_first = tensor.data_ptr() == first
+        begin = _rounded_up(tensor.data_ptr(), mmap.PAGESIZE if is_first else SLICE_BYTES)
+        end = min(_rounded_up(tensor.data_ptr() + tensor.nbytes, SLICE_BYTES), last) // mmap.PAGESIZE * mmap.PAGESIZE
         while begin < end:
             stop = min(_rounded_up(begin + 1, SLICE_BYTES), end)
             self._make_slice(advise, begin, stop - begin)

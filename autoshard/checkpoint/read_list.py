@@ -26,6 +26,8 @@ DIRECT_BYTES = 16 << 20
 """The most that is read at once straight into a tensor."""
 CONTIGUOUS_BYTES = 64 << 10
 """Runs of a file this long are worth a read of their own; shorter ones are copied out of pages."""
+MAPPED_BYTES = 16 << 20
+"""The most that is copied out of pages at once."""
 
 Kind = Literal["direct", "staged", "mapped"]
 
@@ -222,7 +224,8 @@ def _reads_of_group(group: list[Copy], end: int, staged_bytes: int) -> Iterator[
         yield from _reads_of([part for copy in group for part in _contiguous(copy)], staged_bytes)
     else:
         kind: Kind = "staged" if _wanted_bytes(group) >= end - begin else "mapped"
-        yield from _together(kind, [part for copy in group for part in _split(copy, staged_bytes)], staged_bytes)
+        limit = staged_bytes if kind == "staged" else MAPPED_BYTES
+        yield from _together(kind, [part for copy in group for part in _split(copy, limit)], limit)
 
 
 def _wanted_bytes(group: list[Copy]) -> int:

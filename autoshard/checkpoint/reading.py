@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.files import OpenFiles, read_fully, read_mapped
+from autoshard.checkpoint.files import OpenFiles, mapped_stretch, read_fully
 from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.packing import fill_packed
 from autoshard.checkpoint.read_list import Read, check_sources, check_target, list_reads
@@ -178,11 +178,12 @@ class _Load:
                 return
             slot.wait()
             if read.kind == "staged":
-                data, begin = slot.memory[: read.end - read.begin], read.begin
-                read_fully(opened, begin, data)
+                data = slot.memory[: read.end - read.begin]
+                read_fully(opened, read.begin, data)
+                self.copier.copy(read.copies, data, read.begin, slot)
             else:
-                data, begin = read_mapped(opened, read.begin, read.end)
-            self.copier.copy(read.copies, data, begin, slot)
+                with mapped_stretch(opened, read.begin, read.end) as data:
+                    self.copier.copy(read.copies, data, read.begin, slot)
 
 
 def _compute_of(source: Source) -> tuple[tuple[str, ...], Callable[..., torch.Tensor]]:

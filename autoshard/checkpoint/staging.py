@@ -21,6 +21,8 @@ CPU_BUFFER_BYTES = 4 << 20
 STREAMED_BUFFER_BYTES = 16 << 20
 """Large enough that the link never waits for a reader."""
 _SLOTS = 2
+_ALONE_ELEMENTS = 32_000
+"""What torch copies in one thread, and a cache holds (at::internal::GRAIN_SIZE is 32,768)."""
 
 
 def is_streamed(device: torch.device) -> bool:
@@ -95,7 +97,7 @@ class Copier:
                 streamed.add(device)
             elif type(copy.into) in (torch.Tensor, nn.Parameter):
                 self.pages.make(copy.into)
-                copy.into.copy_(value)
+                copy_alone(copy.into, value)
             else:  # tensors of other types may keep counters in Python
                 with self.lock:
                     copy.into.copy_(value)
@@ -118,6 +120,18 @@ class Copier:
             stream.synchronize()
             with contextlib.suppress(RuntimeError):
                 torch.get_device_module(device.type).current_stream(device).wait_stream(stream)
+
+
+def copy_alone(into: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy in this thread: of larger tensors torch divides the work over threads of its own, for every reader."""
+    if into.is_contiguous() and value.is_contiguous():
+        into, value = into.reshape(-1), value.reshape(-1)
+    if into.dim() == 0 or into.numel() <= _ALONE_ELEMENTS:
+        into.copy_(value)
+        return
+    rows = max(1, _ALONE_ELEMENTS * len(into) // into.numel())
+    for mine, its in zip(into.split(rows), value.split(rows), strict=True):
+        mine.copy_(its)
 
 
 def _value(copy: Copy, data: torch.Tensor, position: int) -> torch.Tensor:

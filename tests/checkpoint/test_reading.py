@@ -17,6 +17,7 @@ from autoshard.checkpoint.files import OpenFiles, read_fully
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.memory import Pages
 from autoshard.checkpoint.reading import read_into
+from autoshard.checkpoint.staging import copy_alone
 from autoshard.errors import CheckpointError
 from autoshard.sharding import even_shares, kept
 
@@ -316,6 +317,7 @@ from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.data import Piece, Source, Target
 from autoshard.checkpoint.reading import read_into
+from autoshard.checkpoint.staging import copy_alone
 
 def counters():
     io = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
@@ -348,3 +350,24 @@ def test_bytes_read_and_memory_beyond_the_model(tmp_path):
         read, extra = map(int, line.split())
         assert needed <= read <= 1.01 * needed
         assert extra <= 256 << 20
+
+
+@pytest.mark.parametrize("shape", [(), (70_000,), (300, 500), (3, 50_000), (1, 7, 9_000)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_is_copied_in_one_thread_is_all_there(shape, strided):
+    value = torch.randn(*shape, 2)[..., 0] if strided else torch.randn(shape)
+    into = torch.empty(shape, dtype=torch.bfloat16)
+    copy_alone(into, value)
+    assert torch.equal(into, value.bfloat16())
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_columns_of_more_than_is_mapped_at_once(ranks, tmp_path):
+    weight = torch.randint(-100, 100, (3_000, 6_400), dtype=torch.int16)
+    checkpoint = write(tmp_path / "model.safetensors", weight=weight)
+    width = 6_400 // ranks
+    tensor = torch.empty(3_000, width, dtype=torch.int16)
+    targets = [Target(source="weight", tensor=tensor, dim=1, runs=((width, 2 * width),))]
+    report = read_into(checkpoint, plain(checkpoint), targets)
+    assert torch.equal(tensor, weight[:, width : 2 * width])
+    assert report.bytes_read == tensor.nbytes
