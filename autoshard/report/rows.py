@@ -70,6 +70,21 @@ def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
     return rows
 
 
+def holders(plan: Plan, device: str) -> str:
+    """Say which devices have what the placements put on `device`: with replicas or tensor-parallel ranks, several.
+
+    a mesh of 2 replicas x 2 stages    cuda:0   ->   cuda:0 and cuda:2
+    """
+    mesh, names = plan.mesh, [one.name for one in plan.devices]
+    if mesh is None or device not in names or mesh.data * mesh.tensor == 1:
+        return device
+    position = mesh.place(names.index(device))[1]
+    others = [
+        name for rank, name in enumerate(names[: mesh.size]) if mesh.place(rank)[1] == position and name != device
+    ]
+    return f"{device} and {others[0] if len(others) == 1 else f'{len(others)} more'}"
+
+
 def _joined(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
     """Put the named children of one parent that share a device into one row.
 

@@ -29,6 +29,7 @@ from autoshard.report.rows import (
     cut_bar,
     device_parts,
     device_runs,
+    holders,
     module_rows,
     placed_rows,
     tied_modules,
@@ -239,7 +240,7 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
     rows, tied, pinned = placed_rows(plan, profile), tied_modules(profile), set(plan.pins)
     table = []
     for row in rows[:MOST_ROWS]:
-        device = f"{row.device} (pinned)" if row.path in pinned else row.device
+        device = f"{holders(plan, row.device)} (pinned)" if row.path in pinned else holders(plan, row.device)
         weights = "tied" if row.path in tied and not row.nbytes else _bytes(row.nbytes)
         table.append([row.path, f"{row.count} x" if row.count > 1 else "", row.class_name, weights, device])
     print_table(console, columns, table)

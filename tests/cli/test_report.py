@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Mesh, Plan, PlanDevice
 from autoshard.report.devices import print_devices, print_hardware
-from autoshard.report.rows import cut_bar, device_runs, module_rows, placed_rows, transfer_rows
+from autoshard.report.rows import cut_bar, device_runs, holders, module_rows, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
 from autoshard.workload import Workload
 
@@ -125,6 +126,14 @@ def test_placements_are_folded(profile):
 def test_the_whole_model_on_one_device(profile):
     (row,) = placed_rows(plan_of({"": "cuda:0"}), profile)
     assert row.path == "(whole model)" and row.nbytes == profile.parameter_bytes
+
+
+def test_all_devices_that_hold_a_module_are_named():
+    devices = tuple(PlanDevice(name=f"cuda:{i}", kind="generic", memory_bytes=1) for i in range(8))
+    plan = replace(plan_of({"": "cuda:0"}), devices=devices)
+    assert holders(plan, "cuda:0") == "cuda:0"
+    assert holders(replace(plan, mesh=Mesh(data=2, pipeline=2)), "cuda:1") == "cuda:1 and cuda:3"
+    assert holders(replace(plan, mesh=Mesh(data=2, pipeline=2, tensor=2)), "cuda:0") == "cuda:0 and 3 more"
 
 
 @given(st.integers(1, 6), st.data())
