@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -376,3 +377,15 @@ def test_residuals_to_the_byte(training):
     assert found.aligned == ("parts.body.1",)  # x was moved to the home of `up`, f(x) comes from that of `down`
     measured = measured_peaks(whole, inputs, placements, found, graph, training)
     assert {device: found.peak(device)[0] for device in found.devices} == measured
+
+
+def test_the_latest_walk_of_a_graph_is_remembered_and_keeps_nothing_alive():
+    graph = autoshard.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4))
+    apart, together = {"0": "cpu:0", "1": "cpu:1"}, {"": "cpu:0"}
+    first = flow(graph, apart)
+    assert flow(graph, dict(apart)) is first and flow(graph, together) is not first
+    assert flow(graph, apart).copies == first.copies
+    assert flow(graph, dict(reversed(apart.items()))).devices == ("cpu:1", "cpu:0")  # the order counts
+    gone = weakref.ref(graph)
+    del graph
+    assert gone() is None

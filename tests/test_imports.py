@@ -38,9 +38,10 @@ FLOORS = (
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
     {"flow", "prove"},
-    {"cost", "stream_schedule"},
+    {"cost", "stream_schedule", "joined_backward"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},
+    {"cut_stream_cost"},
     {"pipeline_cost", "replica_cost"},
     {"mesh_cost"},
     {"strategies"},
@@ -64,6 +65,12 @@ HEAVY = (
     "rich",
     "scipy",
     "accelerate",
+    "autoshard.axes",
+    "autoshard.capture.",
+    "autoshard.flow",
+    "autoshard.pipelines",
+    "autoshard.runtime.dispatch",
+    "autoshard.strategies",
 )
 
 
