@@ -55,6 +55,13 @@ def print_table(
         console.print(text, soft_wrap=True)
 
 
+def table_width(columns: Sequence[Column], rows: Sequence[Sequence["str | Text"]]) -> int:
+    """Return how wide a table is if nothing in it is cut."""
+    lines = [[column.title for column in columns], *rows]
+    cells = [[cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in line] for line in lines]
+    return sum(map(max, zip(*cells, strict=True))) + 2 * (len(columns) - 1)
+
+
 def is_unicode(console: Console) -> bool:
     """Tell whether the terminal, or the file, takes more than ASCII."""
     return (console.encoding or "").lower().startswith("utf")

@@ -22,6 +22,7 @@ from autoshard.report.layout import (
     print_section,
     print_sentences,
     print_table,
+    table_width,
 )
 from autoshard.report.pipelined import print_pipelining
 from autoshard.report.rows import (
@@ -71,6 +72,8 @@ ASCII_CELLS = {
     "free": ".",
 }
 BAR_WIDTH = 22
+LEAST_BAR = 12
+"""Bars are as wide as fits beside the figures."""
 MOST_ROWS = 48
 MOST_TRANSFERS = 12
 
@@ -193,20 +196,23 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
         Column(title="Memory"),
         *(Column(title=name, right=True) for name in ("Peak", "of", "Free", "Compute")),
     ]
-    rows: list[list[str | Text]] = []
-    for device, label in device_runs(estimate.devices):
-        fits = device.free_bytes >= 0
-        rows.append(
-            [
-                label,
-                *([kinds.get(device.name, "")] if named else []),
-                _bar(console, device),
-                format_bytes(device.peak_bytes) if device.peak_bytes else "unused",
-                format_bytes(device.memory_bytes),
-                Text(format_bytes(device.free_bytes), style="" if fits else "bold red"),
-                format_seconds(device.compute_seconds) if device.compute_seconds else "-",
-            ]
-        )
+    shown = device_runs(estimate.devices)
+    rows: list[list[str | Text]] = [
+        [
+            label,
+            *([kinds.get(device.name, "")] if named else []),
+            "",
+            format_bytes(device.peak_bytes) if device.peak_bytes else "unused",
+            format_bytes(device.memory_bytes),
+            Text(format_bytes(device.free_bytes), style="" if device.free_bytes >= 0 else "bold red"),
+            format_seconds(device.compute_seconds) if device.compute_seconds else "-",
+        ]
+        for device, label in shown
+    ]
+    place = len(columns) - 5
+    spare = console.width - table_width(columns, rows) + len(columns[place].title)
+    for row, (device, _) in zip(rows, shown, strict=True):
+        row[place] = _bar(console, device, max(LEAST_BAR, min(BAR_WIDTH, spare)))
     print_table(console, columns, rows)
     cells, items = _cells(console), []
     for part in PARTS:
@@ -219,13 +225,13 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
     print_items(console, items)
 
 
-def _bar(console: Console, device: DeviceEstimate) -> Text:
+def _bar(console: Console, device: DeviceEstimate, width_of_all: int) -> Text:
     cells = _cells(console)
     bar = Text()
-    widths = cut_bar(list(device_parts(device).values()), device.memory_bytes, BAR_WIDTH)
+    widths = cut_bar(list(device_parts(device).values()), device.memory_bytes, width_of_all)
     for part, width in zip(PARTS, widths, strict=True):
         bar.append(cells[part] * width, style=STYLES[part])
-    bar.append(cells["free"] * (BAR_WIDTH - sum(widths)), style=STYLES["free"])
+    bar.append(cells["free"] * (width_of_all - sum(widths)), style=STYLES["free"])
     return bar
 
 

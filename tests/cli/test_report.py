@@ -318,3 +318,13 @@ def test_colour_only_where_wanted(profile, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     coloured = shown(print_plan, plan_of({"": "cuda:0"}), estimate, profile, colour=True)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", coloured)
+
+
+def test_bars_leave_room_for_long_names_of_hardware():
+    model, inputs = nn.Linear(64, 64), torch.ones(1, 64)
+    profile = autoshard.profile(model, inputs)
+    for spec in ("4xA100-SXM-40", "16xH100-SXM,16xRTX-PRO-6000,64xRTX-6000-Ada"):
+        cluster = parse_devices(spec)
+        plan = autoshard.plan(model, cluster, inputs=inputs, strategy="sequential")
+        text = shown(print_plan, plan, autoshard.estimate(plan, profile, cluster), profile)
+        assert max(map(len, text.splitlines())) <= 80, text
