@@ -12,7 +12,8 @@ second half send their arguments to their device with `.to()`.
 
 Then the same for one module that is given the arguments of a decoder layer and does nothing with them, by which a busy
 machine shows less: "alone" is the least of many short bursts, "in place" the median of single calls each after a
-decoder layer, which leaves the processor's caches full of other things. Given is what it takes more than a plain call.
+decoder layer, which leaves the processor's caches full of other things, "undisturbed" the lowest tenth of these. Given
+is what it takes more than a plain call.
 """
 
 import os
@@ -171,11 +172,16 @@ class Caller(torch.nn.Module):
                 start = time.perf_counter()
                 modules[index % LAYERS](hidden, **more)
                 in_place[name].append(time.perf_counter() - start)
-        return {"alone": alone, "in place": {name: statistics.median(times) for name, times in in_place.items()}}
+        tenths = {name: statistics.quantiles(times, n=10) for name, times in in_place.items()}
+        return {
+            "alone": alone,
+            "in place": {name: cuts[4] for name, cuts in tenths.items()},
+            "undisturbed": {name: cuts[0] for name, cuts in tenths.items()},
+        }
 
 
 def one_hook() -> dict[str, dict[str, float]]:
-    """Microseconds that a call takes more than a plain one, "alone" (caches full of it) and "in place" (see Caller)."""
+    """Microseconds that a call takes more than a plain one, "alone" (caches full of it), and in place (see Caller)."""
     caller = Caller()
     devices = {f"hooked.{index}": "cpu:0" for index in range(LAYERS)} | {"last": "cpu:1"}
     apply_plan(caller, Plan.from_device_map(devices))
