@@ -13,18 +13,19 @@ is nothing. Before an optimizer steps, ranks agree on which nobody used: these h
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.collectives import ProcessRanks, lost
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,9 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     replaced: list[Replaced] = []
     for module in (*(modules[path] for path in blocks), model):
         before = _parameters(module, {id(one.parameter) for one in replaced})
-        fully_shard(module, mesh=mesh)
+        engine = fully_shard(module, mesh=mesh)
+        engine.set_custom_all_gather(_Gather(ranks))
+        engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
         for one in before:
             _let_go(one.parameter)
         replaced += before
@@ -62,6 +65,32 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
     return replaced, used
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What fully_shard calls to exchange: as torch does, and an error says which process is gone."""
+
+    ranks: ProcessRanks
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return collective(*args, **options)
+        except RuntimeError as error:
+            raise lost(self.ranks, error) from error
+
+
+class _Gather(_Named):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        return self._call(dist.all_gather_into_tensor, output_tensor, input_tensor, **options)
+
+
+class _ReduceScatter(_Named):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        return self._call(dist.reduce_scatter_tensor, output_tensor, input_tensor, **options)
 
 
 def check_shardable(model: nn.Module, plan: Plan) -> None:

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -386,22 +388,38 @@ def test_what_can_not_be_applied_is_refused_on_all_ranks():
         assert not said["left"] and "nothing" in said["remove"]
 
 
-def lose_a_rank():
-    model, make = start("pictures")
+def lose_a_rank(sharded, phase):
+    """What this rank is told, and after how long, when the other is killed in a step."""
+    model, make = start("layers")
     given = make(8)
-    autoshard.apply(model, plan_for(model, given, 2))
+    stages = tuple(Stage(paths=(f"layers.{index}",)) for index in range(3))
+    autoshard.apply(model, plan_for(model, given, 2, sharded=sharded, stages=stages if sharded else ()))
     model(**given)["loss"].backward()
-    loss = model(**given)["loss"]
     if dist.get_rank() == 1:
-        loss.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        model.layers[1].register_forward_hook(functools.partial(die, phase))
     begin = time.monotonic()
     try:
-        loss.backward()
+        model(**given)["loss"].backward()
     except RankError as error:
         return f"{error}", time.monotonic() - begin
     return "", 0.0
 
 
-def test_a_rank_that_is_killed_in_backward_is_named():
-    said, seconds = run_ranks(lose_a_rank, 2, may_die=True)[0]
+def die(phase, module, args, result):
+    if phase == "forward":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize(
+    ("sharded", "phase"),
+    [
+        (False, "backward"),
+        pytest.param(False, "forward", marks=pytest.mark.slow),
+        (True, "backward"),
+        pytest.param(True, "forward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_is_named(sharded, phase):
+    said, seconds = run_ranks(lose_a_rank, 2, sharded, phase, may_die=True)[0]
     assert "lost rank 1" in said and seconds < 20
