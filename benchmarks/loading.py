@@ -1,19 +1,22 @@
-"""Loading a decoder of random bf16 weights to CPU memory, against other tools and against the machine itself.
+"""Loading decoders of random bf16 weights to CPU memory, against other tools and against the machine itself.
 
-    python benchmarks/loading.py                      2 GB and 6 GB, warm and cold, 5 rounds
+    python benchmarks/loading.py --quick              2 GB warm and cold, 6 GB cold, 3 rounds: 5 minutes
+    python benchmarks/loading.py                      2 GB and 6 GB, warm and cold, all ways, 5 rounds
     python benchmarks/loading.py --gigabytes 2 --rounds 3 --only raw,autoshard
 
 Every run is a process of its own, so that memory is fresh; the ways take turns. "warm": the files are in the page cache
 before; "cold": they are dropped from it (and what the disk read is shown). Rates are medians, their spread in brackets.
-On the CPU the libraries only map files where no dtype changes; with float32 all of them really read and convert.
-"processor": seconds of all cores, which say more on a busy machine. "+ look": seconds until every weight was looked at
-once, as libraries that map the files have read nothing before. Bytes are those of /proc/self/io; "beyond" is the peak
-of memory beyond the model's own. Files go to --folder.
+Where no dtype changes, on the CPU all libraries only map the files; "copied" is `autoshard.load(…, mapped=False)`, and
+with float32 all of them really read and convert. "+ use": seconds until every weight was used once, by a forward of 16
+tokens where there is a model. "processor": seconds of all cores until loaded, which say more on a busy machine. Bytes
+are those of /proc/self/io; "beyond" is the peak of memory beyond the model's own. The decoder of 6 GB has few layers of
+the width of a model of 70 B parameters. Bars: medians of the ratios in each round, and their spread.
 """
 
 import argparse
 import gc
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -33,13 +36,23 @@ CONFIG = {
 }  # fmt: skip
 
 
+WIDE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+LAYER_PARAMETERS = {2048: 44_044_288, 8192: 855_654_400}
+
+
 def sized(gigabytes: float) -> dict:
-    """Return the configuration of a decoder of about this size."""
-    return CONFIG | {"num_hidden_layers": max(1, round((gigabytes * 1e9 / 2 - 2 * 32000 * 2048) / 44_044_288))}
+    """Return the configuration of a decoder of about this size; of a large one the layers are wide."""
+    config = CONFIG | (WIDE if gigabytes >= 4 else {})
+    width = config["hidden_size"]
+    layers = round((gigabytes * 1e9 / 2 - 2 * config["vocab_size"] * width) / LAYER_PARAMETERS[width])
+    return config | {"num_hidden_layers": max(1, layers)}
 
 
 def make_checkpoint(folder: Path, config: dict) -> None:
-    """Write a decoder with random weights, a file per gigabyte, without ever holding more than one of them."""
+    """Write a decoder with random weights, a file per gigabyte, without ever holding more than one of them.
+
+    Large matrices repeat the same few numbers, for nothing here depends on them and drawing takes minutes.
+    """
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,12 +70,17 @@ def make_checkpoint(folder: Path, config: dict) -> None:
     index = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file({n: torch.randn(t.shape).mul_(0.02).bfloat16() for n, t in names.items()}, folder / file)
+        save_file({name: tensor_of(tensor.shape) for name, tensor in names.items()}, folder / file)
         index |= dict.fromkeys(names, file)
     total = sum(tensor.numel() * 2 for tensor in state.values())
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     )
+
+
+def tensor_of(shape: torch.Size) -> torch.Tensor:
+    drawn = torch.randn(min(shape.numel(), 1 << 22)).mul_(0.02).bfloat16()
+    return drawn.repeat(-(-shape.numel() // len(drawn)))[: shape.numel()].view(shape)
 
 
 def raw_memcpy(folder: Path) -> object:
@@ -86,11 +104,26 @@ def raw_read(folder: Path) -> object:
     return timed(read)
 
 
-def autoshard_load(folder: Path, dtype: object = "auto") -> object:
+def raw_direct(folder: Path) -> object:
+    """Read the files from begin to end past the page cache: what the disk gives."""
+    buffer = mmap.mmap(-1, 16 << 20)
+
+    def read() -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+            position, size = 0, file.stat().st_size
+            while position < size:
+                position += os.preadv(descriptor, [buffer], position)
+            os.close(descriptor)
+
+    return timed(read)
+
+
+def autoshard_load(folder: Path, dtype: object = "auto", mapped: bool = True) -> object:
     import autoshard
 
     warm_up()
-    return timed(lambda: autoshard.load(folder, "cpu", dtype=dtype, progress=lambda done, total: None))
+    return timed(lambda: autoshard.load(folder, "cpu", dtype=dtype, mapped=mapped, progress=lambda done, total: None))
 
 
 def autoshard_read(folder: Path) -> object:
@@ -185,7 +218,9 @@ def load_file(folder: Path) -> object:
 WAYS: dict[str, Callable[[Path], object]] = {
     "raw memcpy into fresh memory": raw_memcpy,
     "raw sequential read": raw_read,
+    "raw direct read": raw_direct,
     "autoshard.load": autoshard_load,
+    "autoshard.load, copied": lambda folder: autoshard_load(folder, mapped=False),
     "autoshard, reading only": autoshard_read,
     "from_pretrained": from_pretrained,
     "load_checkpoint_and_dispatch": accelerate_load,
@@ -201,7 +236,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 def timed(work: Callable[[], object]) -> dict:
-    """Run once; return seconds, bytes and memory, and the seconds that a first look at every weight then takes.
+    """Run once; return seconds, bytes and memory, and the seconds until every weight was used.
 
     Libraries that only map the files have read nothing yet when they say that they are done.
     """
@@ -211,18 +246,25 @@ def timed(work: Callable[[], object]) -> dict:
     result = work()
     loaded, processor = time.perf_counter(), time.process_time() - begin_processor
     after, peak = counters(), memory("VmHWM")
-    for tensor in tensors_of(result):
-        tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
-        del tensor
-    touched = time.perf_counter()
     kept = memory("RssAnon")
+    use(result)
+    used = time.perf_counter()
     del result
     gc.collect()
     return {
-        "seconds": loaded - begin, "touched": touched - begin, "processor": processor,
-        "asked": after["rchar"] - before["rchar"],
-        "disk": after["read_bytes"] - before["read_bytes"], "peak": peak - resident, "kept": kept - memory("RssAnon"),
+        "seconds": loaded - begin, "used": used - begin, "processor": processor,
+        "asked": after["rchar"] - before["rchar"], "disk": after["read_bytes"] - before["read_bytes"],
+        "peak": peak - resident, "kept": kept - memory("RssAnon"),
     }  # fmt: skip
+
+
+def use(result: object) -> None:
+    if isinstance(result, torch.nn.Module):
+        with torch.inference_mode():
+            result(input_ids=torch.arange(16)[None])
+        return
+    for tensor in tensors_of(result):
+        tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum()
 
 
 def tensors_of(result: object) -> list[torch.Tensor]:
@@ -267,37 +309,72 @@ def run_one(way: str, folder: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(folder: Path, rounds: int, ways: list[str]) -> None:
+BARS = {
+    False: [
+        ("load against from_pretrained", "from_pretrained", "autoshard.load", 1.5),
+        ("load against load_checkpoint_and_dispatch", "load_checkpoint_and_dispatch", "autoshard.load", 2.5),
+        ("load, copied, against memcpy", "raw memcpy into fresh memory", "autoshard.load, copied", 0.85),
+        ("load in float32 against from_pretrained", "from_pretrained, float32", "autoshard.load, float32", 1.0),
+        ("columns against rows, 2 ranks", "autoshard, rows of 1 of 2 ranks", "autoshard, columns of 1 of 2 ranks", 0.8),
+        ("columns against rows, 8 ranks", "autoshard, rows of 1 of 8 ranks", "autoshard, columns of 1 of 8 ranks", 0.8),
+    ],
+    True: [
+        ("load, copied, against reading", "raw sequential read", "autoshard.load, copied", 0.95),
+        ("reading only against reading", "raw sequential read", "autoshard, reading only", 0.95),
+        ("reading only against the disk", "raw direct read", "autoshard, reading only", 0.95),
+    ],
+}
+"""Cold or not -> what is compared: a way, ours, and how many times as fast ours is to be."""
+
+
+def compare(folder: Path, rounds: int, ways: list[str], cold: bool) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    for cold in (False, True):
-        found: dict[str, list[dict]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way in ways:
-                set_cache(folder, cold)
-                found[way].append(run_one(way, folder))
-        print(f"\n{size / 1e9:.2f} GB, {'cold' if cold else 'warm'}, {rounds} rounds")
-        print(" " * 35 + "                 seconds   GB/s   + look processor asked/size disk/size   beyond")
-        for way, runs in found.items():
-            failed = [run["failed"] for run in runs if "failed" in run]
-            if failed:
-                print(f"{way:35} failed: {failed[0]}")
-                continue
-            times, last = sorted(run["seconds"] for run in runs), runs[-1]
-            middle, looked = statistics.median(times), statistics.median(run["touched"] for run in runs)
-            share = 1 / int(way.split()[-2]) if way.endswith("ranks") else 1.0
-            processor = statistics.median(run["processor"] for run in runs)
-            bytes_ = f"{last['asked'] / size:10.3f} {last['disk'] / size:9.3f}"
-            print(
-                f"{way:35} {middle:8.2f} [{times[0]:.2f} to {times[-1]:.2f}] {size * share / middle / 1e9:6.2f} "
-                f"{looked:8.2f} {processor:9.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
-                flush=True,
-            )
+    found: dict[str, list[dict]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            set_cache(folder, cold)
+            found[way].append(run_one(way, folder))
+    print(f"\n{size / 1e9:.2f} GB, {'cold' if cold else 'warm'}, {rounds} rounds")
+    print(" " * 35 + "                 seconds   GB/s    + use processor asked/size disk/size   beyond")
+    for way, runs in found.items():
+        failed = [run["failed"] for run in runs if "failed" in run]
+        if failed:
+            print(f"{way:35} failed: {failed[0]}")
+            continue
+        times, last = sorted(run["seconds"] for run in runs), runs[-1]
+        middle, used = statistics.median(times), statistics.median(run["used"] for run in runs)
+        share = 1 / int(way.split()[-2]) if way.endswith("ranks") else 1.0
+        processor = statistics.median(run["processor"] for run in runs)
+        bytes_ = f"{last['asked'] / size:10.3f} {last['disk'] / size:9.3f}"
+        print(
+            f"{way:35} {middle:8.2f} [{times[0]:.2f} to {times[-1]:.2f}] {size * share / middle / 1e9:6.2f} "
+            f"{used:8.2f} {processor:9.2f} {bytes_} {(last['peak'] - last['kept']) / 2**20:5.0f} MiB",
+            flush=True,
+        )
+    for what, other, ours, bar in BARS[cold]:
+        pairs = list(zip(found.get(other, []), found.get(ours, []), strict=True))
+        ratios = sorted(a["seconds"] / b["seconds"] for a, b in pairs if "failed" not in a and "failed" not in b)
+        if ratios:
+            middle = statistics.median(ratios)
+            print(f"{what:45} {middle:6.2f} [{ratios[0]:.2f} to {ratios[-1]:.2f}], bar {bar}")
+
+
+QUICK = (
+    (2.0, False, (
+        "raw memcpy", "autoshard.load", "from_pretrained", "load_checkpoint_and_dispatch", "ranks",
+    )),
+    (2.0, True, ("raw sequential", "raw direct", "reading only", "autoshard.load, copied")),
+    (6.0, True, ("raw sequential", "raw direct", "reading only")),
+    (6.0, False, ("ranks",)),
+)  # fmt: skip
+"""Gigabytes, cold or not, and parts of the names of the ways: what the bars need."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0, 6.0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="5, or 3 if quick")
+    parser.add_argument("--quick", action="store_true", help="only what the bars need")
     parser.add_argument("--only", default="", help="parts of the names of ways, with commas")
     parser.add_argument("--folder", type=Path, help="where the files go (kept if given), or are")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -305,14 +382,18 @@ def main() -> None:
     if options.one:
         print(json.dumps(WAYS[options.one](options.folder)))
         return
-    ways = [way for way in WAYS if any(part in way for part in options.only.split(","))]
+    rounds = options.rounds or (3 if options.quick else 5)
+    only = tuple(options.only.split(","))
+    parts = (
+        QUICK if options.quick else tuple((size, cold, only) for size in options.gigabytes for cold in (False, True))
+    )
     place = options.folder or Path(tempfile.mkdtemp(prefix="autoshard-loading-"))
     try:
-        for gigabytes in options.gigabytes:
+        for gigabytes, cold, names in parts:
             folder = place / f"{gigabytes:g}"
             if not folder.exists():
                 make_checkpoint(folder, sized(gigabytes))
-            compare(folder, options.rounds, ways)
+            compare(folder, rounds, [way for way in WAYS if any(part in way for part in names)], cold)
     finally:
         if options.folder is None:
             shutil.rmtree(place)
