@@ -19,6 +19,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, divided_bound, estimate, of_every_device, optimizer_seconds
 from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
+from autoshard.cut_stream_cost import estimate_cut_streams
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
 from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, needs_processes, rows_of_part, run_schedule
@@ -48,7 +49,7 @@ def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds
     if plan.mesh is not None:
         return estimate_mesh(plan, profile, cluster)
     if plan.cuts:
-        return estimate_cuts(plan, profile, cluster)
+        return (estimate_cut_streams if plan.streamed else estimate_cuts)(plan, profile, cluster)
     if plan.streamed:
         return estimate_streamed(plan, profile, cluster)
     return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
@@ -72,7 +73,8 @@ class Pricer:
             if plan.mesh is not None:
                 known = estimate_mesh(plan, self.profile, self.cluster, tracer=self.tracer if plan.cuts else None)
             elif plan.cuts:
-                known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
+                cut_price = estimate_cut_streams if plan.streamed else estimate_cuts
+                known = cut_price(plan, self.profile, self.cluster, tracer=self.tracer)
             else:
                 known = price(plan, self.profile, self.cluster)
             self.remember(plan, known)

@@ -120,7 +120,12 @@ def plan_measured(
         raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
     if strategy == "auto":
         return _auto(request)
-    makers = {"column-parallel": _cut, "pipeline": _pipeline, "data-parallel": _replicate, "hybrid": _mesh}
+    makers: dict[str, Callable[[Request], Plan]] = {
+        "column-parallel": lambda request: _cut(request, streams=True),
+        "pipeline": _pipeline,
+        "data-parallel": _replicate,
+        "hybrid": _mesh,
+    }
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
@@ -231,7 +236,7 @@ def _check_usable(request: Request, strategy: str) -> None:
     if request.pins:
         every = "every device has a part of each" if strategy == "column-parallel" else 'use "balanced"'
         raise SpecError(f'modules can\'t be pinned with strategy="{strategy}": {every}.')
-    if "disk" in request.cluster.names:
+    if "disk" in request.cluster.names and strategy != "column-parallel":
         raise SpecError(f'"disk" computes nothing: leave it out with strategy="{strategy}", or use "balanced".')
 
 
@@ -263,20 +268,36 @@ def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     )  # fmt: skip
 
 
-def _cut(request: Request, prove: "Prove | None" = None) -> Plan:
-    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block."""
+def _cut(request: Request, prove: "Prove | None" = None, streams: bool = False) -> Plan:
+    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block.
+
+    `streams`: keep modules on the CPU or on disk between calls where the devices have no room; it takes processes.
+    """
     from autoshard.strategies.column_parallel import column_parallel
+    from autoshard.strategies.cut_streams import cut_and_stream
     from autoshard.strategies.written_cuts import as_written
+    from autoshard.stream_cost import compute_devices
 
     profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
     objective, processes = request.objective, request.processes
     even = not processes  # one process runs all ranks on the same local shapes
     if request.tp_plan is not None:
         return as_written(profile, cluster, found, prove, request.tp_plan, objective=objective, even=even)
-    degree = processes if processes > 1 and processes == len(cluster.devices) else None  # all of them run
-    return column_parallel(
-        profile, cluster, found, prove, objective=objective, degree=degree, even=even, price=request.price
-    )
+
+    def cut(devices: Cluster) -> Plan:
+        price = request.price if devices is cluster else None
+        degree = processes if processes > 1 and processes == len(devices.devices) else None  # all of them run
+        return column_parallel(
+            profile, devices, found, prove, objective=objective, degree=degree, even=even, price=price
+        )
+
+    computing = tuple(cluster.device(name) for name in compute_devices(cluster))
+    try:
+        return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
+    except PlanError as refusal:
+        if not streams:
+            raise
+        return cut_and_stream(profile, cluster, cut, request.price, refusal)
 
 
 def plan_profile(

@@ -4,7 +4,7 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,11 +38,13 @@ class Mark:
     process: Process | None = None
 
 
-def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> Mark:
+def mark_of(
+    model: nn.Module, cuts: Sequence[Cut], device: torch.device | None, streamed: Mapping[str, str] | None = None
+) -> Mark:
     """Describe what this process is about to run; `device`: where it computes, if that is known."""
     own = _generators(device)
     return Mark(
-        plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
+        plan=hashlib.sha256(repr((tuple(cuts), dict(streamed or {}))).encode()).hexdigest(),
         model=fingerprint(model),
         weights=_sampled(model),
         random=(torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)])),

@@ -18,11 +18,10 @@ from autoshard import torch_private
 from autoshard.packed import is_packed, repacked, stored_tensors
 from autoshard.runtime.devices import CPU, copy_strides, copy_tensor, is_accelerator, set_current
 from autoshard.runtime.mapped import (
-    ALIGNMENT_BYTES,
     Region,
     bring,
     check_unchanged,
-    computes_anywhere,
+    computes_as_in_memory,
     let_go,
     merged,
     parts,
@@ -181,10 +180,14 @@ def _copies(homes: Homes, parts: "list[Future[None]]") -> Copies:
 
 
 def _computes_elsewhere(home: torch.Tensor) -> bool:
-    """Whether a tensor lies in a file where computing with it would give other bits than in memory of torch's own."""
-    if not home.is_floating_point() or home.dim() < 2 or is_packed(home) or home.data_ptr() % ALIGNMENT_BYTES == 0:
+    """Whether a tensor lies in a file where computing with it would give other bits than in memory of torch's own.
+
+    Columns of a matrix in a file do, too: a rank has a part of each of its rows.
+    """
+    if is_packed(home) or home.dim() < 2:
         return False
-    return not computes_anywhere(home.dtype) and region_of(home) is not None
+    alike = home.is_contiguous() and computes_as_in_memory(home.data_ptr(), home.dtype, home.dim())
+    return not alike and region_of(home) is not None
 
 
 @dataclass(slots=True)

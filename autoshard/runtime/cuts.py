@@ -22,6 +22,7 @@ from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
+from autoshard.runtime.cut_streams import CutStreams, kept_parts, stream_parts
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
@@ -31,6 +32,7 @@ from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
 from autoshard.runtime.scales import Old, find_scales, restore, set_scales
 from autoshard.runtime.slices import (
     CutTensor,
+    Kept,
     Undo,
     cut_tensors,
     find_cut_tensors,
@@ -50,6 +52,9 @@ class Loader(Protocol):
     def fill(self, model: nn.Module, record: "CutRecord") -> None:
         """Fill the parts of this process's ranks. No other rank may be waited for."""
 
+    def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
+        """Return the whole of every parameter that a plan keeps on disk, in its file."""
+
     def share(self, model: nn.Module, record: "CutRecord") -> None:
         """Exchange between ranks what not each of them has read; all have filled what they read."""
 
@@ -65,6 +70,8 @@ class CutRecord:
             indices are.
         unplanned: blocks that may not draw random numbers in training.
         scales, handles: undo the integers and the hooks.
+        home: where this process computes, None where the model was; `kept`: what is elsewhere between calls;
+            `streams`: what brings that there.
     """
 
     cuts: tuple[Cut, ...]
@@ -76,6 +83,9 @@ class CutRecord:
     unplanned: Unplanned
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    home: torch.device | None = None
+    kept: Kept = field(default_factory=Kept)
+    streams: CutStreams | None = None
 
 
 def apply_cuts(
@@ -88,13 +98,15 @@ def apply_cuts(
     problem: Exception | None = None,
     loader: Loader | None = None,
     absent: Collection[str] = (),
+    streamed: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
     the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
     go on, if that is known already: it is raised, and the other ranks learn of it. `loader`: what gives values to
-    tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. Raises
+    tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. `streamed`:
+    as in a plan; of these modules, a rank has its parts in CPU memory or in their files between calls. Raises
     `PlanError` if the cuts don't belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it
     can't be done; the model is then as it was.
     """
@@ -104,7 +116,9 @@ def apply_cuts(
     try:
         if problem is None:
             ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None, absent)
-            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
+            ready.record.home = target
+            ready.record.kept = _kept(model, ready.record, streamed or {}, loader)
+            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target, streamed)
     except Exception as found:
         error = found
     agree(ranks, mark, error, target)
@@ -112,12 +126,14 @@ def apply_cuts(
     log: list[Undo] = []
     try:
         try:
-            cut_tensors(model, ready.record.tensors, ranks, target, log, None if loader is None else loader.allocate)
+            allocate = None if loader is None else loader.allocate
+            cut_tensors(model, ready.record.tensors, ranks, target, log, allocate, ready.record.kept)
             if loader is not None:
                 loader.fill(model, ready.record)
                 ready.record.devices.update({n: CPU for n, device in ready.record.devices.items() if device == META})
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready)
+            ready.record.streams = stream_parts(model, streamed or {}, target)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
@@ -138,8 +154,11 @@ def remove_cuts(model: nn.Module) -> nn.Module:
     if record is None:
         raise ApplyError("nothing to remove: this model is not cut.")
     log: list[Undo] = []
+    if record.streams is not None:
+        record.streams.streams.close()
     try:
-        merge_tensors(model, record.tensors, record.ranks, record.devices, log)
+        meeting = record.home if record.streams is not None else None
+        merge_tensors(model, record.tensors, record.ranks, record.devices, log, meeting)
     except BaseException:
         _revert(log)
         raise
@@ -154,7 +173,10 @@ def cut_record(model: nn.Module) -> CutRecord | None:
 
 def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:
     """One value of a model's state dict as it is when the model is not cut; all ranks call it."""
-    return value if record is None else merge(value, record.tensors.get(name), record.ranks)
+    if record is None:
+        return value
+    part = value if record.streams is None or record.home is None else value.to(record.home)  # ranks meet there
+    return merge(part, record.tensors.get(name), record.ranks).to(value.device)
 
 
 def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tuple[int, ...]:
@@ -334,7 +356,15 @@ def _install(model: nn.Module, ready: _Ready) -> None:
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 
 
+def _kept(model: nn.Module, record: CutRecord, streamed: Mapping[str, str], loader: Loader | None) -> Kept:
+    on_disk = loader is not None and "disk" in streamed.values()
+    in_file = loader.in_file(model, streamed) if loader is not None and on_disk else {}
+    return kept_parts(model, streamed, record.tensors, record.ranks.rank or 0, in_file)
+
+
 def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
+    if record.streams is not None:
+        record.streams.close()
     for handle in record.handles:
         handle.remove()
     record.handles.clear()

@@ -53,16 +53,17 @@ def make_streams(
                 "Give it one device, or stream its parts one by one."
             )
     if streamed:
-        _check_ties(tensors, devices, streamed)
+        check_ties(tensors, devices, streamed)
     computing = {path: next(iter(found)) for path, found in used.items() if found}
     return Streams.of(
         model, {path: device for path, device in computing.items() if device != CPU or streamed[path] == "disk"}
     )
 
 
-def _check_ties(
+def check_ties(
     tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device], streamed: Mapping[str, str]
 ) -> None:
+    """Raise `PlanError` for a tensor that has another name under which it is kept elsewhere."""
     for names in tied_groups(tensors):
         if len(names) == 1:
             continue
@@ -92,7 +93,7 @@ def check_streamed(model: nn.Module, plan: Plan) -> None:
         )
     for path, place in plan.streamed.items():
         for name, parameter in modules[path].named_parameters() if place == "disk" else ():
-            if parameter.numel() and region_of(parameter) is None:
+            if parameter.numel() and not parameter.is_meta and region_of(parameter) is None:
                 raise ApplyError(
                     f"the plan keeps {path}.{name} on disk, but this model has it in memory, not in a file. Save the "
                     "model with autoshard.save(model, directory), then autoshard.load(directory, plan=plan)."

@@ -7,7 +7,7 @@ Tied names stay tied: what shares memory is cut once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 import torch
@@ -18,7 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.module_paths import join
 from autoshard.packed import is_packed, repacked
 from autoshard.runtime.collectives import Ranks, layout
-from autoshard.runtime.devices import fresh_copy
+from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors, swap, tied_groups
 from autoshard.runtime.rank_tensor import RankTensor
@@ -36,6 +36,14 @@ class CutTensor:
     dim: int
     axis: str
     shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Parameters that are off their device between calls: `names` in CPU memory, but for parts that are `in_file`."""
+
+    names: frozenset[str] = frozenset()
+    in_file: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTensor]:
@@ -94,28 +102,43 @@ def cut_tensors(
     device: torch.device | None,
     log: list[Undo],
     allocate: Allocate | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Give every tensor its part, or a replica, on `device` (None: where it is); `log` takes what undoes it.
 
-    `allocate`: gives memory, to be filled by the caller, to the parts of what is on meta.
+    `allocate`: gives memory, to be filled by the caller, to the parts of what is on meta. `kept`: what is elsewhere.
     """
     tensors = named_tensors(model)
+    kept = kept or Kept()
 
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        if name in kept.in_file:
+            return kept.in_file[name]
+        place = CPU if name in kept.names else device
         if whole.is_meta and allocate is not None:
-            return _empty_part(whole, cuts.get(name), ranks, device or torch.device("cpu"), allocate)
-        return _part(whole, cuts.get(name), ranks, device)
+            return _empty_part(whole, cuts.get(name), ranks, place or CPU, allocate)
+        return _part(whole, cuts.get(name), ranks, place)
 
     replace_all(tensors, part, log)
 
 
 def merge_tensors(
-    model: nn.Module, cuts: Mapping[str, CutTensor], ranks: Ranks, devices: Mapping[str, torch.device], log: list[Undo]
+    model: nn.Module,
+    cuts: Mapping[str, CutTensor],
+    ranks: Ranks,
+    devices: Mapping[str, torch.device],
+    log: list[Undo],
+    meeting: torch.device | None = None,
 ) -> None:
-    """Put the whole of every tensor in place again, on the device it was on; all ranks must do it at once."""
+    """Put the whole of every tensor in place again, on the device it was on; all ranks must do it at once.
+
+    `meeting`: the device of this process on which ranks give each other what they have, None: where it is.
+    """
     tensors = named_tensors(model)
 
     def whole(name: str, part: torch.Tensor) -> torch.Tensor:
+        if meeting is not None and name in cuts:
+            part = part.to(meeting)
         merged = merge(part, cuts.get(name), ranks, devices.get(name))
         return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 

@@ -294,9 +294,10 @@ class Enter:
         self.path = path
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.streams.drop_interrupted()
-        streamer = self.streams.streamer_of(self.path, module)
-        streamer.enter(self.path, self.streams.run)
+        with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
+            self.streams.drop_interrupted()
+            streamer = self.streams.streamer_of(self.path, module)
+            streamer.enter(self.path, self.streams.run)
         self.streams.calls().append((streamer, self.path, sys._getframe(1)))
 
 
@@ -314,11 +315,12 @@ class Leave:
         calls = self.streams.calls()
         if not any(path == self.path for _, path, _ in calls):
             return  # it was never entered: bringing its parameters failed
-        while calls:
-            streamer, path, _ = calls.pop()
-            streamer.leave(path, self.streams.run)
-            if path == self.path:
-                break
+        with torch_private.no_overrides():
+            while calls:
+                streamer, path, _ = calls.pop()
+                streamer.leave(path, self.streams.run)
+                if path == self.path:
+                    break
         if torch.is_grad_enabled() and streamer.device != CPU:
             _refuse_gradients(output, self.path)
 

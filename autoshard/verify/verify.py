@@ -18,10 +18,8 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
-from autoshard.cost import estimate
-from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import ApplyError, AutoshardError, VerifyError
-from autoshard.mesh_cost import estimate_mesh, in_one_piece
+from autoshard.mesh_cost import in_one_piece, price
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
@@ -30,7 +28,7 @@ from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.stream_cost import estimate_streamed, with_stores
+from autoshard.stream_cost import with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
 from autoshard.verify.divided import IN_PARTS, MIXED, is_divided, runs_in_parts, same_draws
@@ -338,9 +336,6 @@ def _predicted(model: nn.Module, workload: Workload, stage: Stage, work: Work, n
     try:
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
         plan, cluster = stage.plan, cluster_here(stage)
-        price = estimate_cuts if plan.cuts else estimate_streamed if plan.streamed else estimate
-        if plan.mesh is not None:
-            price = estimate_mesh
         devices = price(
             plan, profile, with_stores(cluster, plan.streamed.values()) if plan.streamed else cluster
         ).devices
