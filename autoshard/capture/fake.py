@@ -317,8 +317,7 @@ def _elementwise_backward(engine: FakeFloats, func: Any, args: tuple, kwargs: di
 
 def _like_first(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Ops whose result is as large as their first argument, and contiguous."""
-    stride = torch.empty(args[0].shape, device="meta").stride()
-    return engine.shapes.fresh(args[0].shape, stride, args[0].dtype)
+    return _in_order(engine, args[0])
 
 
 def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -334,8 +333,20 @@ def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
     return tuple(engine.shapes.stand_in(item) if isinstance(item, torch.Tensor) else item for item in out)
 
 
+def _contiguous(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Ops whose results are contiguous however their arguments lie; fake kernels keep the strides of an argument."""
+    out = engine.shapes.run(func, args, kwargs)
+    if isinstance(out, torch.Tensor):
+        return _in_order(engine, out)
+    return tuple(item if item is None else _in_order(engine, item) for item in out)
+
+
+def _in_order(engine: FakeFloats, like: torch.Tensor) -> torch.Tensor:
+    return engine.shapes.fresh(like.shape, torch.empty(like.shape, device="meta").stride(), like.dtype)
+
+
 def _batch_norm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Batch norm on a CPU gives its result the suggested memory format; the fake kernel keeps the input's strides."""
+    """Norms that give their result the suggested memory format of their input; fake kernels keep some strides."""
     first, *rest = engine.shapes.run(func, args, kwargs)
     like = args[0] if func is aten.native_batch_norm.default else args[1]
     return (_suggested(engine, first, like), *rest)
@@ -371,5 +382,9 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_ELEMENTWISE_BACKWARD, _elementwise_backward),
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm,
+    aten.native_group_norm_backward.default: _batch_norm,
+    aten.native_layer_norm_backward.default: _contiguous,
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten.log_sigmoid_forward.default: _contiguous,
 }
 """Shape rules of our own, where fake kernels need values that are known here, or are stricter than the real ones."""
