@@ -114,7 +114,16 @@ def test_ranks_that_plan_by_themselves_agree():
     assert one == other
 
 
+def more_than_the_plan_has(case):
+    devices = {f"cpu:{rank}": "1GiB" for rank in range(2)}
+    settings = {"inputs": case.example(), "strategy": "column-parallel", "objective": "memory"}
+    model = case.model()
+    with pytest.raises(PlanError, match="the plan is for 2 devices, and 3 processes run"):
+        autoshard.apply(model, autoshard.plan(model, devices, **settings))
+
+
 def dying():
+    more_than_the_plan_has(by_name("llama"))
     model = by_name("llama").model()
     autoshard.apply(model, shared_plan(model, by_name("llama").example()))
     if dist.get_rank() == 2:

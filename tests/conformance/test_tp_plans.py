@@ -1,9 +1,12 @@
 """Whatever the tensor parallel plans in transformers cut, autoshard finds, with no more collectives."""
 
 import pytest
+import torch
 
-from tests.conformance.tp_plans import compare
+import autoshard
+from tests.conformance.tp_plans import compare, slow_devices
 from tests.models import HF_CASES, by_name
+from tests.models.hf import SMALL, build
 
 QUICK = ("llama", "gemma2", "mixtral")
 WITH_PLANS = ("llama-tied", "phi3", "deepseek-v3", "jamba", "llava")
@@ -19,3 +22,23 @@ def test_what_a_written_plan_cuts(name):
 def test_those_are_all_that_have_a_plan():
     having = {case.name for case in HF_CASES if getattr(case.model(), "_tp_plan", None)}
     assert having == {*QUICK, *WITH_PLANS}
+
+
+def test_sums_of_one_number_per_row_stand_for_gathers():
+    """A norm over all heads: the written plan gathers queries, keys and values, which is three gathers and two sums.
+
+    Ours has four sums and no gather: two of them of the mean of squares, one number per row. So by the bare number of
+    all-reduces ours has more, and fewer collectives, with fewer bytes.
+    """
+    model = build("Olmo2ForCausalLM", "Olmo2Config", {**SMALL, "num_key_value_heads": 4})
+    inputs = {"input_ids": torch.arange(3, 9).reshape(1, 6), "use_cache": False}
+    styles = [model._tp_plan[f"model.layers.*.self_attn.{name}_proj"] for name in "qkvo"]
+    assert styles == ["colwise_gather_output"] * 3 + ["rowwise_split_input"]
+    assert compare(model, inputs)[1] == {}
+    plan = autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel")
+    layer = [cut for cut in plan.cuts if "model.layers.0" in cut.blocks]
+    places = [(action.kind, action.module) for cut in layer for action in cut.actions if action.kind != "enter"]
+    assert sorted(places) == [
+        ("mean", "self_attn.k_norm"), ("mean", "self_attn.q_norm"), ("reduce", "mlp.down_proj"),
+        ("reduce", "self_attn.o_proj"),
+    ]  # fmt: skip

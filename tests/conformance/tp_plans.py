@@ -19,7 +19,9 @@ SUMMING = {"moe_tp_experts": 1, "all_reduce": 1, "moe_identity_expert": 0}
 def compare(model, inputs, degree=2):
     """{matrix that only the written plan cuts: why ours does not}, {layer: (collectives written, ours)} where more.
 
-    Cuts of ours that cut nothing of what the written plan does are left out: they have collectives of their own.
+    Collectives are all-reduces and gathers together: where a written plan gathers, ours may sum instead (see
+    `test_sums_of_one_number_per_row_stand_for_gathers`). Cuts of ours that cut nothing of what the written plan does
+    are left out: they have collectives of their own.
     """
     written, sums = written_plan(model)
     plan = autoshard.plan(model, slow_devices(degree), inputs=inputs, strategy="column-parallel")
