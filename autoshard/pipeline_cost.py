@@ -37,7 +37,7 @@ class Run:
 
     `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
     thread launches all ops of all devices; 0 where every device has its own. `bound_seconds`: no pipeline with as many
-    devices and micro-batches and this schedule is.
+    devices and micro-batches and this schedule is. `joined`: one backward goes through all micro-batches.
     """
 
     figures: Figures
@@ -46,6 +46,7 @@ class Run:
     simulated: Simulated
     issue_seconds: float = 0.0
     bound_seconds: float = 0.0
+    joined: bool = False
 
 
 def estimate_pipeline(
@@ -124,7 +125,8 @@ def run_schedule(
         sends=[_over(border.tensors, cluster, names, i, 1) for i, border in enumerate(figures.borders)],
         returns=[_over(border.returned, cluster, names, i, -1) for i, border in enumerate(figures.borders)],
     )
-    return Run(figures=figures, names=names, order=order, simulated=simulate(order, times))
+    joined = one_process and schedule != "1f1b" and microbatches > 1 and workload.training
+    return Run(figures=figures, names=names, order=order, simulated=simulate(order, times), joined=joined)
 
 
 def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float) -> Estimate:
@@ -225,6 +227,18 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
             if index == max(last.values()):
                 there += returned
                 note(gradients, there)
+            if last[action.stage] == index and run.joined:
+                there -= nbytes.leaving * microbatches + nbytes.lent
+            continue
+        if run.joined:
+            part = nbytes.joined
+            gone = sum(other.stage == action.stage and other.kind == "B" for other in run.order[position][:index])
+            reached = part.first - part.waiting if not gone else part.later if gone < microbatches - 1 else part.last
+            coming = part.returning * (microbatches - (gone == microbatches - 1))
+            note(gradients + (part.waiting if not gone else 0), there - nbytes.kept + coming + reached)
+            if gone in (0, microbatches - 1):
+                gradients += part.waiting if not gone else nbytes.gradient - part.waiting
+            there -= nbytes.kept - nbytes.released - (nbytes.lasting - nbytes.outputs)
             continue
         if action.kind != "W":
             first = action.stage not in made

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
 from autoshard.flow import flow
+from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.module_paths import above
 from autoshard.plan import Stage
 from autoshard.profile.profile import Profile
@@ -31,7 +32,8 @@ class StageBytes:
     `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
     does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end;
     `released`: the part of these that nothing holds then; `returned`: what then goes to the home of the inputs, in one
-    process.
+    process, and `leaving`: from where; `lent`: copies of parameters that only the forward reads. `joined`: where one
+    backward goes through all micro-batches.
     """
 
     parameter: int = 0
@@ -47,6 +49,9 @@ class StageBytes:
     outputs: int = 0
     released: int = 0
     returned: int = 0
+    leaving: int = 0
+    lent: int = 0
+    joined: JoinedBytes = field(default_factory=JoinedBytes)
 
 
 def segments_of(graph: ModelGraph, staged: Staged, stage: int, paths: Sequence[str], *, processes: bool) -> list[int]:
@@ -109,6 +114,8 @@ class StageMemory:
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.returned = np.zeros(len(kind), bool)
         self.returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
+        sent = {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
+        self.leaving = self.is_output & ~rows.copied & np.isin(rows.storage, list(sent))
         self.kept_copies = np.zeros(len(kind), bool)
         self.kept_copies[[copy.buffer for copy in moves.copies if copy.kept and copy.buffer >= 0]] = True
         gradients = np.isin(rows.storage, [graph.values[value].storage for _, value in graph.gradients])
@@ -119,11 +126,14 @@ class StageMemory:
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
         lent = rows.copied & (kind == 1)  # one copy of a parameter is enough for all micro-batches
         self.passing &= ~lent
+        self.lent = lent & (rows.died <= begin)
         if not processes:
             self.kept_copies |= lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
-        self.unsaved = stay & (rows.died <= begin + 1)
+        saved = {graph.values[save.value].storage for save in graph.saves}
+        self.unsaved = stay & ~np.isin(rows.storage, list(saved))
         self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
+        self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
     def of(
         self, stage: int, device: Device, trained: Sequence[tuple[str, int]], recomputed: Recomputed | None
@@ -152,10 +162,12 @@ class StageMemory:
         passing, gradients = here & self.passing, here & self.gradients
         nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
         lasting = passing & (rows.died > end)
+        if self.joined is not None:
+            lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
         live = self.moves.timeline(name, device.block_bytes, passing)
         new = self.moves.timeline(name, device.block_bytes, gradients) if begin < end else np.zeros_like(live)
-        one_more = 0
+        one_more, gone = 0, np.zeros_like(here)
         if recomputed is not None:
             gone = kept & ~rows.copied & np.isin(rows.storage, list(recomputed.dropped))
             live = live - self.moves.timeline(name, device.block_bytes, gone)
@@ -163,6 +175,11 @@ class StageMemory:
             segments = [recomputed.dropped[storage] for storage in rows.storage[gone].tolist()]
             # one module at a time has all of its activations
             one_more = int(np.bincount(segments, nbytes[gone]).max()) if segments else 0
+        joined = JoinedBytes()
+        if self.joined is not None:
+            joined = self.joined.of(self.moves.devices.index(name), here & self.passing, gone, device.block_bytes)
+            joined = replace(joined, first=joined.first + one_more, later=joined.later + one_more,
+                             last=joined.last + one_more)  # fmt: skip
         return replace(
             found,
             parameter=parameter + int(nbytes[here & self.kept_copies].sum()),
@@ -174,6 +191,9 @@ class StageMemory:
             outputs=int(nbytes[lasting & self.is_output].sum()),
             released=int(nbytes[lasting & self.unsaved].sum()),
             returned=0 if self.processes else int(nbytes[here & self.returned].sum()),
+            leaving=0 if self.processes else int(nbytes[here & self.leaving].sum()),
+            lent=0 if self.processes else int(nbytes[here & self.lent].sum()),
+            joined=joined,
         )
 
     def _static(self, stage: int, rounded: Callable[[int], int]) -> tuple[int, int]:

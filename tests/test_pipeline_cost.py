@@ -10,6 +10,8 @@ from autoshard.errors import PlanError
 from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.strategies.pipeline import pipeline
 from tests.pipeline_models import Decoder, batch_of, halves, inputs_for, plan_by_hand, profile_of
+from tests.runtime.pipelines import pipeline as pipeline_by_hand
+from tests.runtime.pipelines import sentences, words
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,14 @@ def test_peaks_are_those_of_the_run_in_one_process(train):
         assert checked.ok, checked.first_difference
         for peak in checked.peaks:
             assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.03 if train else 0.002)
+
+
+def test_gradients_wait_until_the_last_micro_batch_has_gone_back():
+    """One backward goes through all of them: sums stand beside their terms, and a lent table's gradient comes home."""
+    model, inputs = words().float(), sentences(8, 4)
+    workload = autoshard.Workload(mode="training", batch_size=8, optimizer="none")
+    plan = pipeline_by_hand(model, inputs, count=4, workload=workload)
+    checked = autoshard.verify(model, plan, inputs=inputs)
+    assert checked.ok, checked.first_difference
+    for peak in checked.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.002)
