@@ -21,16 +21,19 @@ class RankFailed(AssertionError):
     """A process raised, or did not come to an end."""
 
 
-def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False):
+def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, group_seconds=30.0):
     """Call `function(*args)` on every rank; returns the results by rank. Raises `RankFailed` with the traceback.
 
-    `may_die`: a process that ends without a result gives None.
+    `may_die`: a process that ends without a result gives None. `group_seconds`: how long one rank waits for another,
+    such as one that plans.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(count):
             receive, send = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(send, folder, rank, count, function, args), daemon=True)
+            process = _context.Process(
+                target=_rank, args=(send, folder, rank, count, function, args, group_seconds), daemon=True
+            )
             process.start()
             send.close()
             pipes.append(receive)
@@ -62,7 +65,7 @@ def _collect(pipes, deadline, may_die):
     return results
 
 
-def _rank(pipe, folder, rank, count, function, args):
+def _rank(pipe, folder, rank, count, function, args, group_seconds):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -70,7 +73,7 @@ def _rank(pipe, folder, rank, count, function, args):
     torch.set_num_threads(1)
     store = pathlib.Path(folder) / "store"
     dist.init_process_group(
-        "gloo", init_method=store.as_uri(), rank=rank, world_size=count, timeout=timedelta(seconds=30)
+        "gloo", init_method=store.as_uri(), rank=rank, world_size=count, timeout=timedelta(seconds=group_seconds)
     )
     try:
         result = True, function(*args)

@@ -26,7 +26,9 @@ QUICK = {
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_equal_to_the_whole_model(count):
-    run_ranks(check_models, count, QUICK[count], CACHES if count == 2 else CACHES[:1], timeout_seconds=300)
+    run_ranks(
+        check_models, count, QUICK[count], CACHES if count == 2 else CACHES[:1], timeout_seconds=300, group_seconds=120
+    )
 
 
 @pytest.mark.slow
@@ -35,7 +37,7 @@ def test_equal_to_the_whole_model(count):
 def test_every_kind_is_equal_to_the_whole_model(name, count):
     if name in QUICK[count]:
         pytest.skip("a quick one")
-    run_ranks(check_models, count, [name], timeout_seconds=300)
+    run_ranks(check_models, count, [name], timeout_seconds=300, group_seconds=120)
 
 
 def plans_by_themselves():
