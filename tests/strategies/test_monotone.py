@@ -1,4 +1,9 @@
-"""make_plan as a whole: more memory or another device never makes the objective worse."""
+"""make_plan as a whole: more memory or another device never makes the objective worse.
+
+Of the chain that the solver is given this holds by construction, for latency, throughput and memory alike: both only
+add assignments to those that it finds the best of (test_solve.py, on random chains). The plan is the best by the exact
+estimate among the solutions of several such chains, so that it holds of the plan is for these tests to show.
+"""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +29,8 @@ def value(profile: Profile, sizes: list[int], objective: str) -> float:
         figures = estimate(make_plan(profile, cluster, strategy="balanced", objective=objective), profile, cluster)
     except PlanError:
         return float("inf")
+    if objective == "memory":
+        return max(device.peak_bytes / device.memory_bytes for device in figures.devices)
     return figures.bottleneck_seconds if objective == "throughput" else figures.latency_seconds
 
 
@@ -44,8 +51,8 @@ def test_memory_that_the_chain_counts_twice_does_not_cost_a_better_plan(
     assert value(profiles[mode], larger, objective) <= before * (1 + 1e-9) < float("inf")
 
 
-@pytest.mark.parametrize("objective", ["latency", "throughput"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("objective", ["latency", "throughput", "memory"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_more_memory_or_a_device_never_makes_the_plan_worse(profiles, objective: str, data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from(["inference", "training"]))
