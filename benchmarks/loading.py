@@ -352,7 +352,7 @@ def compare(folder: Path, rounds: int, ways: list[str], cold: bool) -> None:
             flush=True,
         )
     for what, other, ours, bar in BARS[cold]:
-        pairs = list(zip(found.get(other, []), found.get(ours, []), strict=True))
+        pairs = list(zip(found[other], found[ours], strict=True)) if {other, ours} <= found.keys() else []
         ratios = sorted(a["seconds"] / b["seconds"] for a, b in pairs if "failed" not in a and "failed" not in b)
         if ratios:
             middle = statistics.median(ratios)

@@ -19,6 +19,7 @@ from autoshard.checkpoint.reading import read_into
 from autoshard.integrations.rehearsal import quiet
 from autoshard.integrations.skeleton import no_fills
 from autoshard.integrations.unfilled import Unfilled
+from autoshard.module_paths import above
 from autoshard.torch_private import no_dispatch_modes
 
 
@@ -111,12 +112,18 @@ def _finish(model: Any, checkpoint: Checkpoint) -> None:
                     module._buffers[own] = torch.empty_like(tensor, device="cpu")
             elif own in module._buffers:
                 buffers[name] = module._buffers[own] = _marked(allocate(tuple(tensor.shape), tensor.dtype))
-            else:
+            elif tensor.requires_grad == tensor.is_floating_point():
+                _marked(tensor)
+            else:  # loaded ones can all be trained, whatever the class made of them
                 module._parameters[own] = _marked(nn.Parameter(tensor.detach(), tensor.is_floating_point()))
     targets = [Target(source=name, tensor=buffer) for name, buffer in buffers.items()]
     read_into(checkpoint, {name: _source(name, buffer) for name, buffer in buffers.items()}, targets)
     for name in _tied(model):
         _marked(model.get_parameter(name))
+    with_buffers = {path for name, _ in model.named_buffers(remove_duplicate=False) for path in above(name)}
+    for path, module in model.named_modules():
+        if path not in with_buffers:  # nothing is left to be computed in it
+            _marked(module)
     model.initialize_weights()
     model.tie_weights(missing_keys=_tied(model), recompute_mapping=False)
     model.eval()
