@@ -56,10 +56,13 @@ def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds
 
 
 class Pricer:
-    """Prices plans of one profile on one cluster, as `price`; a plan that was priced before costs nothing."""
+    """Prices plans of one profile on one cluster, as `price`; a plan that was priced before costs nothing.
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        self.profile, self.cluster = profile, cluster
+    `processes`: whether every device has a process of its own; None: what each plan and the hosts say.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> None:
+        self.profile, self.cluster, self.processes = profile, cluster, processes
         self._known: list[tuple[Plan, Estimate]] = []
 
     @cached_property
@@ -71,7 +74,8 @@ class Pricer:
         known = next((figures for one, figures in self._known if one == _decisions(plan)), None)
         if known is None:
             if plan.mesh is not None:
-                known = estimate_mesh(plan, self.profile, self.cluster, tracer=self.tracer if plan.cuts else None)
+                tracer = self.tracer if plan.cuts else None
+                known = estimate_mesh(plan, self.profile, self.cluster, tracer=tracer, processes=self.processes)
             elif plan.cuts:
                 cut_price = estimate_cut_streams if plan.streamed else estimate_cuts
                 known = cut_price(plan, self.profile, self.cluster, tracer=self.tracer)
@@ -90,21 +94,28 @@ def _decisions(plan: Plan) -> Plan:
     return replace(plan, reasons=(), whole=(), aligned=(), unfolded=(), written_back=())
 
 
-def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None) -> Estimate:
+def estimate_mesh(
+    plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None, processes: bool | None = None
+) -> Estimate:
     """Compute what a plan with a mesh costs; `tracer`: of the profile's graph, if there is one already.
 
-    Raises `PlanError` if the plan names what the model or the cluster lacks.
+    `processes`: whether every device has a process of its own; by default what the plan and the hosts say. Raises
+    `PlanError` if the plan names what the model or the cluster lacks.
     """
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
-    if profile.workload.new_tokens and mesh.tensor == 1 and not (mesh.sharded or needs_processes(plan, cluster)):
+    if (
+        profile.workload.new_tokens
+        and mesh.tensor == 1
+        and not (processes or mesh.sharded or needs_processes(plan, cluster))
+    ):
         found = estimate(in_one_piece(plan), profile, cluster)
         return replace(found, notes=(*found.notes, UNDIVIDED))
     if mesh.pipeline == 1 and mesh.tensor == 1:
-        return estimate_replicas(plan, profile, cluster)
+        return estimate_replicas(plan, profile, cluster, processes=processes)
     if mesh.data == 1 and mesh.tensor == 1:
-        return estimate_pipeline(plan, profile, cluster)
+        return estimate_pipeline(plan, profile, cluster, processes=processes)
     return _Combined(plan=plan, mesh=mesh, profile=profile, cluster=cluster, tracer=tracer).estimate()
 
 

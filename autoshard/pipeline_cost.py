@@ -156,7 +156,7 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
         transfers=_transfers(run, profile, plan.num_microbatches, cluster),
         objective=plan.objective,
         latency_seconds=latency,
-        bottleneck_seconds=max(row.compute_seconds for row in rows),
+        bottleneck_seconds=min(max(row.compute_seconds + row.transfer_seconds for row in rows), latency),
         lower_bound_seconds=bound,
         gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
         fits=all(device.free_bytes >= 0 for device in devices),

@@ -95,7 +95,7 @@ class Request:
         """What prices plans: once, though a strategy and the comparison ask for it."""
         from autoshard.mesh_cost import Pricer
 
-        return Pricer(self.profile, self.limited)
+        return Pricer(self.profile, self.limited, processes=self.processes > 1 or None)
 
     def prover(self) -> "Prove":
         """What proves cuts on the model, by running every distinct block."""
@@ -201,7 +201,7 @@ def candidates_of(request: Request) -> "list[Candidate]":
     stated = not request.profile.workload.assumed and request.has_rows
     if stated:
         found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
-        found.append(Candidate(name="pipeline", make=lambda: _pipeline(request)))
+        found.append(Candidate(name="pipeline", make=lambda: _pipeline(request, compared=True)))
     many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
@@ -248,13 +248,13 @@ def _replicate(request: Request) -> Plan:
     )
 
 
-def _pipeline(request: Request) -> Plan:
+def _pipeline(request: Request, *, compared: bool = False) -> Plan:
     from autoshard.strategies.pipeline import pipeline
 
     return pipeline(
         request.profile, request.limited, request.batch, objective=request.objective,
         num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
-        pricer=request.price,
+        pricer=request.price, compared=compared,
     )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.pipeline_cost import price, run_plan
 from autoshard.profile.units import find_units
 from autoshard.strategies.lines import Lines
-from autoshard.strategies.pipeline import choices_for, choose, write_plan
+from autoshard.strategies.pipeline import write_plan
+from autoshard.strategies.pipeline_choice import choices_for, choose
 from autoshard.workload import Workload
 
 SHAPES = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8), "405B": (16384, 53248, 126, 128, 8)}

@@ -82,8 +82,11 @@ def compile_order(order: Order, stages: int) -> Program:
     return Program(tuple(steps), devices, len(links), len(results))
 
 
-def makespan(program: Program, times: Times) -> Any:
-    """Return the seconds until the last device is done; figures of `times` are numbers, or arrays of [pipelines]."""
+def makespan(program: Program, times: Times, after: Sequence[Any] = ()) -> Any:
+    """Return the seconds until the last device is done; figures of `times` are numbers, or arrays of [pipelines].
+
+    `after`: what each device does when all of its actions are done.
+    """
     many = isinstance(times.forward[0], np.ndarray)
     later: Any = np.maximum if many else max
     zero: Any = np.zeros_like(times.forward[0]) if many else 0.0
@@ -102,6 +105,6 @@ def makespan(program: Program, times: Times) -> Any:
                 end = link_free[link] = later(end, link_free[link]) + over
             come[makes] = end
     found = zero
-    for end in free:
-        found = later(found, end)
+    for device, end in enumerate(free):
+        found = later(found, end + after[device] if after else end)
     return found

@@ -15,6 +15,7 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.errors import PlanError
+from autoshard.estimate import DeviceEstimate
 from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
@@ -22,18 +23,27 @@ from autoshard.profile.rows import Rows, by_rows
 from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
-from autoshard.strategies.shares import divide
+from autoshard.strategies.shares import divide_by
+
+_AS_GOOD = 1.002
+"""Even shares are taken where they take so little longer."""
+_MANY_ROWS = 64
+"""Rows of a batch above which not every share of the first device is tried, but so many around the even one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Replicas on some devices, with their rows, seconds of a pass and the bytes on the fullest device."""
+    """Replicas on some devices, with their rows, seconds of a pass and the most bytes on a device.
+
+    `fullness`: the largest part of a device's memory in use.
+    """
 
     devices: tuple[Device, ...]
     rows: tuple[int, ...]
     sharded: bool
     seconds: float
     peak_bytes: int
+    fullness: float
     short: tuple[str, int]
     exchange: Exchange
 
@@ -56,7 +66,7 @@ def data_parallel(
         raise PlanError(
             f"a batch of {batch.size} rows can't be divided over {processes} processes. Give at least {processes} rows."
         )
-    task = Task(profile, cluster, batch, processes)
+    task = Task(profile, cluster, batch, processes, objective)
     everyone = 1 < processes == len(devices)
     able = [device for device in devices if everyone or task.holds_replica(device)] or devices
     fastest = sorted(able, key=task.speed)
@@ -69,7 +79,7 @@ def data_parallel(
         raise PlanError(_refusal(task, tried, devices, processes))
 
     def value(one: Candidate) -> tuple[float, float, int]:
-        first = one.peak_bytes if objective == "memory" else one.seconds
+        first = one.fullness if objective == "memory" else one.seconds
         return first, one.seconds, len(one.devices)
 
     # Who asks for replicas by name gets some where they fit; `auto` knows of one device by itself.
@@ -92,8 +102,10 @@ def data_parallel(
 class Task:
     """What candidates are priced with: the run by rows, and the blocks that would be gathered as one."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, processes: int) -> None:
-        self.profile, self.cluster, self.batch = profile, cluster, batch
+    def __init__(
+        self, profile: Profile, cluster: Cluster, batch: BatchAxis, processes: int, objective: str = "latency"
+    ) -> None:
+        self.profile, self.cluster, self.batch, self.objective = profile, cluster, batch, objective
         self.processes = processes > 0
         self.rows: Rows = by_rows(profile, batch)
         self.blocks: tuple[Block, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
@@ -124,9 +136,7 @@ class Task:
         if sharded:
             rows: tuple[int, ...] = even_shares(size, len(devices))  # every rank's gradients count alike there
         else:
-            seconds = [figures.seconds(device, size) / size for device in devices]
-            most = [self._most_rows(figures, device, first=not index) for index, device in enumerate(devices)]
-            rows = divide(size, seconds, [max(limit, 1) for limit in most]) or even_shares(size, len(devices))
+            rows = self._shares(figures, devices) or even_shares(size, len(devices))
         replicas = [figures.of(d, share, first=not i) for i, (d, share) in enumerate(zip(devices, rows, strict=True))]
         exchange = exchange_of(self.cluster, [d.name for d in devices], figures, [r.compute_seconds for r in replicas])
         fullest = min(replicas, key=lambda one: one.free_bytes)
@@ -134,8 +144,45 @@ class Task:
         return Candidate(
             devices=tuple(devices), rows=rows, sharded=sharded, exchange=exchange,
             seconds=pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving,
-            peak_bytes=max(one.peak_bytes for one in replicas), short=(fullest.name, -fullest.free_bytes),
+            peak_bytes=max(one.peak_bytes for one in replicas), fullness=max(map(fullness, replicas)),
+            short=(fullest.name, -fullest.free_bytes),
         )  # fmt: skip
+
+    def _shares(self, figures: Figures, devices: Sequence[Device]) -> tuple[int, ...] | None:
+        """Rows of every replica: the slowest is done as early as can be, or the fullest is as empty.
+
+        In one process rows of the first device are not moved, so every number of them is tried.
+        """
+        size, count = self.batch.size, len(devices)
+        most = [max(self._most_rows(figures, device, first=not i), 1) for i, device in enumerate(devices)]
+        if count == 1:
+            return (size,)
+        known: dict[object, float] = {}
+
+        def cost(rank: int, rows: int) -> float:
+            device = devices[rank]
+            key = (*device.speed, device.memory_bytes, rank == 0, rows)
+            if key not in known and self.objective == "memory":
+                known[key] = fullness(figures.of(device, rows, first=rank == 0))
+            elif key not in known:
+                known[key] = figures.seconds(device, rows)
+            return known[key]
+
+        if self.processes or self.objective == "memory":
+            return divide_by(size, count, cost, most, as_good=_AS_GOOD)
+        launching = sum(map(figures.launching_seconds, devices))
+        least: tuple[float, tuple[int, ...]] | None = None
+        for own in range(1, min(most[0], size - count + 1) + 1):
+            if size > _MANY_ROWS and abs(own - size // count) > _MANY_ROWS // 2:
+                continue
+            others = divide_by(size - own, count - 1, lambda rank, rows: cost(rank + 1, rows), most[1:])
+            if others is not None:
+                rows = (own, *others)
+                slowest = max(launching, *(cost(rank, share) for rank, share in enumerate(rows)))
+                value = slowest + self._moving_seconds(devices, rows)
+                if least is None or value < least[0] * (1 - 1e-9):
+                    least = value, rows
+        return None if least is None else least[1]
 
     def _most_rows(self, figures: Figures, device: Device, *, first: bool) -> int:
         """The most rows with which a replica fits on a device; bytes grow with rows."""
@@ -156,6 +203,11 @@ class Task:
             ):  # fmt: skip
                 total += self.cluster.link(source, target).seconds(nbytes * part) if nbytes else 0.0
         return total
+
+
+def fullness(one: DeviceEstimate) -> float:
+    """The part of its memory that a device uses."""
+    return one.peak_bytes / max(one.memory_bytes, 1)
 
 
 def gathered_blocks(graph: ModelGraph) -> list[str]:

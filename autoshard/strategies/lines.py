@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import tensor_units
+from autoshard.cost import optimizer_seconds, tensor_units
 from autoshard.module_paths import above
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import carriers_of_rows
@@ -174,6 +174,7 @@ class Lines:
             issue_seconds=self._issue_seconds() * microbatches if self.one_thread else 0.0,
             one_process=self.one_thread,
             step=together(self._step()),
+            after=together(self._after()),
         )
 
     def _issue_seconds(self) -> float:
@@ -214,6 +215,16 @@ class Lines:
                 for name, nbytes in trained_sizes(self.graph):
                     held[owner[name]] += nbytes
         return held
+
+    def _after(self) -> Array:
+        """[D, n] seconds of the optimizer's step on the parameters of a unit."""
+        trained = np.zeros(self.count)
+        if self.profile.workload.training:
+            owner = tensor_units(self.graph, self.units)
+            for name, nbytes in trained_sizes(self.graph):
+                trained[owner[name]] += nbytes
+        devices = self.cluster.devices
+        return np.array([optimizer_seconds(1.0, self.profile.workload, device) * trained for device in devices])
 
     def _crossing(self, part: float) -> tuple[Array, Array, Array]:
         """Tensors and bytes over every cut, forwards and back; and [n] bytes first read by a module of each unit."""

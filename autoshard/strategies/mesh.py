@@ -26,7 +26,8 @@ from autoshard.strategies.cut_choice import Option
 from autoshard.strategies.cut_task import Shares
 from autoshard.strategies.mesh_pose import Poser, mesh_of
 from autoshard.strategies.mesh_search import Meshed, Shape, best_mesh, factorings
-from autoshard.strategies.pipeline import Best, Choice, choices_for, write_plan
+from autoshard.strategies.pipeline import write_plan
+from autoshard.strategies.pipeline_choice import Best, Choice, choices_for
 
 _TRIES = 4
 """Rounds of searching and checking exactly; in the next one devices have as much less as was lacking."""
@@ -129,7 +130,7 @@ def _plan(poser: Poser, best: Meshed, objective: str) -> Plan:
     choice = Choice(
         positions=shape.pipeline, microbatches=shape.microbatches, schedule=shape.schedule, per_device=shape.per_device
     )
-    chosen = Best(choice=choice, line=best.line, found=best.found, bound=0.0)
+    chosen = Best(choice=choice, line=best.line, found=best.found, bound=0.0, value=best.value)
     on_heads = replace(poser.cluster, devices=heads)
     plan = write_plan(poser.profile, on_heads, poser.batch, poser.units, chosen, objective)
     if shape.pipeline == 1:

@@ -182,7 +182,7 @@ class Poser:
         line = replace(
             base, microbatches=shape.microbatches, forward=tables["forward"] + sums,
             backward=tables["backward"] + sums * self.profile.workload.training, weight=tables["weight"],
-            capacity=np.maximum(budgets - self.lacking, 0.0), latency=latency, bandwidth=bandwidth,
+            capacity=np.maximum(budgets - self.lacking, 0.0), latency=latency, bandwidth=bandwidth, after=None,
         )  # fmt: skip
         trained = max((one.trained for one in lines), key=lambda row: float(row.sum()))
         return Posed(line=line, after=self._after(places, np.add.reduceat(trained, base.begins[:-1])))

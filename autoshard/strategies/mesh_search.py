@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.strategies.stage_line import Line
-from autoshard.strategies.stage_search import Found, Many, Search
+from autoshard.strategies.stage_search import Found, Many, Search, figure_of
 
 FINALISTS = 4
 """Large meshes that are searched closely; of the others one partition is priced by a formula."""
@@ -70,10 +70,9 @@ class MeshSearch(Search):
     def __init__(self, posed: Posed, shape: Shape, objective: str) -> None:
         super().__init__(
             posed.line, "gpipe" if shape.schedule == "none" else shape.schedule, shape.pipeline, shape.per_device,
-            figure="load" if objective == "memory" else "seconds", may_recompute=shape.pipeline > 1,
+            figure=figure_of(objective, posed.line.training), may_recompute=shape.pipeline > 1,
         )  # fmt: skip
         self.shape = shape
-        self.busiest = objective == "throughput" and not posed.line.training
         self.after = np.concatenate([np.zeros((len(posed.after), 1)), np.cumsum(posed.after, axis=1)], axis=1)
 
     def orders(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
@@ -101,7 +100,7 @@ class MeshSearch(Search):
         sends = sum(float(self.line.sends[1][cut]) for cut in cuts[1:-1]) / float(self.line.bandwidth[0, -1])
         if self.figure == "load":
             return float(forward[-1])
-        if self.busiest:
+        if self.figure == "busiest":
             return m * slowest
         end = max(float(self.after[0, cuts[s + 1]] - self.after[0, cuts[s]]) for s in range(self.count))
         return m * slowest + max(fill, 0.0) + sends + end
@@ -125,15 +124,14 @@ class MeshSearch(Search):
         return None
 
     def value(self, found: Found) -> float:
-        """Seconds of a pass, of the busiest position, or its part of the memory."""
-        if self.figure == "load":
-            return found.load
-        own, total = [0.0] * self.positions, self.line.totals["forward"]
+        """As in `Search`; seconds of a pass with what comes after its last micro-batch."""
+        if self.figure != "seconds":
+            return super().value(found)
+        own = [0.0] * self.positions
         for stage in range(self.count):
             low, high, at = found.cuts[stage], found.cuts[stage + 1], stage % self.positions
-            table = total if self.busiest else self.after
-            own[at] += float(table[at, high] - table[at, low])
-        return self.line.microbatches * max(own) if self.busiest else found.seconds + max(own)
+            own[at] += float(self.after[at, high] - self.after[at, low])
+        return found.seconds + max(own)
 
 
 def least_value(posed: Posed, shape: Shape, objective: str) -> float:

@@ -1,7 +1,8 @@
 """Pipeline: stages, micro-batches, schedule and recomputing chosen together, then checked by the exact estimate."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,59 +14,39 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.mesh_cost import Pricer
 from autoshard.module_paths import above, parent
-from autoshard.pipeline_cost import price, run_plan
+from autoshard.pipeline_cost import Run, price, run_plan
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.schedules.orders import SCHEDULES, check_schedule
+from autoshard.schedules.orders import SCHEDULES
 from autoshard.sizes import format_bytes
+from autoshard.strategies.compare import value_of
 from autoshard.strategies.lines import Lines
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.stage_line import Line
-from autoshard.strategies.stage_search import Found, Search
+from autoshard.strategies.pipeline_choice import Best, Choice, choices_for, choose, is_better
 
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 5
 """Rounds of searching and checking exactly; a device that came out too full has less to hold in the next."""
-_AS_GOOD = 1.002
-"""Schedules and numbers of micro-batches that are so little slower count as equal: then the simpler one is taken."""
-_MOST_PARTS = 8
-"""Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
-_PER_DEVICE = (2, 4)
-"""Stages per device that are tried where they are interleaved."""
-_MOST_ACTIONS = 5_000
-"""Actions of a schedule up to which stages are interleaved: more of them are not worth the time of the search."""
-_LOOKED_AT_WELL = 3
-"""Choices that are searched well, after a quick look at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One way to run a pipeline: `order` is how much it is preferred among equals, less is better."""
-
-    positions: int
-    microbatches: int
-    schedule: str
-    per_device: int = 1
-    order: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The best of the choices, the line it cuts, and a figure of the objective that none of them goes below."""
-
-    choice: Choice
-    line: Line
-    found: Found
-    bound: float
+_PRICED_OPS = 8_000
+"""Ops of the run, times partitions, that are priced exactly to pick the best of those that come close."""
+_MOST_PRICED = 200
+"""Partitions of small models that are priced exactly."""
+_CLOSE = 1.1
+"""How much worse than the best, by the figures of the search, what is priced exactly may be."""
+_ROOMS = (1.0, 1.3, 0.75)
+"""Parts of the memory that are searched with for it: what a stage keeps is known roughly before it is priced."""
 
 
 def pipeline(
     profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput",
     num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
-    pricer: Pricer | None = None,
+    pricer: Pricer | None = None, compared: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one; `pricer` is told what it costs.
+
+    For "throughput" the seconds of one batch count, so that its micro-batches overlap. Where the plan is `compared`
+    with other strategies, batches may overlap too: then those of the busiest device do.
 
     Raises `SpecError` for numbers and names that make no sense, `PlanError` if nothing fits.
     """
@@ -82,27 +63,89 @@ def pipeline(
     choices = list(choices_for(len(computing.devices), batch.size, lines, num_microbatches, schedule, processes))
     if not choices:
         raise PlanError(_no_choice(len(computing.devices), len(units.paths), num_microbatches, schedule, processes))
-    capacity = np.array([float(device.budget_bytes) for device in computing.devices])
-    short: dict[str, int] = {}
+    goal = "latency" if objective == "throughput" and not compared else objective
+    task = _Task(profile, computing, batch, units, lines, choices, objective, goal, processes)
+    drawn = _close_ones(task) or _first_that_fits(task)
+    plan, run, figures, best = drawn.plan, drawn.run, drawn.figures, drawn.best
+    if pricer is not None and not profile.workload.new_tokens:  # generating runs otherwise
+        pricer.remember(plan, figures)
+    plan = replace(plan, reasons=_explain(computing, lines, best, figures, processes))
+    if processes:
+        return plan
+    marks = run.figures
+    return replace(plan, aligned=marks.aligned, unfolded=marks.unfolded, written_back=marks.written_back)
+
+
+class _Task(NamedTuple):
+    """What is asked."""
+
+    profile: Profile
+    cluster: Cluster
+    batch: BatchAxis
+    units: Units
+    lines: Lines
+    choices: Sequence[Choice]
+    objective: str
+    goal: str
+    processes: int
+
+    @property
+    def capacity(self) -> np.ndarray:
+        """[devices] bytes for tensors."""
+        return np.array([float(device.budget_bytes) for device in self.cluster.devices])
+
+
+class _Drawn(NamedTuple):
+    """A choice as a plan, priced op by op."""
+
+    best: Best
+    plan: Plan
+    run: Run
+    figures: Estimate
+
+
+def _draw(task: _Task, best: Best) -> _Drawn:
+    plan = write_plan(task.profile, task.cluster, task.batch, task.units, best, task.objective)
+    run = run_plan(plan, task.profile, task.cluster, processes=task.processes > 0)
+    return _Drawn(best, plan, run, price(run, plan, task.profile, task.cluster, best.bound))
+
+
+def _first_that_fits(task: _Task) -> _Drawn:
+    """The best choice by the search that fits; a device that came out too full has less to hold in the next round."""
+    capacity, short = task.capacity, dict[str, int]()
     for _ in range(_TRIES):
-        best = choose(lines, choices, capacity, objective)
+        best = choose(task.lines, task.choices, capacity, task.goal)
         if best is None:
             break
-        plan = write_plan(profile, computing, batch, units, best, objective)
-        run = run_plan(plan, profile, computing, processes=processes > 0)
-        figures = price(run, plan, profile, computing, best.bound)
-        if figures.fits:
-            if pricer is not None and not profile.workload.new_tokens:  # generating runs otherwise
-                pricer.remember(plan, figures)
-            plan = replace(plan, reasons=_explain(computing, lines, best, figures, processes))
-            if processes:
-                return plan
-            marks = run.figures
-            return replace(plan, aligned=marks.aligned, unfolded=marks.unfolded, written_back=marks.written_back)
-        short = {d.name: -d.free_bytes for d in figures.devices if d.free_bytes < 0}
-        over = np.array([max(-d.free_bytes, 0) * 1.02 for d in figures.devices])
+        drawn = _draw(task, best)
+        if drawn.figures.fits:
+            return drawn
+        short = {d.name: -d.free_bytes for d in drawn.figures.devices if d.free_bytes < 0}
+        over = np.array([max(-d.free_bytes, 0) * 1.02 for d in drawn.figures.devices])
         capacity = np.maximum(capacity - over, 0.0)
-    raise PlanError(_refusal(lines, choices, capacity, short, computing))
+    raise PlanError(_refusal(task.lines, task.choices, capacity, short, task.cluster))
+
+
+def _close_ones(task: _Task) -> _Drawn | None:
+    """The best of all that come close by the search, each priced op by op; None for runs of many ops."""
+    most = min(_MOST_PRICED, _PRICED_OPS // max(len(task.profile.graph.ops), 1))
+    if most < 2 * len(_ROOMS):
+        return None
+    found: dict[tuple[object, ...], Best] = {}
+    for room in _ROOMS:
+        best = choose(task.lines, task.choices, task.capacity * room, task.goal, every=True)
+        for one in () if best is None else (best, *best.rivals):
+            key = one.choice, one.found.cuts, one.found.devices, one.found.recompute
+            found.setdefault(key, replace(one, rivals=()))
+    least: tuple[float, _Drawn] | None = None
+    for one in sorted(found.values(), key=lambda one: one.value)[:most]:
+        if least is not None and task.goal != "memory" and one.value > least[0] * _CLOSE:
+            break
+        drawn = _draw(task, one)
+        value = value_of(drawn.figures, task.goal, task.lines.training)
+        if drawn.figures.fits and (least is None or is_better(value, one.choice, least[0], least[1].best.choice)):
+            least = value, drawn
+    return None if least is None else least[1]
 
 
 def _check(
@@ -137,99 +180,6 @@ def _check(
             f"under torchrun all micro-batches have equally many rows: a batch of {batch.size} is not a multiple of "
             f"{num_microbatches}. Use {good} micro-batches, or another batch."
         )
-
-
-def choices_for(
-    devices: int, size: int, lines: Lines, num_microbatches: int | None, schedule: str | None, processes: int
-) -> Iterable[Choice]:
-    """Yield the ways to run a pipeline that make sense here, the simplest first."""
-    training = lines.training
-    every = [processes] if processes > 1 else range(2, min(devices, lines.count) + 1) if devices <= 8 else [
-        *(p for p in (2, 4, 8, 16, 32, 64, 128) if p < devices), devices
-    ]  # fmt: skip
-    names = [schedule] if schedule else ["gpipe"] if not training else ["gpipe", "1f1b"]
-    if processes and training and schedule is None:
-        names = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
-    for positions in every:
-        if positions > min(devices, lines.count):
-            continue
-        parts = [num_microbatches] if num_microbatches else _parts(size, positions, ragged=not processes)
-        for order, name in enumerate(names):
-            several = _PER_DEVICE if name == "interleaved" else (1,)
-            for per_device in several:
-                if positions * per_device > lines.count:
-                    continue
-                for microbatches in parts:
-                    if per_device > 1 and 2 * positions * per_device * microbatches > _MOST_ACTIONS and not schedule:
-                        continue
-                    try:
-                        check_schedule(name, positions, microbatches, stages_per_device=per_device, training=training)
-                    except SpecError:
-                        if schedule and num_microbatches and len(every) == 1:
-                            raise
-                        continue
-                    yield Choice(positions=positions, microbatches=microbatches, schedule=name,
-                                 per_device=per_device, order=order)  # fmt: skip
-
-
-def _parts(size: int, positions: int, *, ragged: bool) -> list[int]:
-    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win.
-
-    Where the last ones may be smaller (`ragged`), also those that the positions divide.
-    """
-    found = [m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions]
-    if ragged:
-        found = sorted({*found, *(m for m in (positions, 2 * positions, 4 * positions) if m <= size)})
-    return found if len(found) <= 8 else found[-8:]
-
-
-def choose(lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, objective: str) -> Best | None:
-    """Find the best choice on devices with so much memory for tensors; None if none fits.
-
-    Choices are looked at quickly in the order of their lower bounds, until those exceed what was found; the most
-    promising ones are then searched well.
-    """
-    made: dict[tuple[int, int], Line] = {}
-    searches = []
-    devices = range(len(capacity))
-    for number, choice in enumerate(choices):
-        key = (choice.microbatches, choice.positions * choice.per_device)
-        if key not in made:
-            made[key] = replace(lines.line(*key), capacity=capacity)
-        search = Search(
-            made[key], choice.schedule, choice.positions, choice.per_device,
-            figure="load" if objective == "memory" else "seconds",
-        )  # fmt: skip
-        searches.append((search.bound(devices), number, choice, search))
-    searches.sort(key=lambda one: one[:2])
-    looked: list[tuple[float, int, Choice, Search]] = []
-    best: tuple[float, Choice, Found] | None = None
-    for bound, number, choice, search in searches:
-        if best is not None and bound > best[0] * _AS_GOOD:
-            break
-        found = search.quick(devices)
-        if found is not None:
-            looked.append((search.value(found), number, choice, search))
-            if best is None or _is_better(search.value(found), choice, best[0], best[1]):
-                best = search.value(found), choice, found
-    for _, _, choice, search in sorted(looked, key=lambda one: one[:2])[:_LOOKED_AT_WELL]:
-        found = search.best(devices)
-        if found is not None and best is not None and _is_better(search.value(found), choice, best[0], best[1]):
-            best = search.value(found), choice, found
-    if best is None:
-        return None
-    return Best(choice=best[1], found=best[2], line=made[best[1].microbatches, best[1].positions * best[1].per_device],
-                bound=min(searches[0][0], best[0]))  # fmt: skip
-
-
-def _is_better(value: float, choice: Choice, best: float, known: Choice) -> bool:
-    """Faster; or about as fast and simpler: no second stage per device, fewer micro-batches."""
-    if value < best / _AS_GOOD:
-        return True
-    simpler = (choice.per_device, choice.order, choice.microbatches) < (
-        known.per_device, known.order, known.microbatches
-    )  # fmt: skip
-    return value <= best * _AS_GOOD and simpler
 
 
 def write_plan(

@@ -22,6 +22,7 @@ class Line:
         kept_again: [n] bytes that are kept where modules are computed again one by one, which is how it is in one
             process; again: [n] what that takes meanwhile.
         lasting: [n] bytes per micro-batch that stay to the end of the pass.
+        after: [D, n] seconds of the optimizer's step, when a device is done with all micro-batches.
         step: [n] bytes that the optimizer's step takes on top of what is static, when the pass is over.
         sends, returns: [2, n + 1] tensors and their bytes that go over a cut before each piece, and back.
         capacity: [D] bytes. latency, bandwidth: [D, D] of copies from row to column.
@@ -50,6 +51,7 @@ class Line:
     issue_seconds: float = 0.0
     one_process: bool = False
     step: Array | None = None
+    after: Array | None = None
 
     @property
     def size(self) -> int:
@@ -102,7 +104,8 @@ class Line:
         names = ("forward", "backward", "weight", "static", "kept", "kept_again", "lasting")
         found = {name: _sums_before(getattr(self, name)) for name in names}
         stepping = self.static if self.step is None else self.static + self.step
-        return found | {"stepping": _sums_before(stepping)}
+        after = np.zeros_like(self.forward) if self.after is None else self.after
+        return found | {"stepping": _sums_before(stepping), "after": _sums_before(after)}
 
     def most(self, name: str, low: Array, high: Array) -> Array:
         """The largest figure of the pieces from `low` to `high - 1`; 0 of none.

@@ -17,7 +17,7 @@ fits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from math import comb
 
 import numpy as np
@@ -64,7 +64,11 @@ class Many:
 
 
 class Search:
-    """The partitions of one line into `positions` x `per_device` stages under one schedule. `figure` is minimised."""
+    """The partitions of one line into `positions` x `per_device` stages under one schedule.
+
+    `figure` is minimised: "seconds" of a pass, those of the "busiest" device with what it is sent, where passes
+    overlap, or the "load" of the fullest.
+    """
 
     def __init__(
         self, line: Line, schedule: str, positions: int, per_device: int = 1, *, figure: str = "seconds",
@@ -135,7 +139,7 @@ class Search:
         if not len(fits):
             return []
         many = Many(cuts[fits], devices[fits], recompute[fits])
-        alone = self._seconds(self._times(many), len(fits))
+        alone = self._seconds(self._times(many), len(fits), self._after(many))
         seconds = np.maximum(alone, self.line.issue_seconds)
         return [
             Found(
@@ -146,14 +150,24 @@ class Search:
             for i, at in enumerate(fits.tolist())
         ]  # fmt: skip
 
-    def _seconds(self, times: Times, count: int) -> Array:
+    def _after(self, many: Many) -> list[Array]:
+        """Per position [K] seconds of the optimizer's step."""
+        if self.line.after is None:
+            return []
+        own = [np.zeros(len(many.cuts)) for _ in range(self.positions)]
+        for stage in range(self.count):
+            own[stage % self.positions] += self._between("after", many, stage)
+        return own
+
+    def _seconds(self, times: Times, count: int, after: Sequence[Array]) -> Array:
         """[K] seconds of pipelines; few are faster one by one, with plain numbers."""
         if count > _FEW:
-            return makespan(self.program, times)
+            return makespan(self.program, times, after)
         names = ("forward", "backward", "weight", "sends", "returns")
         rows = {name: np.array(getattr(times, name)).T.tolist() or [[]] * count for name in names}
+        ends = [[float(own[k]) for own in after] for k in range(count)]
         return np.array(
-            [makespan(self.program, Times(**{name: rows[name][k] for name in names})) for k in range(count)]
+            [makespan(self.program, Times(**{name: rows[name][k] for name in names}), ends[k]) for k in range(count)]
         )
 
     def _between(self, name: str, many: Many, stage: int) -> Array:
@@ -215,7 +229,24 @@ class Search:
 
     def value(self, found: Found) -> float:
         """The figure that is minimised."""
+        if self.figure == "busiest":
+            return self._busiest(found)
         return found.load if self.figure == "load" else found.seconds
+
+    def _busiest(self, found: Found) -> float:
+        """Seconds that the busiest device computes and is sent tensors, in all micro-batches."""
+        line, own = self.line, [0.0] * self.positions
+        for stage, (low, high) in enumerate(pairwise(found.cuts)):
+            at = stage % self.positions
+            device, before = found.devices[at], found.devices[(stage - 1) % self.positions]
+            own[at] += float(line.totals["forward"][device, high] - line.totals["forward"][device, low])
+            own[at] += float(over_link(line, line.sends[:, low], before, device)) if stage else 0.0
+        return min(line.microbatches * max(own), found.seconds)
+
+    @property
+    def known(self) -> list[Found]:
+        """All partitions that were run and fit."""
+        return [found for found in self._known.values() if found is not None]
 
     def bound(self, devices: Sequence[int]) -> float:
         """What no partition goes below: the busiest device; and what stages that make up all pieces need in turn.
@@ -234,6 +265,8 @@ class Search:
             # every device has its own speed at everything: together they do the sum of their speeds
             shared = max(shared, 1.0 / float(np.sort(1.0 / totals)[::-1][:p].sum()))
         busiest = m * max(float(fastest.max(initial=0.0)), shared)
+        if self.figure == "busiest":
+            return busiest
         passing = line.forward[list(devices)].min(axis=0) if self.splits else fastest
         through = float(passing.sum())
         if self.count == p:
@@ -251,8 +284,8 @@ class Search:
         if not self.line.may_fit(self.positions, self.count // self.positions, devices):
             return None
         every = self._all(devices)
-        if every:
-            return self._least(self.run(every))
+        if every or self.figure == "busiest":  # the most even partition is the best one
+            return self._least(self.run(every or self._even(devices)))
         tried = self.run([(cuts, order) for order in self.orders(devices) for cuts in self.tables.sweep(order)])
         first = sorted(tried, key=self._rank)[: 1 if self._is_long else 2]
         return self._least([self._improved(one) for one in first])
@@ -311,6 +344,13 @@ class Search:
                 break
             found = best
         return found
+
+
+def figure_of(objective: str, training: bool) -> str:
+    """What a search minimises for an objective; steps of training don't overlap."""
+    if objective == "memory":
+        return "load"
+    return "busiest" if objective == "throughput" and not training else "seconds"
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,138 @@
+"""Every plan of a small request, written down one by one: what `auto` is held against.
+
+Only the writing of a plan and its price are those of the package; no search, bound or table of it is used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations, product
+
+from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cost import tensor_units
+from autoshard.errors import AutoshardError, SpecError
+from autoshard.estimate import Estimate
+from autoshard.flow import flow
+from autoshard.mesh_cost import price
+from autoshard.pipeline_cost import estimate_pipeline
+from autoshard.plan import Mesh, Plan, Stage
+from autoshard.planning import Request
+from autoshard.profile.units import find_units
+from autoshard.replica_cost import estimate_replicas
+from autoshard.schedules.orders import check_schedule
+from autoshard.strategies.compare import value_of
+from autoshard.strategies.paths import collapse
+
+
+def least_of_all(request: Request) -> dict[str, float]:
+    """Per strategy the least value of all its plans that fit; infinite where none does."""
+    training = request.profile.workload.training
+    found: dict[str, float] = {}
+    for name, plan, figures in every_plan(request):
+        del plan
+        value = value_of(figures, request.objective, training) if figures.fits else float("inf")
+        found[name] = min(found.get(name, float("inf")), value)
+    return found
+
+
+def every_plan(request: Request) -> Iterator[tuple[str, Plan, Estimate]]:
+    """All plans that can be carried out as the model is run, priced."""
+    profile, cluster, processes = request.profile, request.limited, request.processes
+    for plan in placements(request):
+        yield "placement", plan, price(plan, profile, cluster)
+    for plan in replicas(request):
+        yield "data-parallel", plan, estimate_replicas(plan, profile, cluster, processes=processes > 0)
+    for plan in pipelines(request):
+        try:
+            yield "pipeline", plan, estimate_pipeline(plan, profile, cluster, processes=processes > 0)
+        except AutoshardError:  # stages that can't be cut there
+            continue
+
+
+def bare(request: Request, strategy: str, **decisions: object) -> Plan:
+    made = Plan(
+        strategy=strategy, objective=request.objective, workload=request.profile.workload, devices=(), placements={},
+        fingerprint=request.profile.graph.fingerprint,
+    )  # fmt: skip
+    return replace(made, **decisions)
+
+
+def partitions(size: int, parts: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """[0, size) in so many runs, none empty."""
+    for inner in combinations(range(1, size), parts - 1):
+        yield tuple(zip((0, *inner), (*inner, size), strict=True))
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """`total` as an ordered sum of so many numbers, none 0."""
+    for runs in partitions(total, parts):
+        yield tuple(high - low for low, high in runs)
+
+
+def orders(cluster: Cluster, count: int) -> Iterator[tuple[Device, ...]]:
+    yield from permutations(cluster.devices, count)
+
+
+def paths_of(request: Request, of_unit: dict[int, str]) -> dict[str, str]:
+    """Dotted paths -> what the unit of each says."""
+    graph, units = request.profile.graph, find_units(request.profile)
+    return collapse({name: of_unit[unit] for name, unit in tensor_units(graph, units).items()}, graph)
+
+
+def placements(request: Request) -> Iterator[Plan]:
+    """Runs of units on every order of every set of devices."""
+    size, rows = len(find_units(request.profile).paths), tuple(map(plan_device, request.limited.devices))
+    for count in range(1, min(len(rows), size) + 1):
+        for devices, runs in product(orders(request.limited, count), partitions(size, count)):
+            of_unit = {u: device.name for device, run in zip(devices, runs, strict=True) for u in range(*run)}
+            placed = paths_of(request, of_unit)
+            aligned = flow(request.profile.graph, placed).aligned
+            yield bare(request, "balanced", devices=rows, placements=placed, aligned=aligned)
+
+
+def replicas(request: Request) -> Iterator[Plan]:
+    """Every set of devices and every share of rows; with processes all devices."""
+    size, devices = request.batch.size, request.limited.devices
+    counts = [len(devices)] if request.processes else range(1, len(devices) + 1)
+    for count in counts:
+        for used in combinations(devices, count):
+            common = {"devices": tuple(map(plan_device, used)), "placements": {"": used[0].name}}
+            for shares in compositions(size, count):
+                even = len(set(shares)) == 1
+                mesh = Mesh(data=count, shares=() if even else shares)
+                yield bare(request, "data-parallel", mesh=mesh, batch=request.batch, **common)
+
+
+def pipelines(request: Request) -> Iterator[Plan]:
+    """Stages of units, orders of devices, micro-batches, schedules, and which stages compute again."""
+    training, size, processes = request.profile.workload.training, request.batch.size, request.processes
+    units, devices = len(find_units(request.profile).paths), request.limited.devices
+    names = ["gpipe", "1f1b"] if training else ["gpipe"]
+    names += ["interleaved", "zero-bubble"] if training and processes else []
+    for count in [processes] if processes else range(2, len(devices) + 1):
+        for schedule, m in product(names, range(1, size + 1)):
+            if processes and size % m:
+                continue
+            for per_device in (2,) if schedule == "interleaved" else (1,):
+                try:
+                    check_schedule(schedule, count, m, stages_per_device=per_device, training=training)
+                except SpecError:
+                    continue
+                yield from _staged(request, count, per_device, schedule, m, units)
+
+
+def _staged(request: Request, count: int, per_device: int, schedule: str, m: int, units: int) -> Iterator[Plan]:
+    stages, training = count * per_device, request.profile.workload.training
+    if stages > units:
+        return
+    may = training and schedule != "zero-bubble"
+    ways = list(product((False, True), repeat=stages)) if may and per_device == 1 else [(False,) * stages]
+    ways += [(True,) * stages] if may and per_device > 1 else []
+    for used, runs, again in product(orders(request.limited, count), partitions(units, stages), ways):
+        placed = paths_of(request, {u: str(stage) for stage, run in enumerate(runs) for u in range(*run)})
+        own = [tuple(path for path, stage in placed.items() if stage == str(i)) for i in range(stages)]
+        yield bare(
+            request, "pipeline", devices=tuple(map(plan_device, used)),
+            placements={path: used[i % count].name for i, paths in enumerate(own) for path in paths},
+            num_microbatches=m, schedule=schedule, mesh=Mesh(pipeline=count), batch=request.batch,
+            stages=tuple(Stage(paths=paths, recompute=yes) for paths, yes in zip(own, again, strict=True)),
+        )  # fmt: skip

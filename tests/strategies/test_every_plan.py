@@ -1,0 +1,127 @@
+"""`auto` against every plan of small requests: placements, shares of the batch, stages, micro-batches, schedules.
+
+Cuts and meshes are held against exhaustive search where they are chosen (test_column_parallel, test_mesh).
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.errors import PlanError
+from autoshard.planning import Request, candidates_of
+from autoshard.profile.profile import Profile
+from autoshard.strategies.compare import Comparison, compare
+from autoshard.workload import Workload
+from tests.strategies.every_plan import least_of_all
+
+ROWS = 4
+STRATEGIES = ("placement", "data-parallel", "pipeline")
+AS_GOOD = 1.002
+"""Of plans that are so little slower the simpler one is taken (`strategies.pipeline`)."""
+
+
+class Net(nn.Module):
+    """Linear layers of these widths one after the other; in training the optimizer has something to step."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+WIDTHS = ((6, 4, 8, 2), (4, 4, 4, 4, 4), (8, 2, 6, 6), (2, 8, 2, 8, 2))
+
+
+@lru_cache
+def measured(number: int, mode: str) -> Profile:
+    model, x = Net(WIDTHS[number]), torch.zeros(ROWS, WIDTHS[number][0])
+    return autoshard.profile(model, x, workload=Workload(batch_size=ROWS, mode=mode))
+
+
+def cluster_of(rng: np.random.Generator, count: int, need: int) -> Cluster:
+    """Devices that differ in speed and memory, or not; ops take milliseconds, and copies as long, or a tenth."""
+    equal, wide = rng.random() < 0.4, rng.choice([1.0, 10.0])
+    devices = []
+    for at in range(count):
+        speed = 1.0 if equal else float(rng.choice([1.0, 1.0, 2.0, 3.0]))
+        room = float(rng.choice([0.6, 1.1, 3.0])) if not equal or not at else devices[0].memory_bytes / need
+        devices.append(Device(
+            name=f"cuda:{at}", memory_bytes=round(need * room), flops_per_second={"default": 1e5 * speed},
+            bytes_per_second=1e6 * speed, launch_seconds=float(rng.choice([0.0, 1e-4])) if not at or not equal
+            else devices[0].launch_seconds,
+        ))  # fmt: skip
+    links = tuple(
+        Link(source=a.name, destination=b.name, latency_seconds=1e-4 / wide, bytes_per_second=1e6 * wide)
+        for a in devices for b in devices if a is not b
+    )  # fmt: skip
+    return Cluster(devices=tuple(devices), links=links)
+
+
+def request_of(seed: int, count: int, processes: int = 0) -> Request:
+    rng = np.random.default_rng(seed)
+    number, mode = int(rng.integers(len(WIDTHS))), str(rng.choice(["inference", "training"]))
+    profile = measured(number, mode)
+    row = {"dim": 0, "axis": f"*{ROWS}"}
+    batch = BatchAxis(
+        size=ROWS, inputs=(BatchInput(path="x", **row),), outputs=(BatchOutput(path="", how="cat", **row),)
+    )
+    asked = Request(
+        model=nn.Identity(), inputs=None, profile=profile, cluster=cluster_of(rng, count, profile.peak_bytes),
+        objective=str(rng.choice(["latency", "throughput", "memory"])), processes=processes,
+    )  # fmt: skip
+    asked.__dict__.update(batch=batch)
+    return asked
+
+
+def compare_all(asked: Request) -> Comparison:
+    """What `auto` compares but for cuts, whose shares and sets have tests of their own."""
+    every = [candidate for candidate in candidates_of(asked) if candidate.name in STRATEGIES]
+    return compare(every, asked.profile, asked.limited, asked.objective, price=asked.price)
+
+
+def gap(seed: int, count: int, processes: int = 0) -> float:
+    """What `auto` takes, as a multiple of the least of all plans; checks the bound on the way."""
+    asked = request_of(seed, count, processes)
+    least = least_of_all(asked)
+    wanted = min(least.values())
+    try:
+        found = compare_all(asked)
+    except PlanError:
+        assert wanted == np.inf, f"{seed}: refused, and {least} is possible"
+        return 1.0
+    assert found.bound <= min(wanted, found.chosen.value) * (1 + 1e-9), (seed, found.bound, least)
+    return found.chosen.value / wanted
+
+
+def check(seed: int, count: int, processes: int) -> None:
+    assert 1 - 1e-9 <= gap(seed, count, processes) <= AS_GOOD, seed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_equals_every_plan_in_one_process(seed):
+    check(seed, 2, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_equals_every_plan_of_processes(seed):
+    check(seed, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(8, 508, 20))
+def test_auto_equals_every_plan_of_many_requests(start):
+    """500: two devices in one process, two processes, and every tenth three devices in one process."""
+    for seed in range(start, start + 20):
+        count, processes = (3, 0) if seed % 10 == 0 else (2, 2 * (seed % 3 == 0))
+        check(seed, count, processes)
