@@ -37,6 +37,7 @@ def on_two():
     served = replace(plan_of(model, stages, 2, called), workload=replace(plan.workload, mode="inference"))
     said["tokens"] = autoshard.verify(model, served, inputs=called, new_tokens=3)
     said["replicas"] = autoshard.verify(model, replicas(plan), inputs=inputs, new_tokens=0)
+    said["sharded"] = autoshard.verify(model, replicas(plan, sharded=True), inputs=inputs, new_tokens=0)
     net, _, given = skips()
     del given["targets"]
     said["own loss"] = autoshard.verify(net, plan_of(net, [["down", "deep"], ["deeper", "up"]], 2, given), inputs=given)
@@ -49,10 +50,9 @@ def on_two():
     return said, left
 
 
-def replicas(plan):
-    return replace(
-        plan, mesh=Mesh(data=2), stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none"
-    )  # fmt: skip
+def replicas(plan, sharded=False):
+    mesh = Mesh(data=2, sharded=sharded)
+    return replace(plan, mesh=mesh, stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none")
 
 
 def test_two_ranks():
