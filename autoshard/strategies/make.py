@@ -33,7 +33,7 @@ Strategy = Callable[[Chain, Objective], Solution | None]
 STRATEGIES: dict[str, Strategy] = {
     "auto": auto, "sequential": sequential, "balanced": balanced, "balanced_low_0": balanced_low_0,
 }  # fmt: skip
-PROVED = ("column-parallel", "pipeline", "data-parallel")
+PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are proved on it."""
 OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 8
