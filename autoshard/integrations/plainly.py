@@ -115,7 +115,7 @@ def _finish(model: Any, checkpoint: Checkpoint) -> None:
             elif tensor.requires_grad == tensor.is_floating_point():
                 _marked(tensor)
             else:  # loaded ones can all be trained, whatever the class made of them
-                module._parameters[own] = _marked(nn.Parameter(tensor.detach(), tensor.is_floating_point()))
+                setattr(module, own, _marked(nn.Parameter(tensor.detach(), tensor.is_floating_point())))
     targets = [Target(source=name, tensor=buffer) for name, buffer in buffers.items()]
     read_into(checkpoint, {name: _source(name, buffer) for name, buffer in buffers.items()}, targets)
     for name in _tied(model):
