@@ -22,6 +22,7 @@ FLOORS = (
         "workload",
         "plan",
         "plan_cuts",
+        "plan_reading",
         "placement",
         "module_paths",
         "estimate",

@@ -19,7 +19,7 @@ from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import FakeFloats, silenced
-from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
@@ -65,7 +65,6 @@ def record_run(
     rows = tensor_rows(model)
     mark = fingerprint(model)
     recorder = Recorder(engine, composite=run.composite)
-    ledger = recorder.ledger
     if run.observer is not None:
         run.observer.begin(recorder)
     if run.tape is not None:
@@ -92,68 +91,90 @@ def record_run(
         if training:
             recorder.histories = Histories()
             stack.enter_context(saved_tensor_hooks(recorder))
-        gradients: dict[str, int] = {}
-        if decode is None:
-            output = model(*args, **kwargs)
-            _refuse_generator(model, output)
-            phases = [("forward", 0, ledger.now)]
-            held = list(opaque_tensors(output))
-        else:
-            output, held = run_decode(model, list(args), decode, recorder.begin_context), []
-            phases = recorder.prompt_and_step()
-        outputs = recorder.root_outputs() if decode is None else recorder.step_outputs()
-        if training:
-            loss = training_loss(output, type(model).__name__)
-            phases = [("forward", 0, ledger.now)]  # the loss belongs to it
-            recorder.backward = True
-            with recorder.node_log.watching():
-                torch.autograd.backward(loss)
-            phases.append(("backward", phases[0][2], ledger.now))
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = recorder.value_of(parameter.grad)
-        ledger.close()
-        found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
-        state = tuple(dict.fromkeys(found if decode is None else recorder.state))
-        ledger.fx_graph.output(
-            (
-                tuple(ledger.nodes[value] for value in outputs),
-                {name: ledger.nodes[value] for name, value in gradients.items()},
-            )
+        seen = _run_model(run, recorder, args, kwargs, decode)
+        return _graph_of(
+            recorder, seen, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
+            training=training, sites=tuple(sources.found) if isinstance(sources, Sites) else (),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a run gave: values that it returned and left in `.grad`, and when its phases were (see `ModelGraph`)."""
+
+    outputs: tuple[int, ...]
+    state: tuple[int, ...]
+    phases: tuple[tuple[str, int, int], ...]
+    gradients: dict[str, int]
+    nodes: tuple[GradNode, ...]
+
+
+def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any], decode: Decoding | None) -> _Seen:
+    """Run the forward, or the generation, and the backward; what is alive at the end stays so in the ledger."""
+    model, ledger = run.model, recorder.ledger
+    gradients: dict[str, int] = {}
+    if decode is None:
+        output = model(*args, **kwargs)
+        _refuse_generator(model, output)
+        phases = [("forward", 0, ledger.now)]
+        held = list(opaque_tensors(output))
+    else:
+        output, held = run_decode(model, list(args), decode, recorder.begin_context), []
+        phases = recorder.prompt_and_step()
+    outputs = recorder.root_outputs() if decode is None else recorder.step_outputs()
+    if run.workload.training:
+        loss = training_loss(output, type(model).__name__)
+        phases = [("forward", 0, ledger.now)]  # the loss belongs to it
+        recorder.backward = True
+        with recorder.node_log.watching():
+            torch.autograd.backward(loss)
+        phases.append(("backward", phases[0][2], ledger.now))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = recorder.value_of(parameter.grad)
+    ledger.close()
+    found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
+    state = tuple(dict.fromkeys(found if decode is None else recorder.state))
+    nodes = recorder.grad_nodes()  # of the loss, while it is there
+    return _Seen(outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes)
+
+
+def _graph_of(recorder: Recorder, seen: _Seen, **about: Any) -> ModelGraph:
+    """Make the graph of what was recorded; `about`: the fields that were known before the run."""
+    ledger = recorder.ledger
+    ledger.fx_graph.output(
+        (
+            tuple(ledger.nodes[value] for value in seen.outputs),
+            {name: ledger.nodes[value] for name, value in seen.gradients.items()},
         )
-        for node in ledger.fx_graph.nodes:
-            if node.op == "placeholder" and node.meta["value"] in ledger.contents:
-                node.meta["content"] = ledger.contents[node.meta["value"]]
-        backward_begin = next((begin for name, begin, _ in phases if name == "backward"), ledger.now)
-        calls, storages, values = recorder.finished_calls(), ledger.storages(), ledger.values()
-        context = next((range(begin, end) for name, begin, end in phases if name == "context"), None)
-        if context is not None:
-            kept = {ledger.storage_of_value(value) for value in state}
-            storages, values = as_the_prompt_left_it(storages, values, ledger.ops, calls, context, kept)
-        return ModelGraph(
-            fx_graph=ledger.fx_graph,
-            modules=modules,
-            tensors=tensors,
-            calls=calls,
-            ops=tuple(ledger.ops),
-            values=values,
-            storages=storages,
-            saves=ledger.saves(),
-            outputs=outputs,
-            state=state,
-            inputs=inputs,
-            level=level,
-            notes=(),
-            phases=tuple(phases),
-            backward_begin=backward_begin,
-            fingerprint=mark,
-            training=training,
-            gradients=tuple(gradients.items()),
-            functions=tuple(recorder.functions),
-            sites=tuple(sources.found) if isinstance(sources, Sites) else (),
-            nodes=recorder.grad_nodes(),
-            lasting=recorder.lasting(backward_begin),
-        )
+    )
+    for node in ledger.fx_graph.nodes:
+        if node.op == "placeholder" and node.meta["value"] in ledger.contents:
+            node.meta["content"] = ledger.contents[node.meta["value"]]
+    begins = {name: range(begin, end) for name, begin, end in seen.phases}
+    backward_begin = begins["backward"].start if "backward" in begins else ledger.now
+    calls, storages, values = recorder.finished_calls(), ledger.storages(), ledger.values()
+    if "context" in begins:
+        kept = {ledger.storage_of_value(value) for value in seen.state}
+        storages, values = as_the_prompt_left_it(storages, values, ledger.ops, calls, begins["context"], kept)
+    return ModelGraph(
+        fx_graph=ledger.fx_graph,
+        calls=calls,
+        ops=tuple(ledger.ops),
+        values=values,
+        storages=storages,
+        saves=ledger.saves(),
+        outputs=seen.outputs,
+        state=seen.state,
+        notes=(),
+        phases=seen.phases,
+        backward_begin=backward_begin,
+        gradients=tuple(seen.gradients.items()),
+        functions=tuple(recorder.functions),
+        nodes=seen.nodes,
+        lasting=recorder.lasting(backward_begin),
+        **about,
+    )
 
 
 def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tuple[TensorInfo, ...]:

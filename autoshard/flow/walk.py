@@ -10,16 +10,14 @@ A module whose arguments were copied to its home sees the copies; so do the modu
 
 from collections.abc import Sequence, Set
 
-import torch
-
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
+from autoshard.flow.outside import lookup_tables
 from autoshard.flow.unfold import CopyUses
+from autoshard.flow.views import Views
 from autoshard.placement import Homes
-
-_LOOK_UP = torch.ops.aten.embedding.default
 
 
 class Walk:
@@ -43,7 +41,7 @@ class Walk:
         self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
         self.objects = Objects(graph, devices or (homes.homes[""],))
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
-        hooked = [*homes.hooked, *(_tables(graph, homes) if "" in homes.mixed else ())]
+        hooked = [*homes.hooked, *(lookup_tables(graph, homes) if "" in homes.mixed else ())]
         self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
         self.root_device = self.hooked[""]
         self.caller: int | None = None
@@ -59,12 +57,12 @@ class Walk:
         self._watching = 0  # calls of watched modules in progress
         self._uses = CopyUses(self.objects)
         self._stack: list[int] = []
-        self._views: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
+        self._views = Views(self.objects)
+        self.sees = self._views.sees
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
         self._next_call = 0
         self._functions = iter(sorted(graph.functions, key=lambda function: function.begin))
         self._function: Function | None = next(self._functions, None)
-        self._function_view: dict[int, int] = {}
 
     def run(self) -> Flow:
         self._place_givens()
@@ -134,7 +132,7 @@ class Walk:
     def _advance(self, time: int) -> None:
         """Enter and leave calls and functions so that all is as it was while op `time` ran."""
         while self._function is not None and self._function.end <= time:
-            self._function_view.clear()
+            self._views.function.clear()
             self._function = next(self._functions, None)
         calls = self.graph.calls
         while self._next_call < len(calls) and calls[self._next_call].begin <= time:
@@ -166,8 +164,7 @@ class Walk:
                 view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path, call.grad)
                 self._hold(view[value], call.end)
                 self._uses.given_to[view[value]] = call.index
-        if view:
-            self._views.append((len(self._stack), view))
+        self._views.given(len(self._stack), view)
 
     def _hold(self, copy: int, time: int) -> None:
         """A copy that no memo holds lives as long as the call it was made for."""
@@ -180,11 +177,11 @@ class Walk:
         depth = len(self._stack)
         self._stack.pop()
         self._watching -= call.path in self.watched
-        view = self._views.pop()[1] if self._views[-1][0] == depth else {}
+        view = self._views.left(depth)
         returned = {value: view[value] for value in call.outputs if value in view}
         if returned:
             self._doubtful.update(returned)
-            self._see(depth - 1, returned)
+            self._views.given(depth - 1, returned)
         if call.path in self.hooked and call.parent < 0 and not call.backward:
             self._leave_outermost(call, time)
 
@@ -221,25 +218,7 @@ class Walk:
             output_died = gone.get(self.objects.buffer[obj], self.end + 1)
             if value not in call.outputs and values[value].died >= output_died:  # only views held it
                 self.left[obj] = time + 1
-        self._see(0, home)
-
-    def _see(self, depth: int, view: dict[int, int]) -> None:
-        if not view:
-            return
-        if self._views[-1][0] == depth:
-            self._views[-1][1].update(view)
-        else:
-            self._views.append((depth, view))
-
-    def sees(self, value: int, depth: int = -1) -> int:
-        """The object that the running call means by a value, or the one around it at this depth."""
-        if depth < 0 and value in self._function_view:
-            return self._function_view[value]
-        for level, view in reversed(self._views):
-            if value in view and (depth < 0 or level <= depth):
-                return view[value]
-        obj = self.objects.current[value]
-        return obj if obj >= 0 else self.objects.original(value, HOST_DEVICE, 0)
+        self._views.given(0, home)
 
     # ---- ops
 
@@ -256,11 +235,11 @@ class Walk:
         if self._watching and self.objects.grad:
             given = self._renew(ops, function.inputs, given)
         if self._all_together(given):
-            self._function_view = dict(zip(function.inputs, given, strict=True))
+            self._views.function = dict(zip(function.inputs, given, strict=True))
             return
         first = self.graph.values[function.inputs[0]].storage
         writes = any(self.graph.values[value].storage == first for step in ops for value in step.mutates)
-        self._function_view = dict(zip(function.inputs, self._align(op, given, writes), strict=True))
+        self._views.function = dict(zip(function.inputs, self._align(op, given, writes), strict=True))
 
     def _inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Objects a forward op reads, brought together if they are on several devices, and the device it runs on."""
@@ -268,7 +247,7 @@ class Walk:
         given = tuple([self.sees(value) for value in op.inputs])
         if not given:
             return given, self._named_device(op)
-        if self._watching and self.objects.grad and not self._function_view:
+        if self._watching and self.objects.grad and not self._views.function:
             given = self._renew((op,), op.inputs, given)
         if op.device_source != UNKNOWN:
             return self._moved_by_model(op, given)
@@ -362,10 +341,9 @@ class Walk:
             buffer = objects.buffer[obj]
             objects.buffer_version[buffer] += 1
             if objects.buffer_copied[buffer] and not op.backward and self._read_later(value, op.index):
-                for depth, view in reversed(self._views):
-                    if depth and any(objects.buffer[seen] == buffer for seen in view.values()):
-                        self.written_back[self.graph.calls[self._stack[depth - 1]].path] = None
-                        break
+                depth = self._views.depth_of(buffer)
+                if depth:
+                    self.written_back[self.graph.calls[self._stack[depth - 1]].path] = None
 
     def _read_later(self, value: int, time: int) -> bool:
         """Whether anybody may look at a value's memory after op `time`."""
@@ -419,14 +397,6 @@ class Walk:
             steps=self.end,
             uncounted=self.graph.uncounted,
         )
-
-
-def _tables(graph: ModelGraph, homes: Homes) -> list[str]:
-    """Modules that look up rows of a tensor of their own, which are called from code around the model as well."""
-    own = {(tensor.module, tensor.storage) for tensor in graph.tensors}
-    looking = [op for op in graph.ops if op.target is _LOOK_UP and not op.backward]
-    found = [(graph.calls[op.call].path, graph.values[op.inputs[0]].storage) for op in looking]
-    return [path for path, storage in dict.fromkeys(found) if (path, storage) in own and path in homes.homes]
 
 
 def _is_copy_into(op: Op) -> bool:

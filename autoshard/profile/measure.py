@@ -23,44 +23,14 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     optimizer's own temporaries on top of them at the end.
     """
     rows = _Rows(graph)
-    op_rows = [rows.index[graph.calls[op.call].path] for op in graph.ops]
     op_bytes, op_dtypes = _traffic(graph)
-    uncounted = graph.uncounted
-    flops = rows.sum(op_rows, [0 if op.index in uncounted else op.flops for op in graph.ops])
-    moved = rows.sum(op_rows, op_bytes)
-
-    tensors = _tensor_bytes(graph, rows)
-    cache = rows.sum(*_born_in(graph, op_rows, sorted({graph.values[v].storage for v in graph.state})))
-    forward = [
-        s.index
-        for s in graph.storages
-        if s.kind == "activation" and s.born < graph.backward_begin and s.born not in uncounted
-    ]
-    activation = rows.sum(*_born_in(graph, op_rows, forward))
-    saved = rows.sum(*_saved(graph, op_rows))
-
-    optimizer_tensors = OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0
-    gradient = tensors["trained"] if workload.training else np.zeros_like(tensors["trained"])
     live = live_bytes(graph)
-    peaks, calls = _call_peaks(graph, rows, live)
-
+    columns = _columns(graph, workload, rows, op_bytes, live)
     modules = tuple(
         ModuleProfile(
             path=module.path,
             class_name=module.class_name,
-            calls=calls[i],
-            parameter_bytes=int(tensors["parameter"][i]),
-            buffer_bytes=int(tensors["buffer"][i]),
-            own_parameter_bytes=int(tensors["own_parameter"][i]),
-            own_buffer_bytes=int(tensors["own_buffer"][i]),
-            activation_bytes=int(activation[i]),
-            saved_bytes=int(saved[i]),
-            cache_bytes=int(cache[i]),
-            gradient_bytes=int(gradient[i]),
-            optimizer_bytes=int(tensors["trained"][i]) * optimizer_tensors,
-            peak_bytes=peaks[i],
-            flops=int(flops[i]),
-            bytes_moved=int(moved[i]),
+            **{name: int(column[i]) for name, column in columns.items()},
         )
         for i, module in enumerate(graph.modules)
     )
@@ -87,6 +57,38 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
         flops=root.flops,
         bytes_moved=root.bytes_moved,
     )
+
+
+def _columns(
+    graph: ModelGraph, workload: Workload, rows: "_Rows", op_bytes: Sequence[int], live: np.ndarray
+) -> dict[str, Sequence[int] | np.ndarray]:
+    """The figures of `ModuleProfile`, each for all modules."""
+    op_rows = [rows.index[graph.calls[op.call].path] for op in graph.ops]
+    uncounted = graph.uncounted
+    tensors = _tensor_bytes(graph, rows)
+    state = sorted({graph.values[v].storage for v in graph.state})
+    forward = [
+        s.index
+        for s in graph.storages
+        if s.kind == "activation" and s.born < graph.backward_begin and s.born not in uncounted
+    ]
+    trained = tensors["trained"] if workload.training else np.zeros_like(tensors["trained"])
+    peaks, calls = _call_peaks(graph, rows, live)
+    return {
+        "calls": calls,
+        "parameter_bytes": tensors["parameter"],
+        "buffer_bytes": tensors["buffer"],
+        "own_parameter_bytes": tensors["own_parameter"],
+        "own_buffer_bytes": tensors["own_buffer"],
+        "activation_bytes": rows.sum(*_born_in(graph, op_rows, forward)),
+        "saved_bytes": rows.sum(*_saved(graph, op_rows)),
+        "cache_bytes": rows.sum(*_born_in(graph, op_rows, state)),
+        "gradient_bytes": trained,
+        "optimizer_bytes": trained * OPTIMIZER_STATE_TENSORS[workload.optimizer],
+        "peak_bytes": peaks,
+        "flops": rows.sum(op_rows, [0 if op.index in uncounted else op.flops for op in graph.ops]),
+        "bytes_moved": rows.sum(op_rows, op_bytes),
+    }
 
 
 def live_bytes(graph: ModelGraph) -> np.ndarray:
