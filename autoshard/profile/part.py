@@ -4,7 +4,8 @@
     weight  [V, H]     ──────────────▶  as it is                        its gradient: as it is
 
 Which tensors have rows of the batch follows from the inputs that have: what is computed from them has rows too, if its
-number of elements can be divided by theirs. A gradient has rows if that of which it is the gradient has.
+number of elements can be divided by theirs, and so has what is repeated for every row (learned queries). A gradient has
+rows if that of which it is the gradient has.
 """
 
 from dataclasses import replace
@@ -70,7 +71,9 @@ def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
             row = graph.values[value]
             if value in own or row.storage in gradients:
                 continue
-            made_here = depends or (len(row.shape) > 1 and row.shape[0] == size > 1 and own.isdisjoint(op.inputs))
+            repeated = size in row.shape[:2] and row.nbytes > graph.storages[row.storage].nbytes
+            alone = len(row.shape) > 1 and row.shape[0] == size > 1 and own.isdisjoint(op.inputs)
+            made_here = depends or alone or (repeated and size > 1)
             if made_here:
                 reads.add(value)
             elements = prod(row.shape)
@@ -78,7 +81,8 @@ def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
                 continue
             if row.storage in carrying_storages or (made_here and _has_rows(graph, op, value, carrying)):
                 carrying.add(value)
-                carrying_storages.add(row.storage)
+                if not repeated:
+                    carrying_storages.add(row.storage)
     return frozenset(carrying)
 
 

@@ -44,12 +44,29 @@ class Pictures(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Queries(nn.Module):
+    """Learned queries, the same for every row, which look at it."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(40, 16))
+        self.norm, self.ask, self.see = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(10, 16)
+
+    def forward(self, x):
+        asked = self.ask(self.norm(self.queries.expand(len(x), -1, -1)))
+        return F.scaled_dot_product_attention(asked, *[self.see(x)] * 2)
+
+
 def decoder(rows):
     return {"ids": torch.randint(0, 50, (rows, 6)), "labels": torch.randint(0, 50, (rows, 6))}
 
 
 def pictures(rows):
     return {"x": torch.randn(rows, 3, 10, 10)}
+
+
+def sequences(rows):
+    return {"x": torch.randn(rows, 3, 10)}
 
 
 def figures(profile):
@@ -62,7 +79,7 @@ def figures(profile):
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("kind, make", [(Decoder, decoder), (Pictures, pictures)])
+@pytest.mark.parametrize("kind, make", [(Decoder, decoder), (Pictures, pictures), (Queries, sequences)])
 def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
     model, workload = kind(), Workload(mode=mode)
     batch = BatchAxis(
