@@ -148,21 +148,21 @@ def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, 
 def best_choice(task: Task, degree: int | None = None) -> Choice | None:
     """The best set of devices with the best groups for it; between equals the fewest devices. None if none fits."""
     best: Choice | None = None
-    most = sum(cut_bytes(task, group) for group in _largest(task, [group.index for group in task.groups]))
     for devices in device_sets(task, degree):
-        found = choice_on(task, devices) if _may_fit(task, devices, most) else None
+        found = choice_on(task, devices) if _may_fit(task, devices) else None
         if found is not None and (best is None or _is_less(found.value(task.objective), best.value(task.objective))):
             best = found
     return best
 
 
-def _may_fit(task: Task, devices: Sequence[Device], most: int) -> bool:
-    """Whether devices have room together for what all of them hold, if groups of `most` bytes are cut over them.
+def _may_fit(task: Task, devices: Sequence[Device]) -> bool:
+    """Whether devices have room together for what all of them hold, if all is cut over them that any group cuts.
 
-    Each holds all but those groups, and of these all together have one copy, however it is divided.
+    Each holds all but that, and of that all together have one copy, however it is divided.
     """
     count = len(devices)
-    return count * held_bytes(task, count) - (count - 1) * most <= sum(device.budget_bytes for device in devices)
+    held = count * held_bytes(task, count) - (count - 1) * task.cuttable_bytes
+    return held <= sum(device.budget_bytes for device in devices)
 
 
 def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -20,7 +20,7 @@ from autoshard.profile.profile import Profile
 from autoshard.sizes import format_seconds
 
 _SAME = 1e-9
-"""Relative difference of rounding: of plans that cost the same the first is taken."""
+"""Relative difference of rounding: plans that differ by less cost the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,8 @@ def compare(
             rows.append(Alternative(name=candidate.name, refused=str(error), usable=candidate.usable))
     proved: set[int] = set()
     while True:
-        best = min(
-            (place for place, row in enumerate(rows) if row.usable and row.plan is not None),
-            key=lambda place: (_rounded(rows[place].value), place), default=-1,
-        )  # fmt: skip
-        if best < 0:
+        best = _best_of(rows)
+        if best is None:
             assert first_error is not None
             raise first_error
         prove = candidates[best].prove
@@ -121,9 +118,12 @@ def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> 
     return Alternative(name=candidate.name, plan=plan, estimate=figures, value=value, usable=candidate.usable)
 
 
-def _rounded(value: float) -> float:
-    """Values that differ by rounding alone are the same."""
-    return float(f"{value:.9g}")
+def _best_of(rows: Sequence[Alternative]) -> int | None:
+    """The place of the best that can be carried out; of those that cost the same, what uses the fewest devices."""
+    able = [place for place, row in enumerate(rows) if row.usable and row.plan is not None]
+    least = min((rows[place].value for place in able), default=0.0)
+    same = [place for place in able if rows[place].value <= least * (1 + _SAME)]
+    return min(same, key=lambda place: (devices_used(rows[place]), place), default=None)
 
 
 def value_of(figures: Estimate, objective: str, training: bool) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device
@@ -50,6 +51,7 @@ class Task:
         whole_seconds, whole_bytes: a pass of the model on each device alone, and its peak there.
         shrinking: how far activations are taken to shrink when the model is cut: 0 not at all, 1 as what is cut.
         bytes_per_parameter_byte: with gradients and optimizer state.
+        cuttable_bytes: of all parameters that any group cuts, with these.
         banned: (group, shares) -> why not.
     """
 
@@ -63,6 +65,7 @@ class Task:
     whole_seconds: Mapping[str, float]
     whole_bytes: int
     bytes_per_parameter_byte: float
+    cuttable_bytes: int
     wanted: str = "latency"
     shrinking: float = 0.0
     banned: Mapping[tuple[int, Shares], str] = field(default_factory=dict)
@@ -76,6 +79,8 @@ def make_task(
     of_kind = {device.speed: device for device in cluster.devices}
     seconds = {kind: _whole_seconds(profile, device) for kind, device in of_kind.items()}
     state = profile.gradient_bytes + profile.optimizer_bytes
+    factor = 1 + state / max(profile.parameter_bytes, 1)
+    cut = {name for group in found.groups for name in full_names(group)}
     return Task(
         profile=profile,
         cluster=cluster,
@@ -86,7 +91,8 @@ def make_task(
         fallback=frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks),
         whole_seconds={device.name: seconds[device.speed] for device in cluster.devices},
         whole_bytes=profile.peak_bytes,
-        bytes_per_parameter_byte=1 + state / max(profile.parameter_bytes, 1),
+        bytes_per_parameter_byte=factor,
+        cuttable_bytes=ceil(factor * sum(tensor.nbytes for tensor in profile.graph.tensors if tensor.name in cut)),
         wanted=objective,
     )
 

@@ -1,6 +1,7 @@
 """auto: the best of all strategies by their estimates, with the others and what stands against them in its reasons."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError, SpecError
 from autoshard.mesh_cost import price
 from autoshard.planning import Request, candidates_of, compare, plan_measured
-from autoshard.strategies.compare import Candidate, explained, lowest, value_of
+from autoshard.strategies.compare import Alternative, Candidate, _best_of, devices_used, explained, lowest, value_of
 from autoshard.strategies.compare import compare as compare_candidates
 from autoshard.workload import Workload
 from tests.test_mesh_cost import BATCH, INPUTS, Net
@@ -112,6 +113,16 @@ def test_only_the_winner_is_proved():
     found = compare_candidates(rows, asked.profile, asked.cluster, "latency")
     assert proved[0] == "placement" and proved[-1] == ("hybrid" if found.chosen.name == "good" else "pipeline")
     assert len(proved) == 2 and found.alternatives[1].refused == "it can't be shown"
+
+
+def test_of_equals_the_one_on_the_fewest_devices_is_taken():
+    """A pipeline of one micro-batch does what a placement does, and may be less by rounding."""
+    plans = {row.name: row.plan for row in compare(request()).alternatives}
+    rows = [Alternative(name=name, plan=plans[name], value=1.0 - 1e-12 * rank)
+            for rank, name in enumerate(("placement", "pipeline", "hybrid"))]  # fmt: skip
+    counts = [devices_used(row) for row in rows]
+    assert counts[0] < counts[1] and _best_of(rows) == 0 and _best_of(rows[1:]) == 0
+    assert _best_of([rows[0], replace(rows[1], value=0.99)]) == 1 and _best_of([]) is None
 
 
 def test_nothing_possible_raises_what_the_first_said():
