@@ -44,8 +44,9 @@ from autoshard.stream_cost import (
 from autoshard.stream_schedule import SLOTS
 
 INF = float("inf")
-_CLOSE = 0.02
-"""A finer division must make the pass faster by more than this part of it: plans are shorter with whole blocks."""
+_CLOSE = 1e-9
+"""A finer division must make the pass faster by more than this part of it. No more is asked: what is called close with
+little memory may be lost with more."""
 _PATIENCE = 2
 """Finer divisions without gain after which none is tried any more."""
 _BISECTIONS = 10
@@ -130,19 +131,17 @@ class _Task:
     def plan(self, division: Sequence[Streamable], bound: float) -> "Offloaded | Lack":
         """The best plan in which modules of one division are streamed.
 
-        Who computes what is found for the coarsest division that fits; finer ones keep to it.
+        Who computes what is found for every division; finer ones try what was found for the coarser, too.
         """
         best: Offloaded | None = None
         lack: Lack | None = None
-        assignments = self.assignments or tuple(self._assignments(division))
-        for assignment in assignments:
+        self.assignments = tuple(dict.fromkeys([*self.assignments, *self._assignments(division)]))
+        for assignment in self.assignments:
             found = self._fill(division, assignment, bound)
             if isinstance(found, Lack):
                 lack = lack or found
             elif best is None or found.value < best.value * (1 - 1e-9):
                 best = found
-        if best is not None:
-            self.assignments = assignments
         return best or lack or Lack(where="", need_bytes=0, has_bytes=0)
 
     # ---- who computes what

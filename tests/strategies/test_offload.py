@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.errors import PlanError, SpecError
+from autoshard.errors import PlanError
 from autoshard.module_paths import is_below
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
@@ -220,8 +220,16 @@ def test_memory_that_grows_never_makes_the_pass_slower(profile) -> None:
         spec = parse_devices({"cpu:0": f"{kib}KiB", "cpu": "1MiB", "disk": "64MiB"})
         plan = make_plan(profile, spec)
         seconds.append(autoshard.estimate(plan, profile, spec).latency_seconds)
-    # finer divisions are taken for 2 % and more only
-    assert all(later <= earlier * 1.021 for earlier, later in pairwise(seconds))
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
+
+
+def test_who_computes_is_looked_for_again_in_finer_divisions(profile) -> None:
+    """With 850 KiB the blocks fit whole, which is found first; the finer plan for 795 KiB fits there still."""
+    seconds = []
+    for kib in (795, 850):
+        spec = parse_devices({"cuda:0": "400KiB", "cuda:1": f"{kib}KiB", "cpu": "64MiB"})
+        seconds.append(autoshard.estimate(make_plan(profile, spec), profile, spec).latency_seconds)
+    assert seconds[1] <= seconds[0] * (1 + 1e-9)
 
 
 def test_the_host_memory_that_a_disk_is_read_through_counts(profile) -> None:
@@ -292,10 +300,3 @@ def test_what_generates_is_brought_for_the_prompt_and_for_each_token() -> None:
     assert plan.streamed and all(path.startswith("model.layers.") for path in plan.streamed)
     assert estimate.streaming is not None
     assert estimate.streaming.links[0].fetches == 2 * len(plan.streamed)
-
-
-def test_parameters_can_be_cut_over_devices_that_compute_only() -> None:
-    with pytest.raises(SpecError, match="computes nothing"):
-        autoshard.plan(
-            Repeats(), {"cpu:0": "1MiB", "disk": "1GiB"}, inputs=torch.zeros(4, WIDTH), strategy="column-parallel"
-        )
