@@ -11,7 +11,8 @@ process and alternating, passes of some tokens over
     accelerate disk  load_checkpoint_and_dispatch with the layers on "disk"; warm and cold
     accelerate cpu   the same with the layers kept in CPU memory (cpu_offload)
 
-Printed are medians with quartiles, and their ratio to max(computing, reading) of the same run: the bound. Then the peak
+Printed are medians with quartiles, their ratio to max(computing, reading) of the same run (the bound), and the seconds
+of the processor, all threads together, which say more than the clock where other things run. Then the peak
 of the process's resident memory above what it was without the model, against what the plan says: what stays, two
 layers, and the activations (measured on the model in memory).
 """
@@ -134,10 +135,11 @@ def forget(*directories: Path | str) -> None:
             os.close(descriptor)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def seconds(call: Callable[[], object]) -> tuple[float, float]:
+    """By the clock, and of the processor."""
+    start, busy = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 def resident_bytes() -> int:
@@ -219,7 +221,7 @@ def main() -> None:
             "accelerate disk, cold": lambda: run(theirs),
             "accelerate cpu": lambda: run(kept),
         }
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.rounds):
         for name, call in cases.items():
             if name.endswith("cold"):
@@ -232,12 +234,16 @@ def main() -> None:
     scratch.cleanup()
 
 
-def report(times: dict[str, list[float]]) -> None:
-    middle = {name: statistics.median(found) for name, found in times.items()}
+def report(times: dict[str, list[tuple[float, float]]]) -> None:
+    middle = {name: statistics.median(clock for clock, _ in found) for name, found in times.items()}
     for name, found in times.items():
         bound = max(middle["in memory"], middle["read, cold" if name.endswith("cold") else "read, warm"])
-        low, _, high = statistics.quantiles(found, n=4)
-        print(f"{name:24s} {middle[name]:7.3f} s  ({low:.3f} to {high:.3f})  {middle[name] / bound:5.2f} x bound")
+        low, _, high = statistics.quantiles([clock for clock, _ in found], n=4)
+        busy = statistics.median(processor for _, processor in found)
+        print(
+            f"{name:24s} {middle[name]:7.3f} s  ({low:.3f} to {high:.3f})  {middle[name] / bound:5.2f} x bound, "
+            f"processor {busy:.3f} s"
+        )
 
 
 if __name__ == "__main__":
