@@ -52,7 +52,8 @@ class Action:
     restore   the module        arguments that it hands on, and that were changed for it, leave as they came
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
-    length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here
+    length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
+                                At every call: of those that do not fit together, as `runtime.lengths` can tell
     """
 
     kind: ActionKind
@@ -147,17 +148,19 @@ class LocalLength:
     @classmethod
     def of(cls, axis: str, shares: tuple[int, ...], rank: int) -> "LocalLength":
         """Work it out. Raises ValueError for what is not an axis."""
-        product = re.fullmatch(r"(\d+x)*\*\d+(x\d+)*", axis)
-        each = (sum(shares), shares[rank]) if product else None
+        product = re.fullmatch(r"(\d+x)*\*(\d+)(x\d+)*", axis)
+        each = (int(product[2]), shares[rank]) if product else None
         return cls(len(coordinates_of(axis)), len(kept(axis, shares, rank)), each)
+
+    def takes(self, length: int) -> bool:
+        """Whether the axis may have this length in all."""
+        return length == self.whole or (self.each is not None and length % self.each[0] == 0)
 
     def __call__(self, length: int) -> int:
         """Return the length on the rank of what is `length` in all. Raises ValueError if it can't be."""
-        if length == self.whole:
-            return self.local
-        if self.each is None or length % self.each[0]:
+        if not self.takes(length):
             raise ValueError(f"{length} is no length of this axis, which has {self.whole}.")
-        return length // self.each[0] * self.each[1]
+        return self.local if length == self.whole or self.each is None else length // self.each[0] * self.each[1]
 
 
 def even_shares(size: int, degree: int) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ def _lengths(question: Question, outcome: Outcome) -> Iterator[Scales]:
     """Lengths of what it should make that the function which stumbled was given: all together, then each alone."""
     assert outcome.failed is not None
     path, _, function, occurrence = outcome.failed
+    occurrence = -1 if outcome.tells else occurrence
     found: Scales = {}
     for row in question.expected.get(outcome.failed, ()):
         for dim in row.cut_dims({question.leaf: 0}):

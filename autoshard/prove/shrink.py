@@ -91,7 +91,11 @@ def smaller_cut(cut: Cut, scales: tuple[Scale, ...]) -> Cut:
         size=SLICES,
         shares=(1,) * SLICES,
         shards=tuple(replace(shard, axis=axis(shard.axis)) for shard in cut.shards),
-        actions=tuple(replace(action, axis=axis(action.axis)) for action in cut.actions),
+        actions=tuple(
+            # The length of an axis that code has read is what it was, in the smaller block, too.
+            action if action.kind == "length" else replace(action, axis=axis(action.axis))
+            for action in cut.actions
+        ),
         scales=scales,
     )
 

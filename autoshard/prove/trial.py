@@ -13,6 +13,7 @@ from autoshard import nested
 from autoshard.axes.axis import Leaf
 from autoshard.capture.sites import PROPERTIES
 from autoshard.prove.expected import Expected, Key
+from autoshard.runtime.lengths import demanded
 from autoshard.sharding import DROPOUTS
 from autoshard.torch_private import opened
 
@@ -25,13 +26,15 @@ class Differs(Exception):
 class Outcome:
     """How a run went: `reached` counts the functions that gave what they should; `failed` is the one that did not.
 
-    `failed` is None if all went well; `message` says what was wrong with it, and `lengths` what integers it was given.
+    `failed` is None if all went well; `message` says what was wrong with it, `lengths` what integers it was given, and
+    `tells` whether such a call shows by itself that they do not fit.
     """
 
     reached: int
     failed: Key | None
     message: str = ""
     lengths: dict[str, int] = field(default_factory=dict)
+    tells: bool = False
 
 
 class Watch(TorchFunctionMode):
@@ -96,7 +99,8 @@ def run_watched(block: nn.Module, args: tuple, kwargs: dict[str, Any], watch: Wa
             message = " ".join(str(error).split())[:200]
             lengths = {path: item for path, item in nested.leaves_in(watch.given) if type(item) is int}
             failed = watch.current or ("", 0, "", 0)
-            return Outcome(reached=watch.reached, failed=failed, message=message, lengths=lengths)
+            tells = demanded(failed[2], *watch.given) is not None
+            return Outcome(reached=watch.reached, failed=failed, message=message, lengths=lengths, tells=tells)
     return Outcome(reached=watch.reached, failed=None)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.function_calls import Close, Listed, Open
+from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Memo, Step, add_once, bias_beside
 from autoshard.sharding import DROPOUTS, Action
 
@@ -114,6 +115,11 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
             at_call.append(step)
     for step in at_call:
         step.kept = any(other.action.kind == "restore" for other in at_call)
+    for name, (_, listed) in at_functions.items():
+        lengths = [step for step in steps if (step.action.kind, step.action.occurrence) == ("length", -1)]
+        lengths = [step for step in lengths if step in listed]
+        if lengths:
+            at_functions[name] = name, [*(step for step in listed if step not in lengths), Lengths(lengths)]
     handles: list[Any] = []
     before = [step for step in at_call if step.action.kind in ("enter", "slice")]
     after = [step for step in at_call if step.action.kind not in ("enter", "slice")]

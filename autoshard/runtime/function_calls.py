@@ -9,9 +9,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
 
-Listed = dict[str, tuple[str, list[Step]]]
+Listed = dict[str, tuple[str, list[Step | Lengths]]]
 """Name of a function -> (the name, the steps at its calls)."""
 
 
@@ -33,6 +35,7 @@ class Watch(TorchFunctionMode):
             body = torch_private.opened(func)
             if body is None:
                 return func(*args, **(kwargs or {}))
+            _check_maps(self.listed, args, kwargs or {})
             with self:
                 return body(*args, **(kwargs or {}))
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
@@ -45,6 +48,16 @@ class Watch(TorchFunctionMode):
             if step.action.occurrence in (-1, occurrence):
                 call = functools.partial(step.around, call)
         return call(*args, **(kwargs or {}))
+
+
+def _check_maps(listed: Listed, args: tuple, kwargs: dict) -> None:
+    """Attention of torch with some of the heads has the mean of all maps only if the plan knows that it is asked."""
+    asked = kwargs.get("need_weights", True) and kwargs.get("average_attn_weights", True)
+    if asked and "mean" not in listed and len(args) > 11 and args[11].shape[-1] < args[3]:
+        raise ApplyError(
+            "attention that is cut by its heads was asked for the mean of its weights, and the plan was made where it "
+            "was not. Plan again with inputs and settings like these, or call it with need_weights=False."
+        )
 
 
 class Open:

@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
+from autoshard.errors import ApplyError
 from autoshard.module_paths import join
 from autoshard.plan_cuts import Refusal
 from autoshard.prove import prove as proving
 from autoshard.prove.prove import Prover, make_prover
-from autoshard.prove.ranks import run_ranks
+from autoshard.prove.ranks import LoneRank, run_ranks
 from autoshard.prove.sample import random_like
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.cuts import apply_cuts
@@ -126,7 +128,7 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
     cut = prover.prove(of_blocks(found, 4), shares)
     assert isinstance(cut, Cut), cut
     lengths = [(a.module, a.function, a.occurrence, a.argument, a.axis) for a in cut.actions if a.kind == "length"]
-    assert lengths == [("", "view", n, "0.1.2", "*4") for n in range(3)] + [("", "reshape", 0, "0.3", "*4x6")]
+    assert lengths == [("", "view", -1, "0.1.2", "*4"), ("", "reshape", -1, "0.3", "*4x6")]
     assert scales_of(cut) == {"width": (24, tuple(6 * share for share in shares))}
     for x in (X, torch.randn(3, 7, 24)):
         check_on_ranks(model, cut, x)
@@ -146,6 +148,28 @@ def test_attention_of_torch_is_cut_by_its_heads(way):
     assert cut.scales == () and "forward and backward" in cut.proof
     for x in (X, torch.randn(3, 7, 24)):
         check_on_ranks(model, cut, x)
+
+
+def test_attention_of_torch_runs_in_other_ways_than_that_of_the_plan():
+    """With a mask, or maps that are asked for one by one, other views are made; an unplanned mean is refused."""
+    model = Stack(Attending).eval()
+    cut = analysed(model)[2].prove(of_blocks(analysed(model)[1], 4), (2, 2))
+    assert isinstance(cut, Cut)
+
+    def rank(ranks: Ranks) -> list[torch.Tensor]:
+        one = apply_cuts(copy.deepcopy(model), [cut], ranks).blocks[0].inner
+        return [one(X, X, X, **way)[0] for way in ways]
+
+    ways: list[dict[str, Any]] = [{"need_weights": False}, {"need_weights": False, "attn_mask": torch.eye(2)}]
+    ways.append({"average_attn_weights": False, "attn_mask": torch.eye(2)})
+    with torch.no_grad():
+        wanted = [model.blocks[0].inner(X, X, X, **way)[0] for way in ways]
+        for found in run_ranks(rank, 2):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        model.blocks[0].weights = True
+        with pytest.raises(ApplyError, match="need_weights=False"):
+            apply_cuts(copy.deepcopy(model), [cut], LoneRank(rank=0, size=2))(X)
 
 
 @pytest.mark.parametrize("other", [Plain, Scaled])

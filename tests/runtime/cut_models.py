@@ -371,8 +371,7 @@ class Attending(nn.Module):
 
 
 def cut_attending(ranks, divide=even_shares):
-    lengths = [("unflatten", 0, "0.2.1", "*6x2"), *(("view", n, "0.2", "2x*6") for n in range(3)),
-               ("reshape", 0, "0.2", "*6x2"), ("view", 4, "0.2", "*6")]  # fmt: skip
+    lengths = ("unflatten", "0.2.1", "*6x2"), ("view", "0.2", "2x*6"), ("reshape", "0.2", "*6x2")
     return (
         Cut(
             blocks=("inner",),
@@ -388,8 +387,8 @@ def cut_attending(ranks, divide=even_shares):
                 Action(kind="reduce", module="", function="linear", occurrence=1, addend="0.2"),
                 Action(kind="mean", module="", function="mean", occurrence=0, axis="*6"),
                 *(
-                    Action(kind="length", module="", function=name, occurrence=n, argument=path, axis=axis)
-                    for name, n, path, axis in lengths
+                    Action(kind="length", module="", function=name, argument=path, axis=axis)
+                    for name, path, axis in lengths
                 ),
             ),
             title="heads",
