@@ -74,8 +74,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
     shares = rows_per_replica(batch, mesh.shares, mesh.data)
     figures = Figures(rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes)
-    replicas = [figures.of(device, share, first=not index)
-                for index, (device, share) in enumerate(zip(devices, shares, strict=True))]  # fmt: skip
+    replicas = figures.all(devices, shares)
     exchange = exchange_of(cluster, names, figures, [one.compute_seconds for one in replicas])
     transfers = () if processes else _transfers(cluster, names, shares, rows)
     moving = sum(transfer.seconds for transfer in transfers)
@@ -135,14 +134,23 @@ class Figures:
     def gradient_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self.rows.trained)
 
-    def of(self, device: Device, rows: int, *, first: bool = False) -> DeviceEstimate:
-        """Bytes and seconds of a replica with so many rows; `first`: also of what one process keeps on its device."""
+    def all(self, devices: Sequence[Device], rows: Sequence[int]) -> list[DeviceEstimate]:
+        """Bytes and seconds of all replicas. Gradients are added along a tree: 2 to 1, 4 to 3, …; then 3 to 1, …"""
+        return [self.of(device, share, first=not index, adds=index % 2 == 1 and index + 1 < len(devices))
+                for index, (device, share) in enumerate(zip(devices, rows, strict=True))]  # fmt: skip
+
+    def of(self, device: Device, rows: int, *, first: bool = False, adds: bool = False) -> DeviceEstimate:
+        """Bytes and seconds of a replica with so many rows.
+
+        In one process, `first`: also of what is kept on its device; `adds`: gradients of another one are added there.
+        """
         first = first and not self.processes and self.count > 1
+        adds = adds and not first and not self.processes
         memory = device.memory_bytes, device.block_bytes, device.overhead_bytes, device.name.startswith("cpu")
         key = (*device.speed, *memory, rows, first, self.count)
         self.known = {} if self.known is None else self.known
         if key not in self.known:
-            self.known[key] = self._of(device, rows, first)
+            self.known[key] = self._of(device, rows, first, adds)
         return replace(self.known[key], name=device.name)
 
     def seconds(self, device: Device, rows: int) -> float:
@@ -168,11 +176,14 @@ class Figures:
         total = float(self.rows.flops.sum())
         return float(self.rows.flops[self.rows.backward_begin :].sum()) / total if total else 0.5
 
-    def _of(self, device: Device, rows: int, first: bool) -> DeviceEstimate:
+    def _of(self, device: Device, rows: int, first: bool, adds: bool) -> DeviceEstimate:
         table, block = self.rows, device.block_bytes
-        live = table.live_bytes(rows, block)
+        other = not first and not self.processes and self.count > 1  # only the model itself, on the first, is trained
+        leaves = other and self.workload.training
+        died = np.where(table.sent, np.minimum(table.died, table.backward_begin), table.died) if leaves else table.died
+        live = table.live_bytes(rows, block, died)
         when = int(live.argmax())
-        alive = (table.born <= when) & (when < table.died)
+        alive = (table.born <= when) & (when < died)
         nbytes = table.bytes_of(rows, block) * alive
         cache = float(nbytes[table.cache].sum())
         gradient = float(nbytes[table.gradient & ~table.cache].sum())
@@ -180,12 +191,11 @@ class Figures:
         parameter, buffer = (float((np.ceil(sizes / block) * block).sum())
                              for sizes in (table.parameter_sizes, table.buffer_sizes))  # fmt: skip
         trained = [-(-size // block) * block for _, size in table.trained]
-        other = not first and not self.processes and self.count > 1  # there only the model itself is trained
         state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if self.workload.training and not other else 0
         optimizer, whole_gradient, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
         accelerator = not device.name.startswith("cpu")
         step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
-        at_end = (table.born <= table.end) & (table.end < table.died) & ~table.gradient
+        at_end = (table.born <= table.end) & (table.end < died) & ~table.gradient
         left = float((table.bytes_of(rows, block) * at_end).sum())
         if self.sharded:
             count = self.count
@@ -202,6 +212,10 @@ class Figures:
             merging = self._merging_bytes(rows, live)
             if merging > activation + gradient + transfer:
                 activation, gradient, transfer = merging, 0.0, 0.0
+        if (first or adds) and trained:  # gradients of replicas are added once all have gone back, one after the other
+            adding = left + 2 * max(trained)
+            if whole_gradient + adding + transfer > gradient + activation + cache + transfer:
+                gradient, activation, cache = whole_gradient, adding - cache, cache
         if (
             self.workload.training
             and not other

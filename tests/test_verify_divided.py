@@ -125,3 +125,24 @@ def test_replicas_are_equal_to_rounding():
     assert found.ok and 0 < found.max_error < 1e-5
     assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1"]
     assert all(peak.measured_bytes > 0 for peak in found.peaks)
+
+
+def test_peaks_of_replicas_are_predicted():
+    """Outputs leave for the first device, and gradients of replicas are added once all have gone back."""
+    model, inputs = words().float(), sentences(9, 12)
+    batch = replace(
+        pipeline(model, sentences()).batch, size=9,
+        inputs=tuple(BatchInput(path=name, dim=0, axis="*9") for name in inputs),
+        outputs=(BatchOutput(path="logits", how="cat", axis="*9"),
+                 BatchOutput(path="loss", how="weighted", weights="labels", skipped=1)),
+    )  # fmt: skip
+    plan = Plan(
+        strategy="data-parallel", objective="latency",
+        workload=autoshard.Workload(mode="training", batch_size=9, optimizer="none"),
+        devices=tuple(PlanDevice(name=f"cuda:{i}", memory_bytes=1 << 24) for i in range(3)),
+        placements={"": "cuda:0"}, mesh=Mesh(data=3), batch=batch,
+    )  # fmt: skip
+    found = verify(model, plan, inputs)
+    assert found.ok, found.first_difference
+    for peak in found.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.01), peak.name

@@ -23,6 +23,7 @@ class Rows:
         size: rows of the batch that was recorded.
         storage_bytes, born, died: [S] activations and inputs, live at ops `born` to `died - 1`.
         carries: [S] has rows.
+        sent: [S] outputs that autograd does not hold: gone where they were made once they are on another device.
         gradient, cache: [S] what backward leaves in `.grad`; what outlives the forward.
         flops: [ops]; `with_rows`: [ops] FLOPs grow with the rows.
         moved_bytes: [ops], of which `moved_part` has rows.
@@ -36,6 +37,7 @@ class Rows:
     born: np.ndarray
     died: np.ndarray
     carries: np.ndarray
+    sent: np.ndarray
     gradient: np.ndarray
     cache: np.ndarray
     flops: np.ndarray
@@ -60,12 +62,12 @@ class Rows:
         scaled = np.where(self.carries, np.ceil(self.storage_bytes * self.part(rows)), self.storage_bytes)
         return _rounded(scaled, block_bytes)
 
-    def live_bytes(self, rows: int, block_bytes: int = 1) -> np.ndarray:
-        """[ops + 1] bytes of inputs and activations at every op and after the last."""
+    def live_bytes(self, rows: int, block_bytes: int = 1, died: np.ndarray | None = None) -> np.ndarray:
+        """[ops + 1] bytes of inputs and activations at every op and after the last; `died`: other times."""
         nbytes = self.bytes_of(rows, block_bytes)
         change = np.zeros(self.end + 2)
         np.add.at(change, self.born, nbytes)
-        np.subtract.at(change, self.died, nbytes)
+        np.subtract.at(change, self.died if died is None else died, nbytes)
         return np.cumsum(change)[: self.end + 1]
 
 
@@ -76,6 +78,8 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     end, uncounted = len(graph.ops), graph.uncounted
     held = {graph.values[value].storage for value in graph.held}
     state = {graph.values[value].storage for value in graph.state}
+    saved = {graph.values[save.value].storage for save in graph.saves}
+    sent = {graph.values[value].storage for value in graph.outputs} - saved - state
     first: dict[int, int] = {}
     for value in graph.values:
         first.setdefault(value.storage, value.index)
@@ -102,6 +106,7 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         born=np.array([max(s.born, 0) for s in rows], np.int64),
         died=np.array([end + 1 if s.index in held else min(s.died, end + 1) for s in rows], np.int64),
         carries=np.array([first.get(s.index) in carrying for s in rows], bool),
+        sent=np.array([s.index in sent and s.kind == "activation" for s in rows], bool),
         gradient=np.array(
             [graph.backward_begin <= s.born and s.died >= end and s.index not in held for s in rows], bool
         ),

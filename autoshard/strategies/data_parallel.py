@@ -137,7 +137,7 @@ class Task:
             rows: tuple[int, ...] = even_shares(size, len(devices))  # every rank's gradients count alike there
         else:
             rows = self._shares(figures, devices) or even_shares(size, len(devices))
-        replicas = [figures.of(d, share, first=not i) for i, (d, share) in enumerate(zip(devices, rows, strict=True))]
+        replicas = figures.all(devices, rows)
         exchange = exchange_of(self.cluster, [d.name for d in devices], figures, [r.compute_seconds for r in replicas])
         fullest = min(replicas, key=lambda one: one.free_bytes)
         moving = 0.0 if self.processes or sharded else self._moving_seconds(devices, rows)

@@ -131,9 +131,8 @@ def test_every_device_has_its_part(model, devices):
     assert all(devices.memory(name)[1] > held for name, held in zip(devices, before, strict=True))
 
 
-@pytest.mark.parametrize("mode, most", [("inference", 1.01), ("training", 1.2)])
-def test_predicted_peaks(model, devices, mode, most):
-    """In training an output that has gone to the first device is counted where it was made until its backward."""
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_predicted_peaks(model, devices, mode):
     workload, given = Workload(mode=mode, optimizer="sgd"), inputs(24, 32)
     model.train(mode == "training")
     profile = autoshard.profile(model, given, workload=workload)
@@ -150,7 +149,7 @@ def test_predicted_peaks(model, devices, mode, most):
             output["loss"].backward()
         del output
     for device in figures.devices:
-        assert 0.95 < device.peak_bytes / devices.memory(device.name)[1] < most
+        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.01), device.name
 
 
 def test_nobody_sees_the_replicas(model, devices):
