@@ -39,6 +39,9 @@ _WITH_BATCH_SIZES = {"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "g
 """Calls with a packed sequence, whose lengths or batch sizes torch insists on having on the CPU."""
 
 
+_RMS_NORMS = {torch.rms_norm, torch.nn.functional.rms_norm}
+
+
 class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
@@ -71,6 +74,9 @@ class Align(TorchFunctionMode):
         mixes = _mixes(args, kwargs)
         if not mixes and not (torch.is_grad_enabled() and _uses_copies(func, args, kwargs)):
             return func(*args, **kwargs)
+        if func in _RMS_NORMS and torch.is_grad_enabled() and _norms_in_steps(args):
+            with self:
+                return _rms_norm(*args, **kwargs)
         if mixes and getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
             sizes, args = args[1], (args[0], None, *args[2:])
             return self.call(lambda first, _, *rest, **named: func(first, sizes, *rest, **named), args, kwargs, True)
@@ -179,6 +185,21 @@ _interceptor = _Interceptor()
 def _watcher() -> Align | None:
     watcher = torch_private.innermost_function_mode()
     return watcher if isinstance(watcher, Align) and watcher.on else None
+
+
+def _norms_in_steps(args: tuple) -> bool:
+    """Whether torch computes the norm of such a tensor by several calls, of which two use the tensor itself."""
+    return bool(args) and args[0].device.type == "cpu" and args[0].dtype in (torch.float32, torch.float64)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """The steps of torch's `rms_norm`, seen one by one."""
+    dims = list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    result = input * torch.rsqrt(input.pow(2).mean(dims, keepdim=True).add_(eps))
+    return result if weight is None else result * weight
 
 
 def _moved(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

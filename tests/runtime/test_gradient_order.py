@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import torch_private
+from autoshard.flow import flow
 from autoshard.plan import Plan
 from autoshard.runtime import apply_device_map, apply_plan
+from autoshard.runtime.align import _rms_norm
 from autoshard.runtime.travel import renewed, source_of, travel
 from tests.runtime.models import D
 
@@ -79,6 +81,18 @@ class Moving(nn.Module):
         return self.head(torch.cat([tokens, h], 1))
 
 
+class Normed(nn.Module):
+    """Torch's own norm uses its input twice, inside of one call; between the two there is a use on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(D, D), nn.RMSNorm(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.a(x)
+        return h + self.b(self.norm(h))
+
+
 def gradients(model, x):
     output = model(x)
     terms = output if isinstance(output, tuple) else (output,)
@@ -103,8 +117,9 @@ CUSTOM = {"a": "cpu:0", "scale": "cpu:1", "b": "cpu:2"}
         (lambda: Custom(False), CUSTOM),
         (lambda: Custom(True), CUSTOM),
         (Moving, {"update": "cpu:1", "head": "cpu:0"}),
+        (Normed, {"a": "cpu:0", "norm": "cpu:1", "b": "cpu:1"}),
     ],
-    ids=["cross", "custom", "checkpoint", "reentrant", "moving"],
+    ids=["cross", "custom", "checkpoint", "reentrant", "moving", "normed"],
 )
 def test_bitwise(make, device_map):
     x = torch.randn(5, 7, D)
@@ -122,7 +137,7 @@ def test_plans_say_where_uses_must_be_told_apart(tmp_path):
     expected = gradients(model, x)
     training = autoshard.Workload(mode="training")
     profile = autoshard.profile(built(Cross), x, workload=training)
-    assert autoshard.flow.flow(profile.graph, CROSS).unfolded == ("layer",)
+    assert flow(profile.graph, CROSS).unfolded == ("layer",)
     whole = Plan.from_device_map(CROSS)
     fields = {name: getattr(whole, name) for name in Plan.__slots__}
     plan = Plan(**{**fields, "unfolded": ("layer",), "aligned": ("",)})
@@ -173,6 +188,20 @@ def test_function_transforms_run_through_a_placed_model():
     expected = torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x)
     apply_device_map(model, {"0": "cpu:0", "1": "cpu:1"})  # without simulation: both are the plain CPU
     assert torch.equal(torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x), expected)
+
+
+def test_steps_of_the_norm_are_those_of_torch():
+    """In values and gradients, to the last bit."""
+    for eps, weight in ((None, None), (1e-6, torch.randn(D))):
+        found = []
+        for norm in (torch.nn.functional.rms_norm, _rms_norm):
+            torch.manual_seed(0)
+            x = torch.randn(3, 7, D, requires_grad=True)
+            w = None if weight is None else weight.clone().requires_grad_()
+            y = norm(x, (D,), w, eps)
+            (y * torch.randn(3, 7, D) + x.sin()).sum().backward()
+            found.append([y, x.grad, *([] if w is None else [w.grad])])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_private_torch_that_this_needs():
