@@ -28,6 +28,7 @@ from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.outsiders import Explain, check_not_shared
+from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
 from autoshard.runtime.scales import Old, find_scales, restore, set_scales
 from autoshard.runtime.slices import (
@@ -266,7 +267,7 @@ def _prepare(
         fingerprint=fingerprint(model),
         tensors=found,
         devices={name: tensor.device for name, tensor in tensors.items()},
-        partial=_find_partial(cuts, tensors, found),
+        partial=find_partial(cuts, tensors, found),
         unplanned=Unplanned(model, cuts),
     )
     steps, memos = _find_steps(model, cuts, ranks)
@@ -290,25 +291,6 @@ def _check_cut(cut: Cut, ranks: Ranks) -> None:
         )
     if any(len(scale.local) != cut.degree for scale in cut.scales):
         raise PlanError("a scale of the plan does not have one value per rank. Make the plan again.")
-
-
-def _find_partial(
-    cuts: Sequence[Cut], tensors: Mapping[str, torch.Tensor], found: Mapping[str, CutTensor]
-) -> dict[str, CutTensor | None]:
-    """Parameters that have a part of their gradient on every rank: used whole inside of a cut, or in part whole."""
-    partial: dict[str, CutTensor | None] = {}
-    for cut in cuts:
-        for block in cut.blocks:
-            for name in cut.summed:
-                full = join(block, name)
-                if full not in tensors or full in found:
-                    reason = "does not have" if full not in tensors else "is also told to cut"
-                    raise PlanError(f"the plan sums the gradient of {full!r}, which this model {reason}.")
-                partial[full] = None
-    for name, cut_tensor in found.items():
-        if len(layout(cut_tensor.axis, cut_tensor.shares).common[0]):
-            partial[name] = cut_tensor
-    return {name: how for name, how in partial.items() if isinstance(tensors[name], nn.Parameter)}
 
 
 def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[dict[str, list[Step]], dict[str, Memo]]:
@@ -352,7 +334,7 @@ def _install(model: nn.Module, ready: _Ready) -> None:
         whole = Whole(ready.record)
         handles.append(model.register_state_dict_post_hook(whole))
         handles.append(model.register_load_state_dict_pre_hook(whole.divide))
-    _sum_gradients(model, ready.record)
+    sum_gradients(model, ready.record.partial, ready.record.ranks)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 
 
@@ -370,7 +352,7 @@ def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
     record.handles.clear()
     forget_norms(model)
     for tensor in named_tensors(model).values():
-        torch_private.drop_gradient_hooks(tensor, _SumGradient)
+        torch_private.drop_gradient_hooks(tensor, SumGradient)
     restore(model, record.scales)
     _revert(log)
 
@@ -378,35 +360,6 @@ def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
 def _revert(log: list[Undo]) -> None:
     while log:
         log.pop()()
-
-
-class _SumGradient:
-    """Hook of a parameter: sum its gradient over ranks, or only that of the indices that all ranks keep."""
-
-    def __init__(self, ranks: Ranks, cut: CutTensor | None) -> None:
-        self.ranks, self.cut = ranks, cut
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.cut is None:
-            return self.ranks.all_reduce(gradient.clone())
-        places = layout(self.cut.axis, self.cut.shares).common
-        index = self.ranks.own(tuple(torch.from_numpy(place) for place in places)).to(gradient.device)
-        total = self.ranks.all_reduce(gradient.index_select(self.cut.dim, index))
-        return gradient.index_copy(self.cut.dim, index, total)
-
-    def __deepcopy__(self, memo: dict) -> "_SumGradient":
-        return self
-
-
-def _sum_gradients(model: nn.Module, record: CutRecord) -> None:
-    """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later."""
-    if not record.partial:
-        return
-    tensors = named_tensors(model)
-    for name, how in record.partial.items():
-        tensor = tensors[name]
-        if tensor.requires_grad and not any(isinstance(h, _SumGradient) for h in torch_private.gradient_hooks(tensor)):
-            tensor.register_hook(_SumGradient(record.ranks, how))
 
 
 class Arrive:
@@ -418,7 +371,7 @@ class Arrive:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
-            _sum_gradients(module, record)
+            sum_gradients(module, record.partial, record.ranks)
             watch_norms(module, record.tensors, record.ranks)
         if not torch.compiler.is_compiling():
             record.unplanned.watch(module, lambda: _devices(module, record.ranks), record.handles)

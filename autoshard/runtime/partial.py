@@ -1,0 +1,66 @@
+"""Gradients of which every rank of a cut model has a part: they are summed before anything uses them.
+
+norm.weight inside of a cut, whole on both ranks     rank 0   g of its heads  ┐
+                                                     rank 1   g of its heads  ┴▶  sum, on both
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import PlanError
+from autoshard.module_paths import join
+from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.slices import CutTensor
+from autoshard.sharding import Cut
+
+
+def find_partial(
+    cuts: Sequence[Cut], tensors: Mapping[str, torch.Tensor], found: Mapping[str, CutTensor]
+) -> dict[str, CutTensor | None]:
+    """Parameters that have a part of their gradient on every rank: used whole inside of a cut, or in part whole."""
+    partial: dict[str, CutTensor | None] = {}
+    for cut in cuts:
+        for block in cut.blocks:
+            for name in cut.summed:
+                full = join(block, name)
+                if full not in tensors or full in found:
+                    reason = "does not have" if full not in tensors else "is also told to cut"
+                    raise PlanError(f"the plan sums the gradient of {full!r}, which this model {reason}.")
+                partial[full] = None
+    for name, cut_tensor in found.items():
+        if len(layout(cut_tensor.axis, cut_tensor.shares).common[0]):
+            partial[name] = cut_tensor
+    return {name: how for name, how in partial.items() if isinstance(tensors[name], nn.Parameter)}
+
+
+class SumGradient:
+    """Hook of a parameter: sum its gradient over ranks, or only that of the indices that all ranks keep."""
+
+    def __init__(self, ranks: Ranks, cut: CutTensor | None) -> None:
+        self.ranks, self.cut = ranks, cut
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.cut is None:
+            return self.ranks.all_reduce(gradient.clone())
+        places = layout(self.cut.axis, self.cut.shares).common
+        index = self.ranks.own(tuple(torch.from_numpy(place) for place in places)).to(gradient.device)
+        total = self.ranks.all_reduce(gradient.index_select(self.cut.dim, index))
+        return gradient.index_copy(self.cut.dim, index, total)
+
+    def __deepcopy__(self, memo: dict) -> "SumGradient":
+        return self
+
+
+def sum_gradients(model: nn.Module, partial: Mapping[str, CutTensor | None], ranks: Ranks) -> None:
+    """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later."""
+    if not partial:
+        return
+    tensors = named_tensors(model)
+    for name, how in partial.items():
+        tensor = tensors[name]
+        if tensor.requires_grad and not any(isinstance(h, SumGradient) for h in torch_private.gradient_hooks(tensor)):
+            tensor.register_hook(SumGradient(ranks, how))
