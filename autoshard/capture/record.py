@@ -6,7 +6,6 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 
 import operator
 import weakref
-from bisect import bisect_left, bisect_right
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from autoshard.capture.flops import formulas
 from autoshard.capture.graph import UNKNOWN, Call, Function, GradNode, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.nodes import Histories, NodeLog
+from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
 from autoshard.packed import is_packed, named_stored, stored_tensors
@@ -96,9 +96,7 @@ class Recorder(TorchDispatchMode):
         self._detached: weakref.ref | None = None
         self._stack: list[int] = []
         self._root = 0
-        self._sequences: list[int] = []  # autograd nodes numbered below sequences[i] …
-        self._sequence_ops: list[int] = []  # … were made no later than by op sequence_ops[i]
-        self._sequence_seen = sequence_number()
+        self._sequences = Sequences()
         self._call_sequences: list[int] = []  # per call, the number of the first node made in it
         self._call_grads: list[bool] = []  # per call, whether gradients were enabled
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
@@ -254,11 +252,7 @@ class Recorder(TorchDispatchMode):
     def _attribute(self, index: int, values: list[int]) -> tuple[int, int]:
         """(call, forward op) of the op about to be recorded. An active module during backward is a recompute."""
         if not self.backward or self._stack:
-            seen = sequence_number()
-            if seen != self._sequence_seen:
-                self._sequences.append(seen)
-                self._sequence_ops.append(index)
-                self._sequence_seen = seen
+            self._sequences.note(index)
             for value in values:
                 if value < self._parameters:
                     self._last_reader[value] = index
@@ -267,10 +261,8 @@ class Recorder(TorchDispatchMode):
         forward = self._last_forward
         if node is not None:
             number = node_sequence(node)
-            if number < self._sequence_seen:
-                place = self._place(number, is_write_to_view(node))
-                if place < len(self._sequence_ops):
-                    forward = self._sequence_ops[place]
+            if self._sequences.numbered(number):
+                forward = self._sequences.op_of(number, is_write_to_view(node), forward)
             else:
                 variable = getattr(node, "variable", None)
                 known = self.ledger.find(variable) if variable is not None else None
@@ -285,15 +277,8 @@ class Recorder(TorchDispatchMode):
         """The innermost module call that is running, or the root."""
         return self._stack[-1] if self._stack else self._root
 
-    def _place(self, number: int, after: bool) -> int:
-        """Where in `_sequences` is the op for which a node of this number was made; `after` the op, not before it."""
-        return bisect_left(self._sequences, number) if after else bisect_right(self._sequences, number)
-
     def _made_at(self, number: int, after: bool) -> range:
-        """The forward ops for which the autograd node of this number was made: several, if it is a user's function."""
-        place = min(self._place(number, after), len(self._sequences) - 1)
-        following = self._sequence_ops[place + 1 : place + 2] or [self.ledger.now]
-        return range(self._sequence_ops[place], following[0])
+        return self._sequences.made_at(number, after, self.ledger.now)
 
     def _made_in(self, number: int, op: int) -> int:
         """The innermost module call that was running when the node of this number was made, for op `op`."""
@@ -338,8 +323,7 @@ class Recorder(TorchDispatchMode):
             value, origin = last.inputs[0], self._detached
             ledger.alias(tensor, value)
         # Inputs are saved before their op runs, when its node is already numbered; outputs after.
-        ahead = sequence_number() != self._sequence_seen or self._sequence_ops[-1:] == [ledger.now]
-        return value, ledger.now if ahead else ledger.now - 1, origin
+        return value, ledger.now if self._sequences.is_ahead(ledger.now) else ledger.now - 1, origin
 
     # ---- module calls
 
