@@ -198,6 +198,7 @@ def main() -> None:
     directory = options.directory / f"{options.layers}x{options.width}"
     directory.mkdir(parents=True, exist_ok=True)
     make_checkpoint(directory, options.layers, options.width)
+    forget(directory)  # who has just written a file has it in memory in small pages
     ids = torch.arange(options.tokens)[None]
 
     @torch.no_grad()
