@@ -53,7 +53,7 @@ class Action:
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
-                                At every call: of those that do not fit together, as `runtime.lengths` can tell
+                                At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """
 
     kind: ActionKind

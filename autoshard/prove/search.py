@@ -21,13 +21,17 @@ from autoshard.sharding import Action
 
 
 class Length(NamedTuple):
-    """An integer among the arguments of a function that a module calls: how long an axis is, as text."""
+    """An integer among the arguments of a function that a module calls: how long an axis is, as text.
+
+    `dim`: how many sizes the function was given with it, where it is one of them and the occurrence -1.
+    """
 
     module: str
     function: str
     occurrence: int
     argument: str
     axis: str
+    dim: int
 
     @property
     def action(self) -> Action:
@@ -125,14 +129,14 @@ def _lengths(question: Question, outcome: Outcome) -> Iterator[Scales]:
     """Lengths of what it should make that the function which stumbled was given: all together, then each alone."""
     assert outcome.failed is not None
     path, _, function, occurrence = outcome.failed
-    occurrence = -1 if outcome.tells else occurrence
+    occurrence = -1 if outcome.sizes else occurrence
     found: Scales = {}
     for row in question.expected.get(outcome.failed, ()):
         for dim in row.cut_dims({question.leaf: 0}):
             number, axis = numbers_in(row.axes[dim], question.leaf), describe(row.axes[dim], question.leaf)
             for argument, length in outcome.lengths.items():
                 if length == row.shape[dim]:
-                    key = Length(path, function, occurrence, argument, axis)
+                    key = Length(path, function, occurrence, argument, axis, outcome.sizes)
                     found[key] = next(one for one in number if one.whole == length)
     if found:
         yield found

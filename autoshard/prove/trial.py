@@ -13,7 +13,7 @@ from autoshard import nested
 from autoshard.axes.axis import Leaf
 from autoshard.capture.sites import PROPERTIES
 from autoshard.prove.expected import Expected, Key
-from autoshard.runtime.lengths import demanded
+from autoshard.runtime.lengths import sizes_of
 from autoshard.sharding import DROPOUTS
 from autoshard.torch_private import opened
 
@@ -27,14 +27,14 @@ class Outcome:
     """How a run went: `reached` counts the functions that gave what they should; `failed` is the one that did not.
 
     `failed` is None if all went well; `message` says what was wrong with it, `lengths` what integers it was given, and
-    `tells` whether such a call shows by itself that they do not fit.
+    `sizes` how many of them are sizes of which such a call shows by itself that they do not fit.
     """
 
     reached: int
     failed: Key | None
     message: str = ""
     lengths: dict[str, int] = field(default_factory=dict)
-    tells: bool = False
+    sizes: int = 0
 
 
 class Watch(TorchFunctionMode):
@@ -99,8 +99,9 @@ def run_watched(block: nn.Module, args: tuple, kwargs: dict[str, Any], watch: Wa
             message = " ".join(str(error).split())[:200]
             lengths = {path: item for path, item in nested.leaves_in(watch.given) if type(item) is int}
             failed = watch.current or ("", 0, "", 0)
-            tells = demanded(failed[2], *watch.given) is not None
-            return Outcome(reached=watch.reached, failed=failed, message=message, lengths=lengths, tells=tells)
+            seen = sizes_of(failed[2], *watch.given)
+            sizes = 0 if seen is None else len(seen[0])
+            return Outcome(reached=watch.reached, failed=failed, message=message, lengths=lengths, sizes=sizes)
     return Outcome(reached=watch.reached, failed=None)
 
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from autoshard.nested import item_at, replace_at
+from autoshard.errors import ApplyError
+from autoshard.nested import item_at, leaves_in, replace_at
 from autoshard.runtime.steps import Step
 
 
-def demanded(function: str, args: tuple, kwargs: dict) -> tuple[int, int] | None:
-    """(elements that a call says there are, those there are); None if this can't be told.
+def sizes_of(function: str, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], int, bool] | None:
+    """(sizes that a call names, the elements there are, whether they fit together); None if that can't be told.
 
-    view(x [2, 6, 12], 2, 6, 24)  ->  288, 144
+    view(x [2, 6, 12], 2, 6, 24)  ->  (2, 6, 24), 144, False
     """
     if kwargs.keys() - {"dim"} or len(args) < 2:
         return None
@@ -33,7 +34,7 @@ def demanded(function: str, args: tuple, kwargs: dict) -> tuple[int, int] | None
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) and size >= 0 for size in sizes):
         return None
     there = tensor.numel() if dim is None else tensor.shape[dim]
-    return (sum if function == "split" else prod)(sizes), there
+    return tuple(sizes), there, (sum if function == "split" else prod)(sizes) == there
 
 
 class Lengths:
@@ -49,17 +50,31 @@ class Lengths:
         self.steps = tuple(steps)
 
     def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call with the lengths that fit; as it is if it fits, or if nothing does."""
-        there = demanded(self.action.function, args, kwargs)
-        if there is None or there[0] == there[1]:
-            return call(*args, **kwargs)
-        steps = [step for step in self.steps if isinstance(item_at((args, kwargs), step.action.argument), int)]
-        for chosen in (steps, *([step] for step in steps)):
-            changed = _changed((args, kwargs), chosen)
-            there = demanded(self.action.function, *changed)
-            if there is not None and there[0] == there[1]:
-                return call(*changed[0], **changed[1])
+        """Call with the lengths that fit; as it is if it fits, or if nothing does. Raises `ApplyError` in doubt."""
+        seen = sizes_of(self.action.function, args, kwargs)
+        if seen is not None and not seen[2]:
+            args, kwargs = self._fitting((args, kwargs), len(seen[0]))
         return call(*args, **kwargs)
+
+    def _fitting(self, arguments: tuple[tuple, dict], count: int) -> tuple[tuple, dict]:
+        """Those lengths that are as in the plan come first; others may have grown with the batch."""
+        steps = [step for step in self.steps if step.action.dim == count]
+        same = [step for step in steps if step.length and item_at(arguments, step.action.argument) == step.length.whole]
+        for among in (same, steps):
+            found: dict[tuple[int, ...], tuple[tuple, dict]] = {}
+            for chosen in (among, *([step] for step in among)):
+                changed = _changed(arguments, chosen)
+                seen = sizes_of(self.action.function, *changed)
+                if seen is not None and seen[2]:
+                    found[seen[0]] = changed
+            if len(found) > 1:
+                raise ApplyError(
+                    f"{self.steps[0].where} was given {_numbers(arguments)}, of which one is of the whole tensor, and "
+                    "it can't be told which. Plan again with inputs like these."
+                )
+            for changed in found.values():
+                return changed
+        return arguments
 
 
 def _changed(arguments: tuple[tuple, dict], steps: Sequence[Step]) -> tuple[tuple, dict]:
@@ -69,3 +84,7 @@ def _changed(arguments: tuple[tuple, dict], steps: Sequence[Step]) -> tuple[tupl
         if step.length.takes(length):
             arguments = replace_at(arguments, step.action.argument, step.length(length))
     return arguments
+
+
+def _numbers(arguments: tuple[tuple, dict]) -> list[int]:
+    return [item for _, item in leaves_in(arguments) if isinstance(item, int)]

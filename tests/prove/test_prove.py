@@ -150,6 +150,21 @@ def test_attention_of_torch_is_cut_by_its_heads(way):
         check_on_ranks(model, cut, x)
 
 
+def test_lengths_of_a_mask_and_of_what_it_masks_are_told_apart():
+    """Both are reshaped, and what is a multiple of the heads in one may be one of rows and tokens in the other."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 8, 0.0), 2, enable_nested_tensor=False).eval()
+    padding = torch.tensor([[False, False], [False, False], [False, True], [False, False], [False, True]])
+    inputs = {"src": X, "src_key_padding_mask": padding}
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=inputs, strategy="column-parallel", objective="memory")
+    assert {"self_attn.in_proj_weight", "self_attn.out_proj.weight"} <= {s.name for c in plan.cuts for s in c.shards}
+    more = {"src": torch.randn(6, 4, 24), "src_key_padding_mask": torch.eye(4, 6, dtype=torch.bool)}
+    with torch.no_grad():
+        wanted = [model(**one) for one in (inputs, more)]
+        autoshard.apply(model, plan)
+        for one, other in zip((inputs, more), wanted, strict=True):
+            torch.testing.assert_close(model(**one), other, rtol=1e-5, atol=1e-5)
+
+
 def test_attention_of_torch_runs_in_other_ways_than_that_of_the_plan():
     """With a mask, or maps that are asked for one by one, other views are made; an unplanned mean is refused."""
     model = Stack(Attending).eval()

@@ -371,7 +371,8 @@ class Attending(nn.Module):
 
 
 def cut_attending(ranks, divide=even_shares):
-    lengths = ("unflatten", "0.2.1", "*6x2"), ("view", "0.2", "2x*6"), ("reshape", "0.2", "*6x2")
+    lengths = ("unflatten", "0.2.1", 2, "*6x2"), ("view", "0.2", 3, "2x*6"), ("view", "0.2", 4, "*6"), (
+        "reshape", "0.2", 2, "*6x2")  # fmt: skip
     return (
         Cut(
             blocks=("inner",),
@@ -387,8 +388,8 @@ def cut_attending(ranks, divide=even_shares):
                 Action(kind="reduce", module="", function="linear", occurrence=1, addend="0.2"),
                 Action(kind="mean", module="", function="mean", occurrence=0, axis="*6"),
                 *(
-                    Action(kind="length", module="", function=name, argument=path, axis=axis)
-                    for name, path, axis in lengths
+                    Action(kind="length", module="", function=name, argument=path, dim=count, axis=axis)
+                    for name, path, count, axis in lengths
                 ),
             ),
             title="heads",
