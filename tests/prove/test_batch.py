@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
@@ -185,6 +186,23 @@ def test_random_masks_of_numpy_are_no_mixing():
     state = numpy.random.get_state()[1].tolist()
     assert "draws random numbers" in found(Small(masked), torch.randn(4, 6)).proof
     assert numpy.random.get_state()[1].tolist() == state
+
+
+def test_inputs_that_are_written_and_checkpoints_that_ask_for_backward():
+    def written(self, x):
+        return self.linear(x.mul_(2)).relu() * x
+
+    def checkpointed(self, x):
+        return checkpoint(self.more[0], self.linear(x), use_reentrant=True)
+
+    given = torch.randn(4, 6)
+    before = given.clone()
+    assert ways(found(Small(written), given)) == {"": "cat"} and torch.equal(given, before)
+    assert ways(found(Small(checkpointed, nn.Linear(6, 6)), given)) == {"": "cat"}
+
+
+def test_a_model_whose_backward_fails_is_refused():
+    assert "its backward fails" in refused(Small(lambda self, x: self.linear(x).sigmoid().mul_(2)), torch.randn(4, 6))
 
 
 def test_a_batch_of_zeros_is_proved_on_other_numbers():
