@@ -90,10 +90,6 @@ def _is_plain(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, transforms
     return True
 
 
-def _ties(model: Any) -> dict[str, str]:
-    return dict(model.all_tied_weights_keys)
-
-
 def _tied(model: Any) -> set[str]:
     """Names of tensors that the library makes of others."""
     return {*model.all_tied_weights_keys}
