@@ -50,6 +50,25 @@ class JoinedBytes:
     returning: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedMoments:
+    """The times of a backward and what lives then on a device, beside what is kept.
+
+    Attributes:
+        others, outputs: masks over the flow's buffers: what passes, and the gradients of outputs that came from another
+            device.
+        first, later, last: [times] bytes of gradients of parameters; waiting: as in `JoinedBytes`.
+    """
+
+    times: np.ndarray
+    others: np.ndarray
+    outputs: np.ndarray
+    first: np.ndarray
+    later: np.ndarray
+    last: np.ndarray
+    waiting: int
+
+
 class JoinedBackward:
     """What differs from the backward of one micro-batch alone, which `moves` says."""
 
@@ -72,25 +91,37 @@ class JoinedBackward:
 
     def of(self, device: int, passing: np.ndarray, gone: np.ndarray, block_bytes: int) -> JoinedBytes:
         """Bytes of a device. `passing`: rows that pass in the backward of a micro-batch; `gone`: those recomputed."""
+        rows, back = self.rows, self.moments(device, passing, gone, block_bytes)
+        nbytes = -(-rows.nbytes // block_bytes) * block_bytes
+
+        def live(mask: np.ndarray) -> np.ndarray:
+            return _live(back.times, rows.born[mask], rows.died[mask] - 1, nbytes[mask])
+
+        others = live(back.others)
+        return JoinedBytes(
+            first=int((others + back.first).max(initial=0)),
+            later=int((others + back.later).max(initial=0)),
+            last=int((others + live(back.outputs) + back.last).max(initial=0)),
+            waiting=back.waiting,
+            returning=int(nbytes[back.outputs].sum()),
+        )
+
+    def moments(self, device: int, passing: np.ndarray, gone: np.ndarray, block_bytes: int) -> JoinedMoments:
+        """Return when what lives on a device; the arguments are those of `of`."""
         rows, here = self.rows, self.rows.device == device
         begin, end = self.graph.backward_begin, len(self.graph.ops)
-        nbytes = -(-rows.nbytes // block_bytes) * block_bytes
         first, later, last, waiting = self._gradients(device, block_bytes)
         alive = here & passing & ~self.waits & ~gone & (rows.died - 1 >= begin - 1)
         moments = {time for row in (*first, *last) for time in row[:2] if begin <= time <= end}
         times = np.union1d(np.arange(begin, end + 1), [*moments, *rows.born[alive & (rows.born >= begin)]])
-
-        def live(mask: np.ndarray) -> np.ndarray:
-            return _live(times, rows.born[mask], rows.died[mask] - 1, nbytes[mask])
-
-        outputs = alive & self.of_outputs
-        others = live(alive & ~outputs)
-        return JoinedBytes(
-            first=int((others + _live(times, *_columns(first))).max(initial=0)),
-            later=int((others + _live(times, *_columns(later))).max(initial=0)),
-            last=int((others + live(outputs) + _live(times, *_columns(last))).max(initial=0)),
+        return JoinedMoments(
+            times=times,
+            others=alive & ~self.of_outputs,
+            outputs=alive & self.of_outputs,
+            first=_live(times, *_columns(first)),
+            later=_live(times, *_columns(later)),
+            last=_live(times, *_columns(last)),
             waiting=waiting,
-            returning=int(nbytes[outputs].sum()),
         )
 
     def _gradients(self, device: int, block_bytes: int) -> tuple[list[_Row], list[_Row], list[_Row], int]:

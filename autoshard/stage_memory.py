@@ -91,6 +91,28 @@ class Recomputed:
             self.dropped.pop(graph.values[value].storage, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageRows:
+    """Which rows of the flow's buffers are what on one stage, as masks over them.
+
+    Attributes:
+        device, begin: index of the stage in `Flow.devices`, and of the first op of backward.
+        here: all of the stage; passing: what lives and dies within a micro-batch; gradients: of parameters.
+        kept, and masks["lasting"], ["outputs"], …: as in `StageBytes`.
+        gone: what is computed again, and so not there between forward and backward; segments: per row of it, its part.
+    """
+
+    device: int
+    begin: int
+    here: np.ndarray
+    passing: np.ndarray
+    gradients: np.ndarray
+    kept: np.ndarray
+    gone: np.ndarray
+    segments: np.ndarray
+    masks: dict[str, np.ndarray]
+
+
 class StageMemory:
     """What lives on which stage in one pass of one micro-batch.
 
@@ -154,46 +176,67 @@ class StageMemory:
             inputs=sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
             if stage == self._home() or self.processes else 0,
         )  # fmt: skip
-        name, rows = str(stage), self.moves.buffers
-        if name not in self.moves.devices:
+        rows = self.rows_of(stage, recomputed)
+        if rows is None:
             return found
-        end, begin = len(self.graph.ops), self.graph.backward_begin
-        here = rows.device == self.moves.devices.index(name)
-        passing, gradients = here & self.passing, here & self.gradients
-        nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
-        lasting = passing & (rows.died > end)
-        if self.joined is not None:
-            lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
-        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
-        live = self.moves.timeline(name, device.block_bytes, passing)
-        new = self.moves.timeline(name, device.block_bytes, gradients) if begin < end else np.zeros_like(live)
-        one_more, gone = 0, np.zeros_like(here)
-        if recomputed is not None:
-            gone = kept & ~rows.copied & np.isin(rows.storage, list(recomputed.dropped))
-            live = live - self.moves.timeline(name, device.block_bytes, gone)
-            kept = kept & ~gone
-            segments = [recomputed.dropped[storage] for storage in rows.storage[gone].tolist()]
-            # one module at a time has all of its activations
-            one_more = int(np.bincount(segments, nbytes[gone]).max()) if segments else 0
+        name, buffers, begin = str(stage), self.moves.buffers, rows.begin
+        nbytes = -(-buffers.nbytes // device.block_bytes) * device.block_bytes
+        live = self.moves.timeline(name, device.block_bytes, rows.passing)
+        new = self.moves.timeline(name, device.block_bytes, rows.gradients)
+        one_more = 0
+        if len(rows.segments):  # one module at a time has all of its activations
+            live = live - self.moves.timeline(name, device.block_bytes, rows.gone)
+            one_more = int(np.bincount(rows.segments, nbytes[rows.gone]).max())
         joined = JoinedBytes()
         if self.joined is not None:
-            joined = self.joined.of(self.moves.devices.index(name), here & self.passing, gone, device.block_bytes)
+            joined = self.joined.of(rows.device, rows.passing, rows.gone, device.block_bytes)
             joined = replace(joined, first=joined.first + one_more, later=joined.later + one_more,
                              last=joined.last + one_more)  # fmt: skip
         return replace(
             found,
-            parameter=parameter + int(nbytes[here & self.kept_copies].sum()),
+            parameter=parameter + int(nbytes[rows.here & self.kept_copies].sum()),
             forward=int(live[:begin].max(initial=0)) + one_more,
-            kept=int(nbytes[kept].sum()),
+            kept=int(nbytes[rows.kept].sum()),
             first_backward=int((live + new)[begin:].max(initial=0)) + one_more,
-            backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[gradients].max(initial=0)),
-            lasting=int(nbytes[lasting].sum()),
-            outputs=int(nbytes[lasting & self.is_output].sum()),
-            released=int(nbytes[lasting & self.unsaved].sum()),
-            returned=0 if self.processes else int(nbytes[here & self.returned].sum()),
-            leaving=0 if self.processes else int(nbytes[here & self.leaving].sum()),
-            lent=0 if self.processes else int(nbytes[here & self.lent].sum()),
+            backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[rows.gradients].max(initial=0)),
             joined=joined,
+            **{kind: int(nbytes[mask].sum()) for kind, mask in rows.masks.items()},
+        )
+
+    def rows_of(self, stage: int, recomputed: Recomputed | None) -> StageRows | None:
+        """Return which buffers of the flow are what on a stage; None for a stage that has none."""
+        if str(stage) not in self.moves.devices:
+            return None
+        rows, end, begin = self.moves.buffers, len(self.graph.ops), self.graph.backward_begin
+        index = self.moves.devices.index(str(stage))
+        here = rows.device == index
+        passing, nothing = here & self.passing, np.zeros_like(here)
+        lasting = passing & (rows.died > end)
+        if self.joined is not None:
+            lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
+        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
+        gone, segments = nothing, np.zeros(0, np.int64)
+        if recomputed is not None:
+            gone = kept & ~rows.copied & np.isin(rows.storage, list(recomputed.dropped))
+            kept = kept & ~gone
+            segments = np.array([recomputed.dropped[storage] for storage in rows.storage[gone].tolist()], np.int64)
+        return StageRows(
+            device=index,
+            begin=begin,
+            here=here,
+            passing=passing,
+            gradients=here & self.gradients if begin < end else nothing,
+            kept=kept,
+            gone=gone,
+            segments=segments,
+            masks={
+                "lasting": lasting,
+                "outputs": lasting & self.is_output,
+                "released": lasting & self.unsaved,
+                "returned": nothing if self.processes else here & self.returned,
+                "leaving": nothing if self.processes else here & self.leaving,
+                "lent": nothing if self.processes else here & self.lent,
+            },
         )
 
     def _static(self, stage: int, rounded: Callable[[int], int]) -> tuple[int, int]:
