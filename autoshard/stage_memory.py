@@ -133,7 +133,9 @@ class StageMemory:
         rows = moves.buffers
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
+        first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
+        self.is_output &= rows.born >= first  # not what the forward before left
         self.returned = np.zeros(len(kind), bool)
         self.returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
         sent = {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}

@@ -17,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.flow import HOST_NAME, flow
 from autoshard.nested import map_tensors
 from autoshard.plan import Plan
-from autoshard.profile.measure import profile_graph
+from autoshard.profile.measure import live_bytes, profile_graph
 from autoshard.profile.units import find_units
 from autoshard.runtime import apply_plan
 from autoshard.workload import Workload
@@ -377,6 +377,39 @@ def test_residuals_to_the_byte(training):
     assert found.aligned == ("parts.body.1",)  # x was moved to the home of `up`, f(x) comes from that of `down`
     measured = measured_peaks(whole, inputs, placements, found, graph, training)
     assert {device: found.peak(device)[0] for device in found.devices} == measured
+
+
+class Keeping(nn.Module):
+    """Layers that keep what they made until they make it again: a weight, a map, a list that is emptied first."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = nn.utils.weight_norm(nn.Linear(32, 96))
+        self.back = nn.utils.weight_norm(nn.Linear(96, 32))
+        self.last, self.seen = None, []
+
+    def forward(self, x):
+        self.seen = []
+        hidden = torch.relu(self.given(x))
+        chances = hidden.softmax(-1)
+        hidden = hidden * chances + 1
+        self.last = chances
+        self.seen.append(hidden)
+        return self.back(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_what_modules_keep_is_there_when_the_next_forward_begins(training):
+    model, inputs = nn.Sequential(Keeping(), Keeping()), {"input": torch.randn(8, 32)}
+    workload = TRAINING if training else INFERENCE
+    graph = capture(model, inputs, workload=workload)
+    placements = {"0": "cpu:0", "1": "cpu:1"}
+    found = flow(graph, placements)
+    measured = measured_peaks(model, inputs, placements, found, graph, training)
+    assert {device: found.peak(device)[0] for device in found.devices} == {d: measured[d] for d in found.devices}
+    tensors = sum(row.nbytes for row in graph.storages if row.kind in ("parameter", "buffer"))
+    assert live_bytes(graph).max() + tensors == flow(graph, {"": "cpu:0"}).peak("cpu:0")[0]
 
 
 def test_the_latest_walk_of_a_graph_is_remembered_and_keeps_nothing_alive():

@@ -228,6 +228,8 @@ class ModelGraph:
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
         lasting: values that the forward made and that are there after the run: outputs, tables kept on attributes.
+        carried: (storage, time) of what modules keep on attributes: the one that the forward before this left them, as
+            large and in the same place, is there from the start until this time.
         nodes: autograd nodes in the order in which they ran.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
@@ -255,6 +257,7 @@ class ModelGraph:
     sites: tuple[SiteCall, ...] = ()
     nodes: tuple[GradNode, ...] = ()
     lasting: tuple[int, ...] = ()
+    carried: tuple[tuple[int, int], ...] = ()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""
@@ -271,6 +274,17 @@ class ModelGraph:
         end = len(self.ops)
         alive = (value for value in (*self.outputs, *self.state) if self.values[value].died >= end)
         return frozenset([*self.inputs, *alive, *self.lasting])
+
+    def lives(self) -> list[tuple[Storage, int, int]]:
+        """(storage, born, died) of inputs and activations where nothing moves, in the long run: a storage that modules
+        keep has a second row, for the one that the forward before left. What the caller has dies after the last op."""
+        end, held = len(self.ops), {self.values[value].storage for value in self.held}
+        found = [
+            (row, max(row.born, 0), end + 1 if row.index in held else min(row.died, end + 1))
+            for row in self.storages
+            if row.kind in ("activation", "input")
+        ]
+        return found + [(self.storages[index], 0, time) for index, time in self.carried]
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""

@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
+from autoshard.capture.carried import Carried, left_by_the_last
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import FakeFloats, silenced
@@ -84,6 +85,8 @@ def record_run(
         if run.tape is not None:
             stack.enter_context(run.tape.watching_functions())
         stack.enter_context(_module_calls(model, recorder, run, decode is not None))
+        carried = Carried(recorder.ledger)
+        stack.enter_context(carried.watching())
         stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
@@ -92,8 +95,9 @@ def record_run(
             recorder.histories = Histories()
             stack.enter_context(saved_tensor_hooks(recorder))
         seen = _run_model(run, recorder, args, kwargs, decode)
+        kept = carried.found(model)
         return _graph_of(
-            recorder, seen, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
+            recorder, seen, kept, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
             training=training, sites=tuple(sources.found) if isinstance(sources, Sites) else (),
         )  # fmt: skip
 
@@ -139,8 +143,8 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     return _Seen(outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes)
 
 
-def _graph_of(recorder: Recorder, seen: _Seen, **about: Any) -> ModelGraph:
-    """Make the graph of what was recorded; `about`: the fields that were known before the run."""
+def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | None]], **about: Any) -> ModelGraph:
+    """Make the graph of what was recorded; `found`: what modules keep; `about`: the fields known before the run."""
     ledger = recorder.ledger
     ledger.fx_graph.output(
         (
@@ -173,6 +177,7 @@ def _graph_of(recorder: Recorder, seen: _Seen, **about: Any) -> ModelGraph:
         functions=tuple(recorder.functions),
         nodes=seen.nodes,
         lasting=recorder.lasting(backward_begin),
+        carried=left_by_the_last(found, values, storages),
         **about,
     )
 

@@ -377,6 +377,11 @@ class Walk:
             died = buffer_deaths(objects, self.left)
         else:
             died = buffer_deaths(objects, self.left, gradients.passed_on, gradients.outlived)
+        for storage, time in self.graph.carried:  # what the forward before left where this one leaves it
+            left = objects.original_buffer[storage]
+            if left >= 0:
+                objects.new_buffer(storage, objects.buffer_device[left], objects.buffer_bytes[left], 0)
+                died.append(time)
         buffers, copies = columns(objects, died)
         order = [module.path for module in self.graph.modules]
         unfolded = {*self.unfolded, *self._uses.out_of_order(self.aligned)}

@@ -94,12 +94,10 @@ def _columns(
 def live_bytes(graph: ModelGraph) -> np.ndarray:
     """Return the bytes of inputs and activations live on one device at every op, and after the last."""
     end = len(graph.ops)
-    kept = {graph.values[value].storage for value in graph.held}
     change = np.zeros(end + 2, np.int64)
-    for storage in graph.storages:
-        if storage.kind in ("activation", "input"):
-            change[max(storage.born, 0)] += storage.nbytes
-            change[end + 1 if storage.index in kept else min(storage.died, end + 1)] -= storage.nbytes
+    for storage, born, died in graph.lives():
+        change[born] += storage.nbytes
+        change[died] -= storage.nbytes
     live = np.cumsum(change)[: end + 1]
     live[graph.uncounted.start : graph.uncounted.stop] = 0
     return live

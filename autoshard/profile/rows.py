@@ -83,10 +83,8 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     first: dict[int, int] = {}
     for value in graph.values:
         first.setdefault(value.storage, value.index)
-    rows = [
-        s for s in graph.storages
-        if s.kind in ("activation", "input") and s.born not in uncounted and s.died > max(s.born, 0)
-    ]  # fmt: skip
+    lives = [(s, born, died) for s, born, died in graph.lives() if s.born not in uncounted and s.died > max(s.born, 0)]
+    rows = [s for s, _, _ in lives]
     own = [graph.storages[s] for s in dict.fromkeys(tensor.storage for tensor in graph.tensors)]
     flops = np.array([0 if op.index in uncounted else op.flops for op in graph.ops], np.float64)
     nbytes = [value.nbytes for value in graph.values]
@@ -103,8 +101,8 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     return Rows(
         size=batch.size,
         storage_bytes=np.array([s.nbytes for s in rows], np.float64),
-        born=np.array([max(s.born, 0) for s in rows], np.int64),
-        died=np.array([end + 1 if s.index in held else min(s.died, end + 1) for s in rows], np.int64),
+        born=np.array([born for _, born, _ in lives], np.int64),
+        died=np.array([died for _, _, died in lives], np.int64),
         carries=np.array([first.get(s.index) in carrying for s in rows], bool),
         sent=np.array([s.index in sent and s.kind == "activation" for s in rows], bool),
         gradient=np.array(

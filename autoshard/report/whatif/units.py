@@ -92,14 +92,13 @@ def _transient(profile: Profile, scaling: Scaling, units: Units, saved: set[int]
     end = len(graph.ops)
     change = np.zeros((end + 2, len(scaling.monomials)))
     resident = saved | {graph.values[v].storage for v in graph.state}
-    kept = {graph.values[value].storage for value in graph.held}
-    for storage in graph.storages:
+    for storage, born, died in graph.lives():
         gradient = graph.backward_begin <= storage.born < end <= storage.died
-        if storage.kind not in ("activation", "input") or storage.index in resident or gradient:
+        if storage.index in resident or gradient:
             continue
         vector = scaling.table[scaling.storage[storage.index]]
-        change[max(storage.born, 0)] += vector
-        change[end + 1 if storage.index in kept else min(storage.died, end + 1)] -= vector
+        change[born] += vector
+        change[died] -= vector
     for extra in scaling.extra:
         for polynomial, died in extra.made:
             change[min(extra.before, end)] += scaling.table[polynomial]
