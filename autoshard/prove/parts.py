@@ -26,6 +26,8 @@ from autoshard.runtime.chunks import Part, merge, split
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-4}
 """Largest difference relative to the largest value of a tensor. Models compute parts in single precision anyhow."""
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""How near, relative to the largest value, two ways to make the same output are alike."""
 NOISE = 1e-6
 """The same relative to the largest gradient of all, for those that are zero but for rounding."""
 
@@ -183,7 +185,7 @@ def find_output(
     known: Sequence[BatchOutput] | None = None,
 ) -> list[BatchOutput]:  # fmt: skip
     """The ways in which one tensor can be made from those of the parts. Raises `Mixed` if there is none."""
-    found = []
+    found: list[tuple[float, BatchOutput]] = []
     for how in ways(path, whole, pieces, division) if known is None else known:
         batch = replace(division.batch, outputs=(how,))
         try:
@@ -193,17 +195,29 @@ def find_output(
             continue
         merged = nested.tensor_at(made, path)
         if merged is not None and not _difference(whole, merged):
-            found.append(how)
-            if how.how in ("cat", "same"):  # no other can be as good
+            off = _off(whole, merged)[0]
+            found.append((off, how))
+            if how.how == "cat" or (how.how == "same" and not off):  # no other can be as good
                 break
     if found:
-        return found
+        return _closest(found, whole)
     name = path or "its output"
     if all(piece.shape == whole.shape for piece in pieces):
         raise Mixed(f"{name} is neither a sum nor a mean of what parts give", values=True)
     sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
     fitting = any(True for _ in ways(path, whole, pieces, division))
     raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})", values=fitting)
+
+
+def _closest(found: Sequence[tuple[float, BatchOutput]], whole: torch.Tensor) -> list[BatchOutput]:
+    """The ways that are as good as the best but for rounding.
+
+    With random weights all tokens have about the same loss, so the mean over rows is near that over the labels that
+    count, and even that of one part.
+    """
+    rounding = ROUNDING.get(whole.dtype, ROUNDING[torch.float32]) * _off(whole, whole)[1]
+    limit = max(10 * min(off for off, _ in found), rounding)
+    return [how for off, how in found if off <= limit]
 
 
 def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> Iterator[BatchOutput]:
@@ -277,13 +291,19 @@ def _gradients(model: nn.Module, output: Any, weights: Mapping[str, torch.Tensor
 
 def _difference(wanted: torch.Tensor, found: torch.Tensor, noise: float = 0.0) -> float:
     """The largest difference where it is above what rounding explains, else 0."""
+    off, scale = _off(wanted, found)
+    return off if off > TOLERANCES.get(wanted.dtype, 5e-4) * scale + noise else 0.0
+
+
+def _off(wanted: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
+    """(largest difference, largest value); the first is infinite where no rounding explains it."""
     if wanted.shape != found.shape or wanted.dtype != found.dtype:
-        return math.inf
+        return math.inf, 0.0
     wanted, found = wanted.detach(), found.detach()
     if not (wanted.is_floating_point() or wanted.is_complex()):
-        return 0.0 if torch.equal(wanted, found) else math.inf
+        return (0.0 if torch.equal(wanted, found) else math.inf), 0.0
     if not wanted.numel():
-        return 0.0
+        return 0.0, 0.0
     off, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
     if not (math.isfinite(off) and math.isfinite(scale)):
         good = wanted.isfinite()
@@ -291,11 +311,11 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor, noise: float = 0.0) -
         if not torch.equal(good, found.isfinite()) or not bool(
             (same & (good | wanted.isnan() | (wanted == found))).all()
         ):
-            return math.inf
+            return math.inf, 0.0
         if not good.any():
-            return 0.0
+            return 0.0, 0.0
         off, scale = float((wanted - found)[good].abs().max()), float(wanted[good].abs().max())
-    return off if off > TOLERANCES.get(wanted.dtype, 5e-4) * scale + noise else 0.0
+    return off, scale
 
 
 def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:

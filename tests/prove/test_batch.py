@@ -79,6 +79,18 @@ def test_a_loss_is_weighted_by_the_labels_that_count():
     assert is_equal_in_parts(Decoder(), {"input_ids": tokens(3, 8), "labels": labels}, batch, (1, 2))
 
 
+def test_a_loss_in_single_precision_of_tokens_that_have_about_the_same_one():
+    class Single(Decoder):  # as many libraries have it: the mean over rows is off by less than such numbers tell
+        def forward(self, input_ids, labels):
+            logits = super().forward(input_ids)["logits"].float() * 1e-2
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return {"loss": loss, "logits": logits}
+
+    batch = found(Single(), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
+    loss = next(one for one in batch.outputs if one.path == "loss")
+    assert (loss.how, loss.weights) == ("weighted", "labels")
+
+
 def test_a_tensor_that_is_given_twice_is_two_inputs():
     ids = tokens(3, 8)
     loss = next(one for one in found(Decoder(), {"input_ids": ids, "labels": ids}).outputs if one.path == "loss")
