@@ -14,7 +14,7 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.module_paths import above
 from autoshard.plan_cuts import Whole
-from autoshard.sharding import Cut
+from autoshard.sharding import Cut, Results
 from autoshard.workload import Workload
 
 PLAN_VERSION = 1
@@ -89,6 +89,8 @@ class Plan:
         cuts: what is cut over ranks. Rank i is `devices[i]`, all of them take part, and every rank has the whole model
             on its device, with its share of what is cut. Empty for plans that place modules.
         whole: matrices that a plan with cuts leaves whole on every rank, and why.
+        results: what the blocks of a plan with cuts, and the modules around them, gave when it was made. What they give
+            besides must be the same on all ranks, or it is refused.
         streamed: path of a module -> "cpu" or "disk", where its parameters are kept between its calls; they are brought
             to the device of its placement for each call, the next module's while this one computes. In the order in
             which the modules run. No path is inside another. Empty where everything stays on its device.
@@ -128,6 +130,7 @@ class Plan:
     pins: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     whole: tuple[Whole, ...] = ()
+    results: tuple[Results, ...] = ()
     streamed: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh | None = None
     batch: BatchAxis | None = None
@@ -207,7 +210,7 @@ class Plan:
         data["workload"] = self.workload.to_dict()
         data["devices"] = [{part.name: getattr(d, part.name) for part in fields(d)} for d in self.devices]
         data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
-        for name in ("cuts", "whole", "stages"):
+        for name in ("cuts", "whole", "results", "stages"):
             rows = [asdict(row) for row in data.pop(name)]
             if rows:  # plans that cut nothing look as they always did
                 data[name] = rows

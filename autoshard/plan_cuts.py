@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.module_paths import join
-from autoshard.sharding import Cut
+from autoshard.sharding import Cut, Results
 
 LONGEST_DIMENSION = 2**27
 """An axis of a damaged plan must not make the runtime list billions of indices."""
@@ -58,6 +58,11 @@ def read_cuts(data: Any, ranks: int) -> tuple[Cut, ...]:
 def read_whole(data: Any) -> tuple[Whole, ...]:
     """Check and build what a plan leaves whole. Raises `PlanError`."""
     return _read(tuple[Whole, ...], data, "whole")
+
+
+def read_results(data: Any) -> tuple[Results, ...]:
+    """Check and build what modules gave when a plan was made. Raises `PlanError`."""
+    return _read(tuple[Results, ...], data, "results")
 
 
 def read_mesh(data: Any, kind: type, devices: int) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 from autoshard.errors import PlanError, SpecError
 from autoshard.module_paths import above
 from autoshard.plan import PLAN_FORMAT, PLAN_VERSION, Mesh, Plan, PlanDevice, Stage, check_placements
-from autoshard.plan_cuts import expect, read_batch, read_cuts, read_mesh, read_stages, read_whole
+from autoshard.plan_cuts import expect, read_batch, read_cuts, read_mesh, read_results, read_stages, read_whole
 from autoshard.workload import Workload
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
-             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "streamed": {}, "mesh": None, "batch": None,
-             "stages": [], "target": ""}  # fmt: skip
+             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
+             "batch": None, "stages": [], "target": ""}  # fmt: skip
 
 
 def read_plan(text: str) -> Plan:
@@ -62,6 +62,7 @@ def read_plan(text: str) -> Plan:
     )
     data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
+    data["results"] = read_results(data["results"])
     if data["cuts"] and (mesh is None or mesh.pipeline == 1):
         first = {"": data["devices"][0].name}
         expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])

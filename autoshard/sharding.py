@@ -66,6 +66,19 @@ class Action:
     addend: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Which tensors some modules (by path) gave when the plan was made, as `result_of` has them."""
+
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+def result_of(path: str, dims: int) -> str:
+    """Name a tensor in what a module gives: where `nested.tensors_in` finds it, and how many dimensions it has."""
+    return f"{path}:{dims}"
+
+
 def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     """All-reduces and all-gathers of one forward in which the place of every action is passed once."""
     kinds = [action.kind for action in actions]

@@ -147,7 +147,13 @@ class ProcessRanks:
         """Overwrite a contiguous tensor with that of rank `source`."""
         self._call(dist.broadcast, tensor, group_src=source)
 
-    def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor, **options: int) -> None:
+    def exchange(self, value: Any) -> list[Any]:
+        """Give any value that can be pickled and get those of all ranks."""
+        values: list[Any] = [None] * self.size
+        self._call(dist.all_gather_object, values, value)
+        return values
+
+    def _call(self, collective: Callable[..., Any], *tensors: Any, **options: int) -> None:
         if torch.compiler.is_compiling():
             collective(*tensors, group=self.group, **options)
             return

@@ -30,6 +30,7 @@ from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.outsiders import Explain, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
+from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import Old, find_scales, restore, set_scales
 from autoshard.runtime.slices import (
     CutTensor,
@@ -41,7 +42,7 @@ from autoshard.runtime.slices import (
     merge_tensors,
     slice_of,
 )
-from autoshard.sharding import Cut, Scale
+from autoshard.sharding import Cut, Results, Scale
 
 
 class Loader(Protocol):
@@ -100,6 +101,7 @@ def apply_cuts(
     loader: Loader | None = None,
     absent: Collection[str] = (),
     streamed: Mapping[str, str] | None = None,
+    results: Sequence[Results] = (),
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
 
@@ -107,9 +109,9 @@ def apply_cuts(
     the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
     go on, if that is known already: it is raised, and the other ranks learn of it. `loader`: what gives values to
     tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. `streamed`:
-    as in a plan; of these modules, a rank has its parts in CPU memory or in their files between calls. Raises
-    `PlanError` if the cuts don't belong to the model, `RankError` if the ranks don't agree, and `ApplyError` if it
-    can't be done; the model is then as it was.
+    as in a plan; of these modules, a rank has its parts in CPU memory or in their files between calls. `results`: as in
+    a plan; without them, what modules give is not looked at. Raises `PlanError` if the cuts don't belong to the model,
+    `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
     mark, error = Mark(), problem
@@ -133,7 +135,7 @@ def apply_cuts(
                 loader.fill(model, ready.record)
                 ready.record.devices.update({n: CPU for n, device in ready.record.devices.items() if device == META})
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
-            _install(model, ready)
+            _install(model, ready, results)
             ready.record.streams = stream_parts(model, streamed or {}, target)
         except Exception as found:
             error = found
@@ -318,7 +320,7 @@ def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[di
     return steps, memos
 
 
-def _install(model: nn.Module, ready: _Ready) -> None:
+def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     handles = ready.record.handles
     for path, steps in ready.steps.items():
@@ -326,6 +328,7 @@ def _install(model: nn.Module, ready: _Ready) -> None:
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
+    handles += watch_results(model, ready.memos, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):

@@ -85,7 +85,7 @@ def apply_replicas(
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
     if plan.cuts:
         tensor_ranks, record.replicas = _groups(mesh, ranks)
-        apply_cuts(model, plan.cuts, tensor_ranks, device=device)
+        apply_cuts(model, plan.cuts, tensor_ranks, device=device, results=plan.results)
         average_gradients(model, record)
         return model
     undo = None

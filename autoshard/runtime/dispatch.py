@@ -49,7 +49,14 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         except (PlanError, ApplyError) as error:
             problem = problem or error
         return apply_cuts(
-            model, plan.cuts, ranks, device=device, problem=problem, loader=loader, streamed=plan.streamed
+            model,
+            plan.cuts,
+            ranks,
+            device=device,
+            problem=problem,
+            loader=loader,
+            streamed=plan.streamed,
+            results=plan.results,
         )
     problem = problem or _refuse_streamed(plan)
     if problem is not None:
@@ -58,7 +65,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     check_copies(devices)
     if is_applied(model):
         remove(model)
-    return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader)
+    return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader, results=plan.results)
 
 
 def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:

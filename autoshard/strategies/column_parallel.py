@@ -22,6 +22,7 @@ from autoshard.progress import tell
 from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
+from autoshard.strategies.cut_results import find_results
 from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_bytes, held_bytes, make_task, options_on
 
 MOST_DEGREE = 64
@@ -63,6 +64,7 @@ def column_parallel(
         devices=tuple(map(plan_device, best.devices if cuts else cluster.devices)),
         reasons=explain_cuts(task, best, compared, cuts, valid_degrees(task)),
         whole=explain_whole(task, found, best) if cuts else (),
+        results=find_results(found, cuts),
     )
 
 

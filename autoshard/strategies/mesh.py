@@ -23,6 +23,7 @@ from autoshard.sharding import Cut
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.column_parallel import Prove
 from autoshard.strategies.cut_choice import Option
+from autoshard.strategies.cut_results import find_results
 from autoshard.strategies.cut_task import Shares
 from autoshard.strategies.mesh_pose import Poser, mesh_of
 from autoshard.strategies.mesh_search import Meshed, Shape, best_mesh, factorings
@@ -60,7 +61,7 @@ def hybrid(
         best, figures = _best(poser, price, objective, num_microbatches, schedule, processes)
         cuts, refused = _proved(poser, best.shape, prove)
         if not refused:
-            plan = replace(_plan(poser, best, objective), cuts=cuts)
+            plan = replace(_plan(poser, best, objective), cuts=cuts, results=find_results(found, cuts))
             return replace(plan, reasons=_explain(poser, best, figures))
         banned |= refused
         poser.task = replace(poser.task, banned=dict(banned))

@@ -1,0 +1,139 @@
+"""What modules of a cut model give: a tensor that the proof never saw may be a rank's own part, and is not handed out.
+
+    recorded when the plan was made          as it is
+    another one (maps of attention, say)     the same on all ranks: as it is, and from then on      else ApplyError
+
+Ranks compare hashes, once for each place: values made by the same work on the same numbers have the same bits. Blocks
+and the root are always looked at; modules between them only when they are called by themselves, as what one of them
+hands to the next may well be cut.
+"""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import tensors_in
+from autoshard.runtime.collectives import ProcessRanks, Ranks
+from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.sharding import Results, result_of
+
+
+def watch_results(model: nn.Module, blocks: Collection[str], results: Sequence[Results], ranks: Ranks) -> list[Any]:
+    """Look at what modules give that the plan knows, and return the handles. Raises `PlanError` for others."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in (path for row in results for path in row.modules if path not in modules):
+        raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
+    running = Running()
+    handles: list[Any] = []
+    for row in results:
+        for path in row.modules:
+            module, around = modules[path], not path or path not in blocks
+            if around:
+                handles.append(module.register_forward_pre_hook(Begin(running, path)))
+            check = KnownResults(row.tensors, ranks, path, running if path and around else None)
+            handles.append(module.register_forward_hook(check))
+            if around:
+                handles.append(module.register_forward_hook(End(running, path), always_call=True))
+    return handles
+
+
+class Running:
+    """The path of the module, of the root and those around blocks, that was called by itself; None: none runs."""
+
+    __slots__ = ("path",)
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+
+
+class Begin:
+    """Pre-hook of a module around blocks; that of the root forgets what was interrupted, where torch calls no hooks."""
+
+    __slots__ = ("path", "running")
+
+    def __init__(self, running: Running, path: str) -> None:
+        self.running = running
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if not torch.compiler.is_compiling() and (self.running.path is None or not self.path):
+            self.running.path = self.path
+
+
+class End:
+    """Hook of the same, also after an exception."""
+
+    __slots__ = ("path", "running")
+
+    def __init__(self, running: Running, path: str) -> None:
+        self.running = running
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        if not torch.compiler.is_compiling() and self.running.path == self.path:
+            self.running.path = None
+
+
+class KnownResults:
+    """Hook of a block, or of a module around blocks: refuse what a rank may have only a part of.
+
+    `known`: what it gave when the plan was made, and what was the same on all ranks since, as `result_of` has it.
+    `running`: look only if the module was called by itself; None: always.
+    """
+
+    __slots__ = ("known", "path", "ranks", "running")
+
+    def __init__(self, known: Collection[str], ranks: Ranks, path: str, running: Running | None = None) -> None:
+        self.known = set(known)
+        self.ranks = ranks
+        self.path = path
+        self.running = running
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        if self.running is not None and (torch.compiler.is_compiling() or self.running.path != self.path):
+            return
+        if isinstance(result, torch.Tensor) and result_of("", result.dim()) in self.known:
+            return
+        new = {path: tensor for path, tensor in tensors_in(result) if result_of(path, tensor.dim()) not in self.known}
+        if not new:
+            return
+        where = self.path or type(module).__name__
+        if torch.compiler.is_compiling():
+            raise ApplyError(
+                f"{where} gives a tensor at {next(iter(new))!r} that the plan does not know. Call the model once "
+                "like this before it is compiled, so that ranks can compare what they have."
+            )
+        with torch_private.no_modes():
+            differing = _differing(list(new.values()), self.ranks)
+        for (path, tensor), differs in zip(new.items(), differing, strict=True):
+            if differs:
+                raise ApplyError(
+                    f"{where} gives a tensor of shape {list(tensor.shape)} at {path or 'its result'!r} that the "
+                    "plan does not know, and each rank has a part of it, or may have: the plan was made for inputs "
+                    "that do not ask for it. Plan again with inputs like these, or do not ask for it."
+                )
+        self.known.update(result_of(path, tensor.dim()) for path, tensor in new.items())
+
+
+def _differing(tensors: list[torch.Tensor], ranks: Ranks) -> list[bool]:
+    """For each tensor, whether ranks have other values than the first, or it can't be told: all are one number."""
+    if isinstance(ranks, ProcessRanks):
+        marks = ranks.exchange([_mark(tensor) for tensor in tensors])
+    else:
+        parts = [tensor.parts if isinstance(tensor, RankTensor) else (tensor,) * ranks.size for tensor in tensors]
+        marks = [[_mark(own) for own in of_rank] for of_rank in zip(*parts, strict=True)]
+    return [len(set(found)) > 1 or found[0] is None for found in zip(*marks, strict=True)]
+
+
+def _mark(tensor: torch.Tensor) -> str | None:
+    """A hash of a tensor's values; None for one whose values are all alike: parts of a map of one token are ones."""
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if values.is_floating_point() and values.dim() and values.numel() and bool((values == values.flatten()[0]).all()):
+        return None
+    seen = f"{tuple(values.shape)} {values.dtype}".encode()
+    return hashlib.sha256(seen + values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()

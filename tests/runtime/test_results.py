@@ -1,0 +1,114 @@
+"""What a cut model gives beside what it gave when the plan was made: the same on all ranks, or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import ApplyError, PlanError
+from tests.ranks import run_ranks
+
+DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out, self.up, self.down = (
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Linear(16, 64),
+            nn.Linear(64, 16),
+        )
+
+    def forward(self, x):
+        q, k, v = self.mix(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        self.maps = torch.softmax(q @ k.mT / 2, -1)
+        x = x + self.out((self.maps @ v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.last = nn.Linear(16, 32)
+
+    def forward(self, x):
+        between = [x]
+        for block in self.blocks:
+            between.append(block(between[-1]))
+        return self.last(between[-1]), between
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x, maps=False, between=False, loss=False):
+        wide, seen = self.inner(x)
+        made = {"out": self.head(torch.tanh(wide))}
+        if loss:
+            made["loss"] = made["out"].square().mean()
+        if maps:
+            made["maps"] = [block.maps for block in self.inner.blocks]
+        return made | ({"between": seen} if between else {})
+
+
+def planned(model, **options):
+    inputs = {"x": torch.randn(2, 6, 16), **options}
+    return autoshard.plan(model, DEVICES, inputs=inputs, strategy="column-parallel", objective="memory")
+
+
+@torch.no_grad()
+def check_asked():
+    """In one process, and on each of several."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 6, 16)
+    whole = copy.deepcopy(model)
+    plan = planned(model)
+    assert autoshard.Plan.from_json(plan.to_json()) == plan
+    autoshard.apply(model, plan)
+    for options in ({}, {"between": True}, {"loss": True, "between": True}):
+        found, wanted = model(x, **options), whole(x, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for tokens in (6, 1):  # the maps of one token are ones on all ranks
+        with pytest.raises(ApplyError, match=r"\[2, 2, \d, \d\] at 'maps.0' that the plan does not know"):
+            model(x[:, :tokens], maps=True)
+    with pytest.raises(ApplyError, match=r"inner gives a tensor of shape \[2, 6, 16\] at '0'"):
+        model.inner(x)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ApplyError, match=r"maps.0"):
+        twin(x, maps=True)
+    torch.testing.assert_close(model(x), whole(x), rtol=1e-5, atol=1e-5)
+    autoshard.remove(model)
+    assert torch.equal(model.inner(x)[0], whole.inner(x)[0])
+
+
+def test_what_was_not_planned_is_compared():
+    check_asked()
+
+
+def test_what_was_not_planned_is_compared_between_processes():
+    run_ranks(check_asked, 2)
+
+
+def test_what_was_planned_is_whole():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 6, 16)
+    whole = copy.deepcopy(model)
+    autoshard.apply(model, planned(model, maps=True))
+    torch.testing.assert_close(model(x, maps=True), whole(x, maps=True), rtol=1e-5, atol=1e-5)
+    assert model(x)["out"].shape == (2, 6, 8)
+
+
+def test_a_plan_for_other_modules_is_refused():
+    model = Model()
+    text = planned(model).to_json().replace('"inner"', '"outer"')
+    with pytest.raises(PlanError, match="knows what 'outer' gives"):
+        autoshard.apply(model, autoshard.Plan.from_json(text))
+    assert model.head.weight.shape == (8, 32) and not model._forward_hooks
