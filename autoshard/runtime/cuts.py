@@ -27,7 +27,7 @@ from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
-from autoshard.runtime.outsiders import Explain, check_not_shared
+from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
 from autoshard.runtime.results import watch_results
@@ -328,6 +328,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
+        handles.append(modules[block].register_forward_pre_hook(Dense(), prepend=True))
     handles += watch_results(model, ready.memos, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))

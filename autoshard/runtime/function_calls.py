@@ -36,8 +36,11 @@ class Watch(TorchFunctionMode):
             if body is None:
                 return func(*args, **(kwargs or {}))
             _check_maps(self.listed, args, kwargs or {})
-            with self:
-                return body(*args, **(kwargs or {}))
+            try:
+                with self:
+                    return body(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                raise _explained(error, self.listed, args, kwargs or {}) from error
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         if name == "unflatten" and torch.compiler.is_compiling():  # which can't see through the method's `super()`
             func = torch.unflatten
@@ -50,10 +53,25 @@ class Watch(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
+def _explained(error: RuntimeError, listed: Listed, args: tuple, kwargs: dict) -> Exception:
+    """Say so if attention of torch failed for a padding mask, copied for all heads, that the plan does not know."""
+    if not _has_some_heads(args) or kwargs.get("key_padding_mask") is None or "expand" in listed:
+        return error
+    return ApplyError(
+        "attention that is cut by its heads was given a padding mask, and the plan was made where it was not. Plan "
+        "again with inputs like these: such a plan wants a mask in every call, of which nothing need be set."
+    )
+
+
+def _has_some_heads(args: tuple) -> bool:
+    """Whether the projection behind attention of torch (argument 11) is narrower than it says (argument 3)."""
+    return len(args) > 11 and args[11].shape[-1] < args[3]
+
+
 def _check_maps(listed: Listed, args: tuple, kwargs: dict) -> None:
     """Attention of torch with some of the heads has the mean of all maps only if the plan knows that it is asked."""
     asked = kwargs.get("need_weights", True) and kwargs.get("average_attn_weights", True)
-    if asked and "mean" not in listed and len(args) > 11 and args[11].shape[-1] < args[3]:
+    if asked and "mean" not in listed and _has_some_heads(args):
         raise ApplyError(
             "attention that is cut by its heads was asked for the mean of its weights, and the plan was made where it "
             "was not. Plan again with inputs and settings like these, or call it with need_weights=False."

@@ -1,4 +1,4 @@
-"""What is outside of a cut model and would notice: modules that share its parameters, caches that others made."""
+"""What comes from outside of a cut model: modules that share its parameters, caches and nested tensors of others."""
 
 import gc
 import sys
@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
+from autoshard.runtime.rank_tensor import NESTED
 
 
 def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -37,6 +38,14 @@ def _sharing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[str
                     if id(tensor) in names:
                         return names[id(tensor)], type(other).__name__
     return None
+
+
+class Dense:
+    """Pre-hook of a block: a layer that is cut has no sizes for nested tensors."""
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if any(isinstance(value, torch.Tensor) and value.is_nested for value in args):
+            raise ApplyError(f"{type(module).__name__} is cut: {NESTED}")
 
 
 class Explain:

@@ -27,6 +27,11 @@ _RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
 """Ops besides the tagged ones after which the tensor written to has another shape."""
 _SHAPED_ONLY = ("_like", "new_")
 """In the names of ops that read the shape of a tensor, never its values."""
+NESTED = (
+    "a nested tensor, which torch's encoder makes of a padded batch unless it is trained, can't be cut. Build it with "
+    "enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False): results differ only in the "
+    "padding."
+)
 _DIFFERENT = "the ranks have different values where the model's code reads one. Plan with this part of it whole."
 
 
@@ -41,6 +46,8 @@ class RankTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> "RankTensor":
         first = parts[0]
+        if first.is_nested:
+            raise ApplyError(NESTED)
         for rank, part in enumerate(parts):
             if part.shape != first.shape or part.dtype != first.dtype:
                 raise ApplyError(

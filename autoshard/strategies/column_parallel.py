@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.walk import name_of, where
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.errors import PlanError
 from autoshard.mesh_cost import Pricer
@@ -27,6 +28,8 @@ from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_byte
 
 MOST_DEGREE = 64
 """Degrees above are not listed as valid; more devices than this are not used."""
+_READ_BY_TORCH = frozenset({"_pack_padded_sequence"})
+"""Ops after which torch's own code reads tensors that in one process are several, one per rank."""
 _TRIES = 3
 """Most rounds of choosing, taking exact figures and asking for what a device turned out to lack."""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
@@ -52,6 +55,8 @@ def column_parallel(
     much is cut as can be. `price`: of the same profile and cluster. Raises `PlanError` for a degree that nothing
     allows, with those that are possible, and for a model that does not fit.
     """
+    if even:
+        _check_one_process(profile)
     task = make_task(profile, cluster, found, objective, even)
     if degree is not None:
         _check_degree(task, degree)
@@ -104,6 +109,16 @@ def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
         fingerprint=task.profile.graph.fingerprint,
         cuts=cuts,
     )
+
+
+def _check_one_process(profile: Profile) -> None:
+    packed = next((op for op in profile.graph.ops if name_of(op) in _READ_BY_TORCH), None)
+    if packed is not None:
+        raise PlanError(
+            f"{where(profile.graph, packed)} packs sequences, whose lengths torch reads from memory itself: it can't "
+            "where one process holds all ranks. Start one process per device with torchrun, or place modules "
+            '(strategy="balanced").'
+        )
 
 
 def _check_degree(task: Task, degree: int) -> None:

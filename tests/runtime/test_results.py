@@ -8,6 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError
+from autoshard.runtime.outsiders import Dense
 from tests.ranks import run_ranks
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
@@ -112,3 +113,32 @@ def test_a_plan_for_other_modules_is_refused():
     with pytest.raises(PlanError, match="knows what 'outer' gives"):
         autoshard.apply(model, autoshard.Plan.from_json(text))
     assert model.head.weight.shape == (8, 32) and not model._forward_hooks
+
+
+def test_padding_masks_that_were_not_planned():
+    """Torch makes nested tensors of padded batches where nothing needs a gradient, and copies masks for all heads."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
+    autoshard.apply(model, DEVICES, inputs={"src": x}, strategy="column-parallel", objective="memory")
+    with torch.no_grad(), pytest.raises(ApplyError, match="enable_nested_tensor=False"):
+        model(x, src_key_padding_mask=padding)
+    with pytest.raises(ApplyError, match="given a padding mask"):
+        model(x, src_key_padding_mask=padding)
+    with pytest.raises(ApplyError, match="Linear is cut: a nested tensor"):  # in one of several processes
+        Dense()(nn.Linear(8, 8), (torch.nested.nested_tensor([x[0], x[1, :2]]),))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.over = nn.Linear(4, 8), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(self.wide(x), lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.over(packed)[0], batch_first=True)[0]
+
+
+def test_packed_sequences_take_a_process_per_rank():
+    inputs = {"x": torch.randn(2, 3, 4), "lengths": torch.tensor([2, 3])}
+    with pytest.raises(PlanError, match=r"packs sequences.*torchrun"):
+        autoshard.plan(Packed(), DEVICES, inputs=inputs, strategy="column-parallel")
