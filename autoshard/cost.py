@@ -18,7 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.flow import HOST_NAME, Copy, Flow, flow
 from autoshard.plan import Plan
-from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
+from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
@@ -162,7 +162,8 @@ def _device_estimate(
             own = [nbytes for name, nbytes in sizes if moves.tensor_device[name] == device.name]
             optimizer = sum(_rounded(nbytes, device) for nbytes in own) * OPTIMIZER_STATE_TENSORS[workload.optimizer]
             at_step = _parts_at(moves.steps, device, graph, moves)
-            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own)
+            more = [nbytes for name, nbytes in gradient_surplus(graph) if moves.tensor_device[name] == device.name]
+            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own) + sum(more)
             step = step_bytes(sizes, moves.tensor_device, device, workload.optimizer)
             at_step["activation"] += step
             if sum(at_step.values()) > sum(parts.values()):
@@ -195,7 +196,7 @@ def _parts_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> di
     rows = moves.buffers
     live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
     state = {graph.values[value].storage for value in graph.state}
-    end, backward = len(graph.ops), graph.backward_begin
+    gradients = {graph.values[value].storage for _, value in graph.gradients}
     parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)
     for row in np.flatnonzero(live).tolist():
         storage = graph.storages[int(rows.storage[row])]
@@ -205,8 +206,8 @@ def _parts_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> di
             kind = storage.kind
         elif storage.index in state:
             kind = "cache"
-        elif storage.born >= backward and storage.died >= end and storage.kind == "activation":
-            kind = "gradient"  # what the backward pass made and left behind
+        elif storage.index in gradients:
+            kind = "gradient"
         else:
             kind = "activation"
         parts[kind] += _rounded(int(rows.nbytes[row]), device)

@@ -4,18 +4,22 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import autoshard
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cost import estimate, lower_bound, op_seconds, optimizer_seconds, relaxed_bound, unit_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.profile.measure import profile_graph
+from autoshard.profile.measure import gradient_surplus, profile_graph
 from autoshard.profile.units import find_units
 from autoshard.strategies.units import chain_from_profile
 from autoshard.workload import Workload
+from tests.conformance.checks import measured_peaks
 from tests.models import by_name
 from tests.profile.test_measure import two_linears
 
@@ -163,6 +167,31 @@ def test_units_follow_the_order_of_execution():
     assert int(units.resident_bytes.sum()) == profile.parameter_bytes
     relu = next(op.index for op in profile.graph.ops if "relu" in str(op.target))
     assert units.op_unit[relu] == 0  # what has no tensors runs with the unit before it
+
+
+class Extended(nn.Module):
+    """A frozen table and rows that were added to it, and a leaf that the forward makes and the output leads to."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(60, 64), requires_grad=False)
+        self.rows = nn.Parameter(torch.randn(4, 64))
+        self.up = nn.Linear(64, 128)
+
+    def forward(self, x):
+        noise = x.new_zeros(2, 1, 128).requires_grad_()
+        whole = torch.cat([self.table, self.rows])
+        return self.up(x @ whole.t() @ whole) + noise
+
+
+def test_what_backward_leaves_beyond_the_gradients_is_there_at_the_optimizer_step():
+    model, inputs = Extended(), {"x": torch.randn(2, 1, 64)}
+    profile = autoshard.profile(model, inputs, workload=TRAINING)
+    assert gradient_surplus(profile.graph) == [("rows", 60 * 64 * 4)]
+    placed = autoshard.plan(model, {"cpu:0": "1GiB"}, inputs=inputs, workload=TRAINING)
+    measured = measured_peaks(model, placed, inputs, training=True)["cpu:0"]
+    assert 0 <= autoshard.estimate(placed, profile).devices[0].peak_bytes - measured <= 8
+    assert 0 <= profile.peak_bytes - measured <= 8
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

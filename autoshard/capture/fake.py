@@ -140,7 +140,7 @@ class FakeFloats:
         if not inputs:
             return self._factory_keeps_values(func, traits, args, kwargs)
         if traits.random and inputs[0].is_floating_point() and kwargs.get("dtype") in (None, inputs[0].dtype):
-            return False
+            return func is aten.multinomial.default  # which draws integers
         if len(inputs) == 1:
             return inputs[0].numel() <= REAL_ELEMENTS
         if traits.pointwise:

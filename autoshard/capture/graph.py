@@ -227,7 +227,8 @@ class ModelGraph:
         functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
-        lasting: values that the forward made and that are there after the run: outputs, tables kept on attributes.
+        lasting: values that ops made and that are there after the run, other than `gradients`: outputs, tables kept on
+            attributes, the gradient of a leaf that the model made.
         carried: (storage, time) of what modules keep on attributes: the one that the forward before this left them, as
             large and in the same place, is there from the start until this time.
         nodes: autograd nodes in the order in which they ran.

@@ -6,6 +6,7 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 
 import operator
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -294,10 +295,11 @@ class Recorder(TorchDispatchMode):
         made_by = [value.op for value in self.ledger.values()]
         return self.node_log.nodes(self.ledger.ops, made_by, self._made_at, self._made_in, self.histories)
 
-    def lasting(self, end: int) -> tuple[int, ...]:
-        """Values made by ops before `end` that are still there: outputs, and what modules keep on attributes."""
+    def lasting(self, gradients: Iterable[int]) -> tuple[int, ...]:
+        """Values made by ops that are still there: outputs, what modules keep, but not the parameters' gradients."""
         values = self.ledger.values()
-        return tuple(value for value in self.ledger.alive() if 0 <= values[value].op < end)
+        gone = {values[value].storage for value in gradients}
+        return tuple(v for v in self.ledger.alive() if values[v].op >= 0 and values[v].storage not in gone)
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""

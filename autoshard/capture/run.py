@@ -176,7 +176,7 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
         gradients=tuple(seen.gradients.items()),
         functions=tuple(recorder.functions),
         nodes=seen.nodes,
-        lasting=recorder.lasting(backward_begin),
+        lasting=recorder.lasting(seen.gradients.values()),
         carried=left_by_the_last(found, values, storages),
         **about,
     )

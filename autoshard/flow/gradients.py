@@ -148,12 +148,13 @@ class Gradients:
         self._set_time(time)
 
     def finish(self) -> None:
-        """Run what is left after the last op, and keep what is in `.grad`."""
-        self._advance(self.walk.end)
-        for _, value in self.graph.gradients:
-            obj = self.objects.current[value]
-            if obj >= 0:
-                self.objects.used[obj] = max(self.objects.used[obj], self.walk.end - _MOMENT)
+        """Run what is left after the last op, and keep what is in `.grad`; other than parameters' for longer."""
+        end, graph = self.walk.end, self.graph
+        self._advance(end)
+        lasting = [(value, end) for value in graph.lasting if graph.values[value].op >= self.begin]
+        for value, time in [*((value, end - _MOMENT) for _, value in graph.gradients), *lasting]:
+            if self.objects.current[value] >= 0:
+                self._use(self.objects.current[value], time)
 
     def _set_time(self, time: int) -> None:
         if time != self._time:

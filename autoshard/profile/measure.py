@@ -39,7 +39,8 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     peak = resident + int(live.max())
     if workload.training:
         step = optimizer_step_bytes([nbytes for _, nbytes in trained_sizes(graph)], workload.optimizer)
-        peak = max(peak, resident + root.gradient_bytes + int(live[-1]) + step)
+        gradients = root.gradient_bytes + sum(nbytes for _, nbytes in gradient_surplus(graph))
+        peak = max(peak, resident + gradients + int(live[-1]) + step)
     return Profile(
         graph=graph,
         workload=workload,
@@ -124,6 +125,20 @@ def trained_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
         if tensor.storage in trained:
             sizes.setdefault(tensor.storage, (tensor.name, graph.storages[tensor.storage].nbytes))
     return list(sizes.values())
+
+
+def gradient_surplus(graph: ModelGraph) -> list[tuple[str, int]]:
+    """Return (parameter name, bytes) of memory that a `.grad` keeps beyond itself: it may be a part of something larger.
+
+    torch.cat([a, b])     gradient ██████░░░     a.grad is a view of it, also if b is frozen
+    """
+    own: dict[int, tuple[str, int]] = {}
+    for name, value in graph.gradients:
+        storage = graph.values[value].storage
+        first, nbytes = own.get(storage, (name, 0))
+        own[storage] = first, nbytes + graph.values[value].nbytes
+    more = [(name, graph.storages[storage].nbytes - nbytes) for storage, (name, nbytes) in own.items()]
+    return [(name, nbytes) for name, nbytes in more if nbytes > 0]
 
 
 def optimizer_step_bytes(sizes: Sequence[int], optimizer: str, fused_list: bool = False) -> int:

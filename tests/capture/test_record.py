@@ -315,6 +315,23 @@ def test_known_masks_select_and_floats_are_taken_to_be_finite():
     assert graph.level == "fake" and any("finite" in note and __file__ in note for note in graph.notes)
 
 
+class Samples(nn.Module):
+    """Takes all places in a random order, and looks whether any of them is masked."""
+
+    def forward(self, x, mask):
+        places = torch.multinomial(torch.ones(x.shape[1]), x.shape[1])
+        return x[:, places] if mask[:, places].all() else x[:, places].masked_fill(~mask[:, places], 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_places_drawn_at_random_are_known(masked):
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0, 3] = not masked
+    graph = capture(Samples(), (torch.randn(2, 5), mask))
+    assert graph.level == "fake"
+    assert (aten.masked_fill.Scalar in [op.target for op in graph.ops]) == masked
+
+
 class Adder(nn.Module):
     def forward(self, x, table):
         return x + table

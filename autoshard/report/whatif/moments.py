@@ -5,7 +5,7 @@ import numpy as np
 from autoshard.cluster.cluster import Device
 from autoshard.cost import step_bytes
 from autoshard.flow import Flow
-from autoshard.profile.measure import trained_sizes
+from autoshard.profile.measure import gradient_surplus, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling
 
@@ -39,7 +39,7 @@ def live_vectors(
     times = np.unique(np.concatenate([np.maximum(born, 0.0), [float(moves.steps)]]))
     uncounted = moves.uncounted
     times = times[(times <= uncounted.start) | (times >= uncounted.stop)]
-    live = _before(times, born, vectors, "right") - _before(times, last, vectors, "left")
+    live = live_at(times, born, last, vectors)
     return np.vstack([live, _at_step(profile, moves, vectors[: len(mine)], mine, device)])
 
 
@@ -48,17 +48,20 @@ def _at_step(profile: Profile, moves: Flow, vectors: np.ndarray, mine: np.ndarra
     graph, rows, block = profile.graph, moves.buffers, device.block_bytes
     if not profile.workload.training:
         return np.zeros((0, vectors.shape[1]))
-    made_by_backward = np.array([
-        row.kind == "activation" and row.born >= graph.backward_begin and row.died >= len(graph.ops)
-        for row in graph.storages
-    ], bool)  # fmt: skip
+    own_gradients = [graph.values[value].storage for _, value in graph.gradients]
     there = (rows.born[mine] <= moves.steps) & (moves.steps <= rows.died[mine] - 1)
-    gradients = made_by_backward[rows.storage[mine]] & ~rows.copied[mine]
+    gradients = np.isin(rows.storage[mine], own_gradients) & ~rows.copied[mine]
     step = vectors[there & ~gradients].sum(axis=0)
     sizes = trained_sizes(graph)
     own = [-(-nbytes // block) * block for name, nbytes in sizes if moves.tensor_device[name] == device.name]
+    own += [nbytes for name, nbytes in gradient_surplus(graph) if moves.tensor_device[name] == device.name]
     step[0] += sum(own) + step_bytes(sizes, moves.tensor_device, device, profile.workload.optimizer)
     return step[None]
+
+
+def live_at(times: np.ndarray, born: np.ndarray, last: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """[times, columns] sum of the vectors that are there, each from when it is born to its last time."""
+    return _before(times, born, vectors, "right") - _before(times, last, vectors, "left")
 
 
 def _before(times: np.ndarray, when: np.ndarray, vectors: np.ndarray, side: str) -> np.ndarray:
@@ -73,7 +76,7 @@ def front(vectors: np.ndarray) -> np.ndarray:
     rows = np.unique(np.round(vectors, 3), axis=0)
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
     kept: list[np.ndarray] = []
-    for row in rows:
-        if not kept or not (np.array(kept) >= row).all(axis=1).any():
-            kept.append(row)
+    while len(rows):
+        kept.append(rows[0])
+        rows = rows[~(rows <= rows[0]).all(axis=1)]
     return np.array(kept).reshape(-1, vectors.shape[1])
