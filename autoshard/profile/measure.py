@@ -128,7 +128,7 @@ def trained_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
 
 
 def gradient_surplus(graph: ModelGraph) -> list[tuple[str, int]]:
-    """Return (parameter name, bytes) of memory that a `.grad` keeps beyond itself: it may be a part of something larger.
+    """Return (parameter name, bytes) of memory that a `.grad` keeps beyond itself, if it is a part of something larger.
 
     torch.cat([a, b])     gradient ██████░░░     a.grad is a view of it, also if b is frozen
     """
