@@ -32,7 +32,7 @@ def estimate_cut_streams(plan: Plan, profile: Profile, cluster: Cluster, *, trac
         key = tuple(cut.shares[rank] for cut in plan.cuts), device.speed, device.kind, device.memory_bytes, device.host
         if key not in known:
             alone = replace(plan, cuts=(), whole=(), placements={"": row.name})
-            local, one = local_profile(profile, traced, rank), _one_rank(plan, cluster, row.name)
+            local, one = local_profile(profile, traced, rank), one_rank(plan, cluster, row.name)
             known[key] = estimate_streamed(alone, local, one, lower_bound_seconds=0.0)
         ranks[row.name] = known[key]
     latency = max(found.latency_seconds for found in ranks.values()) + base.collective_seconds
@@ -47,8 +47,8 @@ def estimate_cut_streams(plan: Plan, profile: Profile, cluster: Cluster, *, trac
     )
 
 
-def _one_rank(plan: Plan, cluster: Cluster, name: str) -> Cluster:
-    """The cluster as one rank sees it: its device and the stores."""
+def one_rank(plan: Plan, cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster as one rank sees it: its device and the stores."""
     host = cluster.device(name).host
     sharing = sum(cluster.device(row.name).host == host for row in plan.devices)
     stores = dict.fromkeys(plan.streamed.values())

@@ -103,7 +103,7 @@ def stage_figures(
             )
         )
     shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)
-    figures = Figures(stages=tuple(found), borders=_borders(graph, staged, len(stages)), shared=shared)
+    figures = Figures(stages=tuple(found), borders=borders_of(graph, staged, len(stages)), shared=shared)
     if processes:
         return figures
     moves = memory.moves
@@ -139,8 +139,8 @@ def weight_ops(graph: ModelGraph) -> np.ndarray:
     return found
 
 
-def _borders(graph: ModelGraph, staged: Staged, count: int) -> tuple[Border, ...]:
-    """What goes over every border, from neighbour to neighbour; its gradient comes back the same way."""
+def borders_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[Border, ...]:
+    """Return what goes over every border, from neighbour to neighbour; its gradient comes back the same way."""
     tensors: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
     returned: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
     training = graph.backward_begin < len(graph.ops)

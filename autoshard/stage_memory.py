@@ -176,7 +176,7 @@ class StageMemory:
             gradient=gradient,
             optimizer=gradient * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
             inputs=sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
-            if stage == self._home() or self.processes else 0,
+            if stage == self.home or self.processes else 0,
         )  # fmt: skip
         rows = self.rows_of(stage, recomputed)
         if rows is None:
@@ -250,6 +250,7 @@ class StageMemory:
                 found[tensor.kind] += rounded(self.graph.storages[tensor.storage].nbytes)
         return found["parameter"], found["buffer"]
 
-    def _home(self) -> int:
+    @property
+    def home(self) -> int:
         """The stage where the root of the model, and so its inputs, are."""
         return int(self.moves.homes.homes[""])

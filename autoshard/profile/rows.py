@@ -21,7 +21,7 @@ class Rows:
 
     Attributes:
         size: rows of the batch that was recorded.
-        storage_bytes, born, died: [S] activations and inputs, live at ops `born` to `died - 1`.
+        storage, storage_bytes, born, died: [S] activations and inputs, live at ops `born` to `died - 1`.
         carries: [S] has rows.
         sent: [S] outputs that autograd does not hold: gone where they were made once they are on another device.
         gradient, cache: [S] what backward leaves in `.grad`; what outlives the forward.
@@ -33,6 +33,7 @@ class Rows:
     """
 
     size: int
+    storage: np.ndarray
     storage_bytes: np.ndarray
     born: np.ndarray
     died: np.ndarray
@@ -100,6 +101,7 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     inputs = dict.fromkeys(graph.values[value].storage for value in graph.inputs if value in carrying)
     return Rows(
         size=batch.size,
+        storage=np.array([s.index for s in rows], np.int64),
         storage_bytes=np.array([s.nbytes for s in rows], np.float64),
         born=np.array([born for _, born, _ in lives], np.int64),
         died=np.array([died for _, _, died in lives], np.int64),

@@ -108,14 +108,3 @@ def test_ranks_at_other_sizes_are_near_the_estimate_there(mode):
         for row, device in zip(found["devices"], want.devices, strict=True):
             assert row[1] == pytest.approx(device.peak_bytes, rel=MEMORY, abs=512 * 64)
             assert row[3] == pytest.approx(device.compute_seconds, rel=near)
-
-
-def test_pipelines_can_be_split_anew_only():
-    cluster, workload = parse_devices("2xT4"), Workload(batch_size=4, sequence_length=16)
-    inputs = torch.zeros(4, 16, dtype=torch.long)
-    plan = autoshard.plan(Net(), cluster, inputs=inputs, workload=workload, strategy="pipeline", num_microbatches=2)
-    profile = profiled(4, 16)
-    estimate = autoshard.estimate(plan, profile, cluster)
-    data = what_if_data(plan, estimate, profile, cluster, find_scaling(profile, profiled(12, 8)))
-    assert data["planned"] is None and predict(data, 4, 16, 0)["fits"]
-    assert data["latency"] == estimate.latency_seconds

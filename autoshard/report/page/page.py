@@ -20,6 +20,11 @@ from autoshard.report.terminal import describe_workload
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
 
+WHAT_IF = (
+    "formula.js", "formula_stages.js", "formula_replicas.js", "formula_streams.js", "whatif.js", "controls.js",
+)  # fmt: skip
+"""Scripts of the sliders, in order."""
+
 
 def make_page(
     plan: Plan,
@@ -76,7 +81,7 @@ def make_page(
         plan_json=plan.to_json(),
         data=embedded(data),
         style=_file("page.css"),
-        script=_file("page.js") + (_file("whatif.js") if what_if is not None else ""),
+        script="\n".join(map(_file, ("page.js", *(WHAT_IF if what_if is not None else ())))),
     )
 
 

@@ -11,14 +11,23 @@ from autoshard.cluster.hardware import hardware_table, make_device
 from autoshard.cluster.links import make_links
 from autoshard.estimate import Estimate
 from autoshard.flow import HOST_NAME, Flow, flow
-from autoshard.plan import Plan
+from autoshard.mesh_cost import UNDIVIDED
+from autoshard.plan import Mesh, Plan
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling, powers
+from autoshard.replica_cost import rows_per_replica
+from autoshard.report.whatif.links import Links
 from autoshard.report.whatif.moments import front, live_vectors
+from autoshard.report.whatif.parts import rates
+from autoshard.report.whatif.predict import predict
 from autoshard.report.whatif.ranks import Table, ranks
+from autoshard.report.whatif.replicas import replica_keys, replicated_data
 from autoshard.report.whatif.sparse import counted, terms
+from autoshard.report.whatif.stages import device_keys, staged_data
+from autoshard.report.whatif.streams import stream_data
 from autoshard.report.whatif.units import unit_kinds
+from autoshard.stream_cost import streamed_modules, with_slots
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
@@ -33,18 +42,14 @@ def what_if_data(
     b, s, total = scaling.sizes
     dtypes = sorted(set(profile.op_dtypes) | {extra.dtype for extra in scaling.extra})
     classes, of_op, of_extra = _op_classes(profile, scaling, dtypes)
-    plain = plan.mesh is None and not plan.cuts and not plan.streamed
     grows = [any(monomial[i] for monomial in scaling.monomials) for i in range(3)]
     used = [device.name for device in estimate.devices if device.peak_bytes > 0]
     lead = cluster.device(used[0] if used else cluster.names[0])
     table = [terms(row) for row in scaling.table]
-    own: dict[str, Any] | None = None
-    if plain:
-        own = _planned(plan, estimate, profile, cluster, scaling, dtypes, of_op, of_extra)
-    elif plan.cuts and plan.mesh is None:
-        added = Table(table, classes, of_op, of_extra, lambda device: _rates(device, dtypes))
-        own = ranks(plan, estimate, profile, cluster, scaling, added)
-    return {
+    # One process runs generate() undivided, and it is priced so: see `mesh_cost.UNDIVIDED`.
+    undivided = UNDIVIDED in estimate.notes
+    least = _least_batch(plan) if b and not undivided else 1
+    data = {
         "sizes": [b or 1, s, max(total - s, 0)],
         "vary": [b > 0 and grows[0], s > 0 and (grows[1] or grows[2]), s > 0 and total > s],
         "guessed": scaling.guessed,
@@ -54,11 +59,67 @@ def what_if_data(
         "monomials": [list(monomial) for monomial in scaling.monomials],
         "table": table,
         "ops": classes,
-        "planned": own,
-        "latency": estimate.latency_seconds,
         "units": unit_kinds(profile, scaling, of_op, of_extra),
         "hardware": _hardware(lead, cluster, dtypes),
+        "least": least,
+        "words": _words(plan, least, divides=plan.mesh is not None and not undivided),
     }
+    if plan.mesh is not None and not undivided:
+        stages = plan.mesh.pipeline > 1 or plan.mesh.tensor > 1
+        make = staged_data if stages else replicated_data
+        data["planned"] = make(plan, estimate, profile, cluster, scaling, dtypes)
+        _add_always(data, estimate)
+    elif plan.cuts:
+        added = Table(table, classes, of_op, of_extra, lambda device: rates(device, dtypes))
+        data["planned"] = ranks(plan, estimate, profile, cluster, scaling, added)
+    else:
+        data["planned"] = _placed(plan, estimate, profile, cluster, scaling, dtypes, of_op, of_extra)
+    return data
+
+
+def _least_batch(plan: Plan) -> int:
+    """The fewest rows of which every replica has enough for its micro-batches, up to what is planned."""
+    mesh, batch = plan.mesh, plan.batch
+    if mesh is None or batch is None:
+        return 1
+    for size in range(1, batch.size):
+        rows = rows_per_replica(replace(batch, size=size), mesh.shares, mesh.data)
+        if min(rows) >= plan.num_microbatches:
+            return size
+    return batch.size
+
+
+def _words(plan: Plan, least: int, *, divides: bool) -> tuple[str, str]:
+    """How the model is divided under the sliders, and what of the plan is left out where it is split anew."""
+    mesh = plan.mesh or Mesh()
+    parts = []
+    if divides and mesh.data > 1:
+        parts.append(f"{mesh.data} replicas" + (" that share all parameters" if mesh.sharded else ""))
+    if divides and mesh.pipeline > 1:
+        parts.append(f"{len(plan.stages)} stages")
+    if divides and plan.num_microbatches > 1:
+        parts.append(f"{plan.num_microbatches} micro-batches")
+    parts += ["cuts"] if plan.cuts else []
+    parts += ["streamed modules"] if plan.streamed else []
+    if not parts:
+        return "With the modules where the plan has them.", ""
+    own = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    ordered = f", in the order of {plan.schedule}" if divides and plan.num_microbatches > 1 else ""
+    rows = f" Every part of a batch has a row, so it has {least} at least." if least > 1 else ""
+    return f"With the plan's {own}{ordered}.{rows}", f" Without the plan's {own}: `autoshard plan` makes such plans."
+
+
+def _add_always(data: dict[str, Any], estimate: Estimate) -> None:
+    """Add to the peaks of ranks what the polynomials don't have: parameters, overhead, the allocator's rounding."""
+    planned, (batch, sequence, fresh) = data["planned"], data["sizes"]
+    found = predict(data, batch, sequence, fresh)
+    lacking = [figures.peak_bytes - row[1] for figures, row in zip(estimate.devices, found["devices"], strict=True)]
+    if planned["way"] == "replicas":
+        for number, figures in replica_keys(planned).items():
+            planned["figures"][figures]["always"] = lacking[number]
+        return
+    for number, (figures, position) in device_keys(planned).items():
+        planned["figures"][figures]["always"][position] = lacking[number]
 
 
 def _op_classes(
@@ -80,12 +141,15 @@ def _op_classes(
     return [list(key) for key in known], of_op, of_extra
 
 
-def _planned(
+def _placed(
     plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, scaling: Scaling, dtypes: Sequence[str],
     of_op: Sequence[int], of_extra: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Devices with the ops they run and the moments at which they may be fullest, and the copies between them."""
-    moves = flow(profile.graph, plan.placements)
+    bare = moves = flow(profile.graph, plan.placements)
+    modules = streamed_modules(plan, profile.graph)
+    if modules:
+        moves = with_slots(bare, modules, profile.graph)
     base = powers(scaling.monomials, *scaling.sizes)
     trained = dict(trained_sizes(profile.graph)) if profile.workload.training else {}
     state = OPTIMIZER_STATE_TENSORS[profile.workload.optimizer]
@@ -108,37 +172,41 @@ def _planned(
                 "name": device.name,
                 "memory": device.memory_bytes,
                 # What the moments do not have: optimizer state, overhead, the allocator's rounding.
-                "always": figures.peak_bytes - fullest if figures.peak_bytes else 0,
+                "always": figures.peak_bytes - figures.overhead_bytes - fullest if figures.peak_bytes else 0,
+                "overhead": figures.overhead_bytes,
                 "front": [terms(row) for row in moments],
                 "ops": counted(placed) if index >= 0 else [],
                 "optimizer": own * (3 + 2 * state) if profile.workload.optimizer != "none" else 0,
-                **_rates(device, dtypes),
+                **rates(device, dtypes),
             }
         )
-    return {"devices": devices, "transfers": _transfers(moves, profile, cluster, scaling), "collectives": None}
+    links = Links(cluster)
+    transfers = _transfers(moves, profile, cluster, scaling, links)
+    found: dict[str, Any] = {
+        "way": "placed",
+        "devices": devices,
+        "transfers": transfers,
+        "collectives": None,
+        "links": links.rows,
+    }
+    if modules:
+        names = [row["name"] for row in devices]
+        found["stream"] = stream_data(modules, profile, cluster, names, scaling, bare, of_op, of_extra, links)
+    return found
 
 
-def _transfers(moves: Flow, profile: Profile, cluster: Cluster, scaling: Scaling) -> list[list[Any]]:
-    """[device, delay, bandwidth, how many, bytes of all] of copies that are alike."""
-    groups: dict[tuple[int, float, float], tuple[int, np.ndarray]] = {}
+def _transfers(moves: Flow, profile: Profile, cluster: Cluster, scaling: Scaling, links: Links) -> list[list[Any]]:
+    """[device, link, how many, bytes of all] of copies that are alike."""
+    groups: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
     for copy in moves.copies:
         if copy.kept or not moves.counts(copy) or HOST_NAME in (copy.source, copy.destination):
             continue
-        link = cluster.link(copy.source, copy.destination)
-        key = (cluster.names.index(copy.destination), link.latency_seconds, link.bytes_per_second)
+        key = cluster.names.index(copy.destination), links.between(copy.source, copy.destination)
         count, total = groups.get(key, (0, np.zeros(len(scaling.monomials))))
         value = profile.graph.values[copy.value]
         share = copy.nbytes / value.nbytes if value.nbytes else 0.0
         groups[key] = count + 1, total + share * scaling.table[scaling.value[copy.value]]
     return [[*key, count, terms(total)] for key, (count, total) in groups.items()]
-
-
-def _rates(device: Device, dtypes: Sequence[str]) -> dict[str, Any]:
-    return {
-        "flops": [device.flops(dtype) for dtype in dtypes],
-        "bandwidth": device.bytes_per_second,
-        "launch": device.launch_seconds,
-    }
 
 
 def _hardware(lead: Device, cluster: Cluster, dtypes: Sequence[str]) -> list[dict[str, Any]]:
@@ -169,5 +237,5 @@ def _pair(device: Device) -> tuple[Device, Device]:
 def _row(device: Device, name: str, link: float, delay: float, dtypes: Sequence[str]) -> dict[str, Any]:
     return {
         "name": name, "memory": device.memory_bytes, "overhead": device.overhead_bytes, "link": link, "delay": delay,
-        **_rates(device, dtypes),
+        **rates(device, dtypes),
     }  # fmt: skip

@@ -1,13 +1,21 @@
-"""The formula of the page's sliders. `page/whatif.js` is the same, line by line; a test holds both equal.
-
-    seconds of an op    max(FLOPs / rate, bytes / bandwidth) + launch, where there is anything to do
-    bytes of a device   the largest of the moments that may be the fullest, + what is always there
-
-FLOPs and bytes are polynomials in the batch, the sequence and the length of the cache.
-"""
+"""The formula of the page's sliders. `page/whatif.js` is the same, line by line; a test holds both equal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from autoshard.report.whatif.formula import (
+    collectives,
+    copies,
+    largest,
+    monomials,
+    op_seconds,
+    polynomial,
+    result,
+    sum_of,
+)
+from autoshard.report.whatif.formula_replicas import replicated
+from autoshard.report.whatif.formula_stages import staged
+from autoshard.report.whatif.formula_streams import streamed
 
 BISECTIONS = 40
 
@@ -22,89 +30,60 @@ def predict(
 ) -> dict[str, Any]:
     """Return {"devices": [[name, peak, memory, seconds]], "latency", "bottleneck", "fits"}.
 
-    `kind` and `count`: other devices, one of `data["hardware"]`; the model is then split anew. Without them it is the
-    plan's own division, if there is one.
+    `kind` and `count`: other devices, one of `data["hardware"]`. The plan keeps its division where as many devices are
+    left and it divides more than modules; else the model is split anew.
     """
-    values = _values(data, batch, sequence, sequence + new_tokens)
-    if not kind and not count and data["planned"]:
-        return _planned(data, values)
+    values = monomials(data, batch, sequence, sequence + new_tokens)
     chosen = next((row for row in data["hardware"] if row["name"] == kind), data["hardware"][0])
-    return _split_anew(data, values, chosen, count or data["devices"])
+    planned, scale = data["planned"], batch / data["sizes"][0]
+    if kind or count:
+        if planned["way"] == "placed" or count not in (0, data["devices"]):
+            return _split_anew(data, values, chosen, count or data["devices"])
+        planned = _elsewhere(planned, chosen) if kind else planned
+    if planned["way"] == "stages":
+        return staged(planned, values, scale)
+    return replicated(planned, values, scale) if planned["way"] == "replicas" else _placed(data, planned, values)
 
 
-def _values(data: Mapping[str, Any], batch: float, sequence: float, total: float) -> list[float]:
-    """The value of every monomial."""
-    return [batch**i * sequence**j * total**k if not many or batch > 1 else 0.0 for i, j, k, many in data["monomials"]]
+def _elsewhere(planned: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """The same division over devices of another kind, all in one machine; stores stay as far away as they are."""
+    links = [
+        [hardware["delay"], hardware["link"] / shared, shared] if shared > 0 else [delay, rate, shared]
+        for delay, rate, shared in planned["links"]
+    ]
+    if planned["way"] == "ranks":
+        devices = [{**row, **hardware, "name": row["name"]} if row["ops"] else row for row in planned["devices"]]
+        return {**planned, "links": links, "devices": devices}
+    names = [[name, hardware["memory"], hardware["overhead"]] for name, _, _ in planned["names"]]
+    return {**planned, "links": links, "names": names, "rates": [hardware for _ in planned["rates"]]}
 
 
-def _polynomial(terms: Sequence[float], values: Sequence[float]) -> float:
-    """Terms are column, coefficient, column, coefficient …"""
-    total = 0.0
-    for i in range(0, len(terms), 2):
-        total += terms[i + 1] * values[int(terms[i])]
-    return total
-
-
-def _largest(front: Sequence[Sequence[float]], values: Sequence[float]) -> float:
-    most = 0.0
-    for terms in front:
-        most = max(most, _polynomial(terms, values))
-    return most
-
-
-def _op_seconds(data: Mapping[str, Any], values: Sequence[float], device: Mapping[str, Any]) -> list[float]:
-    """Seconds of every kind of op on a device."""
-    amounts = [_polynomial(terms, values) for terms in data["table"]]
-    found = []
-    for flops, moved, dtype in data["ops"]:
-        busy = max(amounts[flops] / device["flops"][dtype], amounts[moved] / device["bandwidth"])
-        found.append(busy + device["launch"] if amounts[flops] > 0 or amounts[moved] > 0 else 0.0)
-    return found
-
-
-def _sum(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Counts are kind of op, how many, kind of op, how many …"""
-    total = 0.0
-    for i in range(0, len(counts), 2):
-        total += seconds[counts[i]] * counts[i + 1]
-    return total
-
-
-def _planned(data: Mapping[str, Any], values: Sequence[float]) -> dict[str, Any]:
-    devices = []
-    latency, incoming = 0.0, [0.0] * len(data["planned"]["devices"])
-    for target, delay, bandwidth, count, terms in data["planned"]["transfers"]:
-        seconds = count * delay + _polynomial(terms, values) / bandwidth
+def _placed(data: Mapping[str, Any], planned: Mapping[str, Any], values: Sequence[float]) -> dict[str, Any]:
+    """Modules where the plan has them, or their parameters cut over ranks; some may be streamed."""
+    links, devices, every = planned["links"], [], []
+    latency, incoming = 0.0, [0.0] * len(planned["devices"])
+    for target, *row in planned["transfers"]:
+        seconds = copies(links, [row], values)
         incoming[target] += seconds
         latency += seconds
     bottleneck, slowest = 0.0, 0.0
-    for number, device in enumerate(data["planned"]["devices"]):
-        seconds = _sum(device["ops"], _op_seconds(data, values, device)) + device["optimizer"] / device["bandwidth"]
-        peak = _largest(device["front"], values)
-        peak = peak + device["always"] if peak > 0 or device["always"] > 0 else 0.0
+    for number, device in enumerate(planned["devices"]):
+        own = op_seconds(data, values, device)
+        every.append(own)
+        seconds = sum_of(device["ops"], own) + device["optimizer"] / device["bandwidth"]
+        peak = largest(device["front"], values)
+        peak = peak + device["always"] + device["overhead"] if peak > 0 or device["always"] > 0 else 0.0
         devices.append([device["name"], peak, device["memory"], seconds])
         latency += seconds
         bottleneck = max(bottleneck, seconds + incoming[number])
-        slowest = max(slowest, seconds)
-    if data["planned"]["collectives"] is not None:  # ranks work at the same time
-        latency = slowest + _collectives(data["planned"]["collectives"], values)
+        slowest = max(slowest, streamed(device["stream"], links, values, [own])[0] if "stream" in device else seconds)
+    if planned["collectives"] is not None:  # ranks work at the same time
+        latency = slowest + collectives(links, planned["collectives"], values)
         bottleneck = latency
-    return _result(devices, latency, bottleneck)
-
-
-def _collectives(rows: Sequence[Sequence[Any]], values: Sequence[float]) -> float:
-    """Seconds of all of them: each in its cheapest way, as long as the slowest link takes."""
-    total = 0.0
-    for count, ways, terms in rows:
-        nbytes = _polynomial(terms, values)
-        best = float("inf")
-        for lines in ways:
-            slowest = 0.0
-            for delay, per_byte in lines:
-                slowest = max(slowest, delay + per_byte * nbytes)
-            best = min(best, slowest)
-        total += count * best
-    return total
+    if "stream" in planned:
+        latency, busiest = streamed(planned["stream"], links, values, every)
+        bottleneck = max(bottleneck, busiest)
+    return result(devices, latency, bottleneck)
 
 
 def _split_anew(
@@ -112,13 +91,13 @@ def _split_anew(
 ) -> dict[str, Any]:
     """Divide the units, in order, so that the fullest device is as empty as it can be."""
     kinds = []
-    seconds = _op_seconds(data, values, hardware)
+    seconds = op_seconds(data, values, hardware)
     for unit in data["units"]["kinds"]:
-        busy = _sum(unit["ops"], seconds) + unit["optimizer"] / hardware["bandwidth"]
+        busy = sum_of(unit["ops"], seconds) + unit["optimizer"] / hardware["bandwidth"]
         copies, terms = unit["out"]
         kinds.append(
-            (_polynomial(unit["held"], values), _largest(unit["front"], values), busy, copies,
-             _polynomial(terms, values))
+            (polynomial(unit["held"], values), largest(unit["front"], values), busy, copies,
+             polynomial(terms, values))
         )  # fmt: skip
     order = [kinds[number] for number in data["units"]["order"]]
     low, high = 0.0, 0.0
@@ -148,7 +127,7 @@ def _split_anew(
         bottleneck = max(bottleneck, busy + incoming)
     for number in range(len(parts), count):
         devices.append([f"device {number}", 0.0, hardware["memory"], 0.0])
-    return _result(devices, latency, bottleneck)
+    return result(devices, latency, bottleneck)
 
 
 def _packed(order: Sequence[tuple[float, float, float, int, float]], limit: float) -> list[tuple[int, int]]:
@@ -162,8 +141,3 @@ def _packed(order: Sequence[tuple[float, float, float, int, float]], limit: floa
         held += unit[0]
         transient = max(transient, unit[1])
     return [*parts, (first, len(order))]
-
-
-def _result(devices: list[list[Any]], latency: float, bottleneck: float) -> dict[str, Any]:
-    fits = all(peak <= memory for _, peak, memory, _ in devices)
-    return {"devices": devices, "latency": latency, "bottleneck": bottleneck, "fits": fits}
