@@ -56,6 +56,7 @@ def plan(
     strategy: str = "auto",
     objective: str = "latency",
     workload: Workload | None = None,
+    profile: "Profile | None" = None,
     max_memory: Mapping[Any, Any] | None = None,
     pins: Mapping[str, Any] | None = None,
     num_microbatches: int | None = None,
@@ -68,27 +69,49 @@ def plan(
     or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
     {module path: device}. `num_microbatches` and `schedule` ("gpipe", "1f1b", "interleaved" or "zero-bubble") are for
     pipelines, and chosen where they are not given. `tp_plan`: with "column-parallel", a dict as Transformers has it;
-    exactly what it names is cut, once it is proved. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
+    exactly what it names is cut, once it is proved. `profile`: what `profile()` gave for this model and these inputs;
+    saves taking it again for every set of devices. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
     """
     return _planned(
-        model, devices, inputs, workload,
+        model, devices, inputs, workload, profile,
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
         num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
     )  # fmt: skip
 
 
 def _planned(
-    model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, *,
+    model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, known: "Profile | None" = None, *,
     max_memory: Mapping[Any, Any] | None, **settings: Any,
 ) -> Plan:  # fmt: skip
-    """Find the devices, profile the model on nothing, and plan; `settings` are those of `plan_measured`."""
+    """Find the devices, profile the model on nothing, and plan; `settings` are those of `plan_measured`.
+
+    `known`: the profile, where it was taken already.
+    """
     from autoshard.cluster.parse import parse_devices
 
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
     cluster = parse_devices(devices)
-    measured = profile(model, inputs, workload=workload)
+    if known is not None:
+        _check_measured(known, model, workload)
+    measured = known or profile(model, inputs, workload=workload)
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+
+
+def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:
+    """Refuse a profile of another model or for another workload."""
+    from autoshard.fingerprint import fingerprint
+
+    if fingerprint(model) != profile.graph.fingerprint:
+        raise SpecError(
+            "the profile was taken of another model: names, shapes or dtypes differ. "
+            "Leave profile out, or profile this model."
+        )
+    if workload is not None and workload != profile.workload:
+        raise SpecError(
+            f"the profile was taken for {profile.workload}, and the plan is asked for {workload}: "
+            "leave workload out, or profile the model for it."
+        )
 
 
 def largest(

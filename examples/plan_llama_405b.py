@@ -35,7 +35,7 @@ def main() -> None:
         print(f"\n{devices}")
         objective = "latency" if devices is one else "throughput"
         try:
-            plan = autoshard.plan(model, devices, workload=workload, strategy="balanced", objective=objective)
+            plan = autoshard.plan(model, devices, profile=profile, strategy="balanced", objective=objective)
         except autoshard.PlanError as error:
             print(f"  {error}")
             continue

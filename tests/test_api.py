@@ -88,6 +88,18 @@ def test_profile_and_estimate(model):
     assert moved.devices[0].peak_bytes == 0 < moved.devices[1].peak_bytes
 
 
+def test_a_profile_is_taken_once_for_many_sets_of_devices(model):
+    workload = autoshard.Workload(mode="training")
+    profile = autoshard.profile(model, X, workload=workload)
+    for devices in ("2x1MiB", "1x1MiB,1x2MiB"):
+        known = autoshard.plan(model, devices, inputs=X, profile=profile)
+        assert known == autoshard.plan(model, devices, inputs=X, workload=workload)
+    with pytest.raises(autoshard.SpecError, match="another model"):
+        autoshard.plan(nn.Linear(16, 8), "2x1MiB", inputs=X, profile=profile)
+    with pytest.raises(autoshard.SpecError, match="leave workload out"):
+        autoshard.plan(model, "2x1MiB", inputs=X, profile=profile, workload=autoshard.Workload())
+
+
 def test_capture_gives_the_graph(model):
     graph = autoshard.capture(model, X)
     assert graph.level == "fake" and {m.path for m in graph.modules} >= {"", "0", "5.down"}
