@@ -1,25 +1,31 @@
 """What a pass costs when the layers are on disk: against everything in memory, plain reads, and Accelerate.
 
-    python benchmarks/offload.py [--rounds N] [--layers N] [--width N] [--tokens N] [--directory DIR] [--quick]
+    python benchmarks/offload.py [--rounds N] [--layers N] [--width N] [--tokens N] [--threads N]
+        [--directory DIR] [--quick]
 
 A bf16 decoder (22 layers, 1.1 billion parameters) with random weights is saved once as safetensors. Then, in one
 process and alternating, passes of some tokens over
 
     in memory        the ordinary model: what computing takes
-    read, warm/cold  the bytes of all layers, brought from the file with nothing computed: what reading takes
+    read, warm/cold  the bytes of all layers, from the files into one buffer of two layers, with nothing computed: what
+                     reading takes, by as many plain reads at a time as autoshard has
+    both at once     the model in memory computes while plain reads bring the same bytes: what is left of either when
+                     they share the memory of this machine, whatever the program does; warm and cold
     autoshard        all layers on disk, embedding and head in memory; warm, and cold (the page cache is emptied first)
     accelerate disk  load_checkpoint_and_dispatch with the layers on "disk"; warm and cold
     accelerate cpu   the same with the layers kept in CPU memory (cpu_offload)
 
-Printed are medians with quartiles, their ratio to max(computing, reading) of the same run (the bound), and the seconds
-of the processor, all threads together, which say more than the clock where other things run. Then the peak
-of the process's resident memory above what it was without the model, against what the plan says: what stays, two
-layers, and the activations (measured on the model in memory).
+One thread computes unless told otherwise, as reading takes a core of its own; with as many threads as cores weights
+are computed with where the file has them (see autoshard/runtime/read_ahead.py). Printed are medians with quartiles,
+their ratio to max(computing, reading) of the same run (the bound), and the seconds of the processor, all threads
+together, which say more than the clock where other things run. Before that, the peak of the process's resident memory
+above what it was without the model, against what the plan says: what stays, two layers, and the activations.
 """
 
 import argparse
 import dataclasses
 import gc
+import mmap
 import os
 import statistics
 import tempfile
@@ -34,11 +40,9 @@ import transformers
 
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.plan import Plan
-from autoshard.runtime.mapped import Region, bring, let_go, merged, region_of
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES, READERS = 4 << 20, 4
 OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -102,27 +106,36 @@ def load_config(directory: Path) -> transformers.PretrainedConfig:
 
 
 def read_layers(directory: Path) -> Callable[[], None]:
-    """Return a function that has the bytes of all layers in memory, by the fastest way there was: mapped, four threads.
+    """Return a function that reads the bytes of all layers, a part at a time for each of a few threads, and keeps none.
 
-    Plain reads took longer here, and such out of order leave a page cache of small pages, which everything that maps
-    the file later pays for.
+    A buffer of its own would be fresh memory for each, which costs more than reading.
     """
     entries = [entry for entry in open_checkpoint(directory).entries.values() if ".layers." in entry.name]
-    tensors = mapped_entries(entries)
-    regions = merged(region for region in map(region_of, tensors) if region is not None)
-    chunks = [
-        [Region(region.map, start, min(CHUNK_BYTES, region.start + region.nbytes - start))]
-        for region in regions
-        for start in range(region.start, region.start + region.nbytes, CHUNK_BYTES)
+    parts = [
+        (entry.file, start, min(CHUNK_BYTES, entry.offset + entry.nbytes - start))
+        for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset))
+        for start in range(entry.offset, entry.offset + entry.nbytes, CHUNK_BYTES)
     ]
+    opened = {entry.file: os.open(entry.file, os.O_RDONLY) for entry in entries}
+    buffers = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(READERS)]
 
-    def read_chunk(chunk: list[Region]) -> None:
-        assert tensors  # they keep the file mapped
-        bring(chunk)
-        let_go(chunk)
+    def read_one(part: tuple[Path, int, int]) -> None:
+        buffer = buffers.pop()
+        assert os.preadv(opened[part[0]], [buffer[: part[2]]], part[1]) == part[2]
+        buffers.append(buffer)
 
-    threads = ThreadPoolExecutor(4)
-    return lambda: list(threads.map(read_chunk, chunks)) and None
+    threads = ThreadPoolExecutor(READERS)
+    return lambda: list(threads.map(read_one, parts)) and None
+
+
+def at_once(*calls: Callable[[], object]) -> None:
+    """Run each in a thread of its own, the first one in this one."""
+    threads = [threading.Thread(target=call) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    calls[0]()
+    for thread in threads:
+        thread.join()
 
 
 def forget(*directories: Path | str) -> None:
@@ -192,9 +205,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "autoshard-offload")
     parser.add_argument("--quick", action="store_true", help="without Accelerate")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     directory = options.directory / f"{options.layers}x{options.width}"
     directory.mkdir(parents=True, exist_ok=True)
     make_checkpoint(directory, options.layers, options.width)
@@ -211,6 +226,8 @@ def main() -> None:
     read = read_layers(directory)
     cases: dict[str, Callable[[], object]] = {
         "in memory": lambda: run(plain), "read, warm": read, "read, cold": read,
+        "both at once, warm": lambda: at_once(lambda: run(plain), read),
+        "both at once, cold": lambda: at_once(lambda: run(plain), read),
         "autoshard disk, warm": lambda: run(ours), "autoshard disk, cold": lambda: run(ours),
     }  # fmt: skip
     scratch = tempfile.TemporaryDirectory(dir=options.directory)
@@ -242,7 +259,7 @@ def report(times: dict[str, list[tuple[float, float]]]) -> None:
         low, _, high = statistics.quantiles([clock for clock, _ in found], n=4)
         busy = statistics.median(processor for _, processor in found)
         print(
-            f"{name:24s} {middle[name]:7.3f} s  ({low:.3f} to {high:.3f})  {middle[name] / bound:5.2f} x bound, "
+            f"{name:22s} {middle[name]:7.3f} s  ({low:.3f} to {high:.3f})  {middle[name] / bound:5.2f} x bound, "
             f"processor {busy:.3f} s"
         )
 

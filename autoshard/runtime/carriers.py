@@ -2,12 +2,11 @@
 
     CopyNow      a device without streams (a simulated one): copied when asked for
     CopyAhead    a GPU: a thread copies on a stream of its own, through pinned memory; the computing stream waits for it
-    ReadAhead    the CPU, from disk: a thread has the pages of the file read; nothing is copied, as a rule
+    ReadAhead    the CPU, from disk: threads have the pages of the file read, and copy them where a core is free
 
 `begin` starts, `take` waits and gives what is to be used instead of each parameter (None: itself), `done` ends.
 """
 
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,41 +16,11 @@ import torch
 from autoshard import torch_private
 from autoshard.packed import is_packed, repacked, stored_tensors
 from autoshard.runtime.devices import CPU, copy_strides, copy_tensor, is_accelerator, set_current
-from autoshard.runtime.mapped import (
-    Region,
-    bring,
-    check_unchanged,
-    computes_as_in_memory,
-    let_go,
-    merged,
-    parts,
-    region_of,
-)
+from autoshard.runtime.homes import Copies, Homes
+from autoshard.runtime.mapped import let_go
+from autoshard.runtime.read_ahead import ReadAhead, Reader
 
 STAGING_BYTES = 32 << 20
-READERS = 4
-"""Threads that read from disk: two for each of the two modules that are on their way."""
-Copies = list[torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Homes:
-    """The parameters of a module where they are between its calls.
-
-    Attributes:
-        regions: what of their memory is in files.
-        unlike: those in a file where the CPU would compute other bits than in memory of torch's own.
-    """
-
-    tensors: list[torch.Tensor]
-    regions: list[Region]
-    unlike: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, parameters: Iterable[torch.Tensor]) -> "Homes":
-        with torch.inference_mode(False), torch.no_grad():
-            tensors = [parameter.detach() for parameter in parameters]
-        return cls(tensors, _regions(tensors), [tensor for tensor in tensors if _computes_elsewhere(tensor)])
 
 
 class Carrier(Protocol):
@@ -79,11 +48,6 @@ def carrier_for(device: torch.device) -> Carrier:
     return CopyNow(device)
 
 
-def _regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
-    stored = (part for tensor in tensors for part in stored_tensors(tensor))
-    return merged(region for region in map(region_of, stored) if region is not None)
-
-
 @dataclass(frozen=True, slots=True)
 class CopyNow:
     """Copies when asked to, in the thread that asks."""
@@ -104,90 +68,6 @@ class CopyNow:
 
     def done(self, ticket: Copies, used: bool) -> None:
         ticket.clear()
-
-
-class _Reader:
-    """Threads that have pages of files read, some parts of a module at a time: a disk is fastest with a few requests.
-
-    let go of a │ c, 1st part │ d, 1st …        what goes, goes before the pages of the one after the next come,
-                │ c, 2nd part │ d, 2nd …        so no more of them are there than were planned
-    """
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(READERS, "autoshard-read")
-        self.gone: Future[None] | None = None
-
-    def begin(self, regions: list[Region]) -> "list[Future[None]]":
-        return [self.threads.submit(_bring, part, self.gone) for part in parts(regions, READERS // 2)]
-
-    def let_go(self, regions: list[Region]) -> None:
-        if regions:
-            self.gone = self.threads.submit(let_go, regions)
-
-
-def _bring(part: Region, after: "Future[None] | None") -> None:
-    if after is not None:
-        after.result()  # it was submitted before, so it runs or is over
-    check_unchanged([part])
-    bring([part])
-
-
-@dataclass(slots=True)
-class _Reading:
-    """Pages of a module that are being read, and what is to be copied out of them when they are there."""
-
-    regions: list[Region]
-    parts: "list[Future[None]]"
-    copies: "Future[Copies] | None" = None
-
-
-class ReadAhead:
-    """Has the kernel read a module's pages while another one computes; copies only what would compute differently."""
-
-    def __init__(self) -> None:
-        self.reader = _Reader()
-
-    def begin(self, homes: Homes) -> _Reading:
-        reading = _Reading(homes.regions, self.reader.begin(homes.regions))
-        if homes.unlike:
-            reading.copies = self.reader.threads.submit(_copies, homes, reading.parts)
-        return reading
-
-    def take(self, ticket: _Reading) -> Copies:
-        for part in ticket.parts:
-            part.result()
-        return [] if ticket.copies is None else ticket.copies.result()  # none: all compute where they are
-
-    def copied(self, homes: Homes) -> list[torch.Tensor]:
-        return homes.unlike
-
-    def done(self, ticket: _Reading, used: bool) -> None:
-        self.reader.let_go(ticket.regions)
-
-
-def _copies(homes: Homes, parts: "list[Future[None]]") -> Copies:
-    for part in parts:
-        part.result()  # they were submitted before
-    copies: Copies = []
-    for home in homes.tensors:
-        if not any(home is unlike for unlike in homes.unlike):
-            copies.append(None)
-            continue
-        with torch.no_grad():
-            copies.append(home.clone())
-        let_go(_regions([home]))
-    return copies
-
-
-def _computes_elsewhere(home: torch.Tensor) -> bool:
-    """Whether a tensor lies in a file where computing with it would give other bits than in memory of torch's own.
-
-    Columns of a matrix in a file do, too: a rank has a part of each of its rows.
-    """
-    if is_packed(home) or home.dim() < 2:
-        return False
-    alike = home.is_contiguous() and computes_as_in_memory(home.data_ptr(), home.dtype, home.dim())
-    return not alike and region_of(home) is not None
 
 
 @dataclass(slots=True)
@@ -211,7 +91,7 @@ class CopyAhead:
         self.module = torch.get_device_module(device.type)
         self.stream: Any = None
         self.thread = ThreadPoolExecutor(1, "autoshard-copy", initializer=self._start)
-        self.reader = _Reader()
+        self.reader = Reader()
         self.staging: list[tuple[torch.Tensor, Any]] = []
 
     def _start(self) -> None:

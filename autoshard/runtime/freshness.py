@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.packed import stored_tensors
-from autoshard.runtime.mapped import region_of, written_part
+from autoshard.runtime.mapped import merged, region_of, written_part
 
 SAMPLE_STRIDE_BYTES = 16 << 10
 
@@ -31,7 +31,12 @@ def _version(tensor: torch.Tensor) -> Any:
 
 def sample(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return a little of the values of CPU tensors, to be compared by `same_sample` later."""
-    return [_sample(stored) for tensor in tensors for stored in stored_tensors(tensor)]
+    stored = [part for tensor in tensors for part in stored_tensors(tensor)]
+    regions = [region_of(tensor) for tensor in stored]
+    written = [written_part(region) for region in merged(region for region in regions if region is not None)]
+    if None in written:
+        return [_values(tensor) for tensor in stored]
+    return written + [_values(tensor) for tensor, region in zip(stored, regions, strict=True) if region is None]
 
 
 def same_sample(first: list[Any], second: list[Any]) -> bool:
@@ -39,11 +44,7 @@ def same_sample(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(map(_agree, first, second))
 
 
-def _sample(tensor: torch.Tensor) -> Any:
-    region = region_of(tensor)
-    written = None if region is None else written_part(region)
-    if written is not None:
-        return written
+def _values(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     with torch.inference_mode(False), torch.no_grad():

@@ -17,7 +17,8 @@ from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
-from autoshard.runtime.carriers import CopyAhead, Homes
+from autoshard.runtime.carriers import CopyAhead
+from autoshard.runtime.homes import Homes
 from autoshard.runtime.mapped import region_of
 from autoshard.runtime.pinned import pin
 from autoshard.runtime.streaming import Streams, hook_streams

@@ -1,0 +1,137 @@
+"""Modules on disk that compute on the CPU: while one computes, threads bring the next.
+
+    a core is free    file ─▶ pages ─copied─▶ slab      computed with there, as in memory; pages are given back at once
+    all compute       file ─▶ pages                     computed with there; pages are given back after it
+
+Tensors begin in a file where they happen to, and matrix products read such in more steps than torch's own memory. But
+to copy is more work in all: where every core computes it would take longer.
+"""
+
+import ctypes
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.runtime.homes import Copies, Homes, Piece, Transfer
+from autoshard.runtime.mapped import Region, bring, check_unchanged, let_go, parts, region_of
+from autoshard.runtime.slabs import Slab, Slabs
+
+READERS = 4
+"""Threads that read from disk: two for each of the two modules that are on their way."""
+
+
+class Reader:
+    """Threads that have pages of files read, some parts of a module at a time: a disk is fastest with a few requests.
+
+    let go of a │ c, 1st part │ d, 1st …        what goes, goes before the pages of the one after the next come,
+                │ c, 2nd part │ d, 2nd …        so no more of them are there than were planned
+    """
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(READERS, "autoshard-read")
+        self.gone: Future[None] | None = None
+
+    def begin(self, regions: list[Region]) -> "list[Future[None]]":
+        return [self.threads.submit(_bring, part, self.gone) for part in parts(regions, READERS // 2)]
+
+    def let_go(self, regions: list[Region]) -> None:
+        if regions:
+            self.gone = self.threads.submit(let_go, regions)
+
+
+def _bring(part: Region, after: "Future[None] | None") -> None:
+    if after is not None:
+        after.result()  # it was submitted before, so it runs or is over
+    check_unchanged([part])
+    bring([part])
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A module that is being read: what of it stays in the file, what is copied, and who is at work."""
+
+    transfer: Transfer
+    slab: Slab | None
+    copies: Copies
+    left: deque[Piece]
+    others: "list[Future[Any]]"
+
+
+class ReadAhead:
+    """Brings modules from files to a CPU that computes."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self.slabs = Slabs()
+
+    def begin(self, homes: Homes) -> _Reading:
+        """Start to read; pieces of the file are given to the readers one by one, so that all end together."""
+        transfer = _transfer_of(homes)
+        slab = self.slabs.take(transfer.slab_bytes) if transfer.slab_bytes else None
+        copies: Copies = [None] * len(homes.tensors)
+        left = deque(transfer.pieces)
+        submit = self.reader.threads.submit
+        if slab is not None:
+            for index, begin in transfer.in_slab.items():
+                home = homes.tensors[index]
+                copies[index] = slab.tensor[begin : begin + home.nbytes].view(home.dtype).view(home.shape)
+            address = slab.tensor.data_ptr()
+            slab.writers[:] = (submit(_copy_pieces, left, address, slab.memory) for _ in range(min(READERS, len(left))))
+        others = [*self.reader.begin(transfer.in_place), *(submit(_clone, homes, i, copies) for i in transfer.cloned)]
+        return _Reading(transfer, slab, copies, left, others)
+
+    def take(self, ticket: _Reading) -> Copies:
+        for future in (*(ticket.slab.writers if ticket.slab is not None else ()), *ticket.others):
+            future.result()
+        return ticket.copies
+
+    def copied(self, homes: Homes) -> list[torch.Tensor]:
+        return _transfer_of(homes).copied
+
+    def done(self, ticket: _Reading, used: bool) -> None:
+        ticket.left.clear()  # of what was not waited for
+        ticket.copies = []
+        if ticket.slab is not None:
+            self.slabs.give(ticket.slab)
+        self.reader.let_go(ticket.transfer.in_place)
+
+
+def _transfer_of(homes: Homes) -> Transfer:
+    return homes.all_copied if torch.get_num_threads() < _cores() else homes.least_copied
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _copy_pieces(left: deque[Piece], address: int, memory: object) -> None:
+    """Copy pieces of files to a slab until none is left, each out of pages that are given back at once.
+
+    `memory`: what must live as long as is written to the address.
+    """
+    while left:
+        try:
+            piece = left.popleft()
+        except IndexError:  # another reader was faster
+            return
+        region = piece.region
+        check_unchanged([region])
+        bring([region])
+        ctypes.memmove(address + piece.begin, region.map.address + region.start, region.nbytes)
+        let_go([region])
+
+
+def _clone(homes: Homes, index: int, copies: Copies) -> None:
+    home = homes.tensors[index]
+    region = region_of(home)
+    assert region is not None
+    check_unchanged([region])
+    bring([region])
+    with torch.no_grad():
+        copies[index] = home.clone()
+    let_go([region])
