@@ -27,7 +27,8 @@ class Units:
         paths: per unit, placement paths (a module, or tensor names where modules below it have tensors too).
         op_unit: [ops] the unit each op runs with.
         resident_bytes: [n] held all through the pass: tensors, optimizer state, cache, and the larger of what is saved
-            for backward and of the gradients that take its place.
+            for backward and of the gradients that take its place. stepped_bytes: [n] the same on accelerators, where the
+            optimizer's step takes room beside the gradients of all parameters at once.
         transient_bytes: [n] most bytes of other activations that live while one of its ops runs.
         value: [T] graph values that a unit reads and another made; maker: [T] its unit, -1 the root's inputs.
         nbytes: [T] of a copy. copies: [T] copies of it per pass: 0 where it is made once and kept, 2 where its gradient
@@ -40,6 +41,7 @@ class Units:
     paths: tuple[tuple[str, ...], ...]
     op_unit: np.ndarray
     resident_bytes: np.ndarray
+    stepped_bytes: np.ndarray
     transient_bytes: np.ndarray
     value: np.ndarray
     maker: np.ndarray
@@ -58,10 +60,12 @@ def find_units(profile: Profile) -> Units:
     unit_of = {path: i for i, path in enumerate(modules)}
     op_unit = _assign_ops(graph, unit_of)
     value, maker, nbytes, copies, edges = _edges(graph, unit_of, op_unit)
+    resident, stepped = _resident(profile, unit_of, op_unit)
     return Units(
         paths=_paths(graph, modules),
         op_unit=op_unit,
-        resident_bytes=_resident(profile, unit_of, op_unit),
+        resident_bytes=resident,
+        stepped_bytes=stepped,
         transient_bytes=_transient(profile, len(modules), op_unit),
         value=np.array(value, np.int64),
         maker=np.array(maker, np.int64),
@@ -137,9 +141,9 @@ def _assign_ops(graph: ModelGraph, unit_of: dict[str, int]) -> np.ndarray:
     return np.array(units, np.int64)
 
 
-def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) -> np.ndarray:
+def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     graph, workload = profile.graph, profile.workload
-    weights, exchanged, saved = (np.zeros(len(unit_of) or 1, np.int64) for _ in range(3))
+    weights, exchanged, saved, step = (np.zeros(len(unit_of) or 1, np.int64) for _ in range(4))
     trained = trained_storages(graph) if workload.training else set()
     seen: set[int] = set()
     for tensor in graph.tensors:
@@ -151,13 +155,14 @@ def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) ->
         if tensor.storage in trained:
             weights[unit_of[tensor.module]] += nbytes * OPTIMIZER_STATE_TENSORS[workload.optimizer]
             exchanged[unit_of[tensor.module]] += nbytes
+            step[unit_of[tensor.module]] += optimizer_step_bytes([nbytes], workload.optimizer, fused_list=True)
     for storage in {graph.values[v].storage for v in graph.state}:
         row = graph.storages[storage]
         if row.kind == "activation" and len(op_unit):
             weights[op_unit[row.born]] += row.nbytes
     for storage, op in _first_saves(graph).items():
         saved[op_unit[op]] += graph.storages[storage].nbytes
-    return weights + np.maximum(exchanged, saved)
+    return weights + np.maximum(exchanged, saved), weights + np.maximum(exchanged + step, saved)
 
 
 def _first_saves(graph: ModelGraph) -> dict[int, int]:

@@ -23,11 +23,12 @@ def chain_from_profile(
             if row != column:
                 link = cluster.link(source.name, destination.name)
                 latency[row, column], bandwidth[row, column] = link.latency_seconds, link.bytes_per_second
+    accelerated = not any(device.name.startswith("cpu") for device in devices)
     return Chain(
         paths=units.paths,
         devices=cluster.names,
         seconds=unit_seconds(profile, cluster, units),
-        resident_bytes=units.resident_bytes,
+        resident_bytes=units.stepped_bytes if accelerated else units.resident_bytes,
         transient_bytes=units.transient_bytes,
         tensor_unit=units.maker,
         tensor_bytes=units.nbytes,
