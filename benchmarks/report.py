@@ -1,9 +1,12 @@
-"""The report of Llama-3.1-405B on 16 devices: bytes of the page, seconds to make it, seconds until a browser has it.
+"""The report of large models: bytes of the page, seconds to make it, seconds until a browser has it.
 
-    python benchmarks/report.py                          # sizes and times of making it
+    python benchmarks/report.py                          # Llama-3.1-405B on 16 devices: sizes and times of making it
     python benchmarks/report.py --chromium /usr/bin/chromium    # and of opening it
+    python benchmarks/report.py --case pipeline          # as a pipeline of 16 micro-batches
+    python benchmarks/report.py --case offload           # on one device, the rest on the host and on disk
+    python benchmarks/report.py --case training          # Llama-3.1-70B trained as a pipeline on 32 devices
 
-Bars: at most 1.5 MB, 1 s to make after planning, 1 s to open.
+Bars, for 405B on 16 devices: at most 1.5 MB, 1 s to make after planning, 1 s to open.
 """
 
 import argparse
@@ -23,21 +26,41 @@ from autoshard.report.whatif import what_if_data
 
 CONFIG = pathlib.Path(__file__).parent.parent / "examples" / "llama-3.1-405b"
 RUNS = 5
+ONE = {"cuda:0": "80GB", "cpu": "200GB", "disk": "2TB"}
+SMALLER = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
+CASES: dict[str, tuple[object, autoshard.Workload, dict[str, object], dict[str, int]]] = {
+    "placements": (
+        "16xH100-80GB", autoshard.Workload(batch_size=1, sequence_length=2048),
+        {"strategy": "balanced", "objective": "throughput"}, {},
+    ),
+    "pipeline": (
+        "16xH100-80GB", autoshard.Workload(batch_size=16, sequence_length=2048),
+        {"strategy": "pipeline", "num_microbatches": 16}, {},
+    ),
+    "offload": (ONE, autoshard.Workload(batch_size=1, sequence_length=2048), {"strategy": "balanced"}, {}),
+    "training": (
+        "4 hosts of 8xH100-80GB", autoshard.Workload(batch_size=64, sequence_length=1024, mode="training"),
+        {"strategy": "pipeline", "num_microbatches": 64, "schedule": "1f1b"}, SMALLER,
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--chromium")
-    chromium = options.parse_args().chromium
+    options.add_argument("--case", choices=CASES, default="placements")
+    chromium, case = options.parse_args().chromium, options.parse_args().case
+    spec, workload, settings, sizes = CASES[case]
+    cluster = parse_devices(spec)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG), dtype=torch.bfloat16).eval()
-    workload, cluster = autoshard.Workload(batch_size=1, sequence_length=2048), parse_devices("16xH100-80GB")
+        config = AutoConfig.from_pretrained(CONFIG, **sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train(workload.training)
     started = time.perf_counter()
     profile = autoshard.profile(model, workload=workload)
     print(f"profile          {time.perf_counter() - started:6.2f} s")
     started = time.perf_counter()
-    plan = autoshard.plan(model, cluster, workload=workload, strategy="balanced", objective="throughput")
-    print(f"profile and plan {time.perf_counter() - started:6.2f} s")
+    plan = autoshard.plan(model, cluster, profile=profile, workload=workload, **settings)
+    print(f"plan             {time.perf_counter() - started:6.2f} s")
     started = time.perf_counter()
     other = autoshard.profile(model, workload=other_size(workload))
     print(f"second profile   {time.perf_counter() - started:6.2f} s")
@@ -50,7 +73,7 @@ def main() -> None:
         scaled = time.perf_counter()
         data = what_if_data(plan, estimate, profile, cluster, scaling)
         built = time.perf_counter()
-        page = make_page(plan, estimate, profile, cluster, title="Llama-3.1-405B", what_if=data)
+        page = make_page(plan, estimate, profile, cluster, title=f"Llama-3.1-405B, {case}", what_if=data)
         for name, seconds in zip(times, (scaled - begin, built - scaled, time.perf_counter() - built), strict=True):
             times[name].append(seconds)
     for name, values in times.items():

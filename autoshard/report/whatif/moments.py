@@ -73,7 +73,7 @@ def _before(times: np.ndarray, when: np.ndarray, vectors: np.ndarray, side: str)
 
 def front(vectors: np.ndarray) -> np.ndarray:
     """Keep vectors that no other is at least as large as in every column: only these can be the largest anywhere."""
-    rows = np.unique(np.round(vectors, 3), axis=0)
+    rows = np.round(vectors, 3)
     rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
     kept: list[np.ndarray] = []
     while len(rows):

@@ -193,9 +193,9 @@ def _moments(table: Rows, vectors: np.ndarray, died: np.ndarray) -> tuple[list[l
 
     every = live(np.ones(len(died), bool))
     caches, gradients = live(table.cache), live(table.gradient & ~table.cache)
-    rows, first = np.unique(np.round(every, 3), axis=0, return_index=True)
-    order = np.lexsort((first, -rows.sum(axis=1)))
-    rows, first = rows[order], first[order]
+    rows = np.round(every, 3)
+    first = np.argsort(-rows.sum(axis=1), kind="stable")
+    rows = rows[first]
     kept = []
     while len(rows):
         kept.append(int(first[0]))

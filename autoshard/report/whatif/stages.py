@@ -56,6 +56,9 @@ class _Staged:
         self.staged = divide(graph, [stage.paths for stage in self.stages])
         self.memory = StageMemory(profile, graph, self.stages, self.staged, processes=self.processes)
         self.weights = weight_ops(graph)
+        of_op = np.array(self.staged.op_stage, np.int64)
+        self.ops_of = [np.flatnonzero(of_op == stage).tolist() for stage in range(len(self.stages))]
+        self.trained: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         self.parts: dict[tuple[int, tuple[int, ...]], tuple[Part, Profile, tuple[list[int], list[int]]]] = {}
         self.figures: list[dict[str, Any]] = []
         self.known: dict[object, int] = {}
@@ -186,10 +189,9 @@ class _Staged:
         return found
 
     def _trained(self, tensor: int, position: int) -> int:
-        local = local_profile(self.profile, self.traced, tensor) if self.plan.cuts else self.profile
         return sum(
             nbytes
-            for name, nbytes in trained_sizes(local.graph)
+            for name, nbytes in self.trained[self._shares(tensor)]
             for stage in self.memory.held[name]
             if stage % self.mesh.pipeline == position
         )
@@ -203,7 +205,7 @@ class _Staged:
         key = (rows, shares, *((device.speed, device.block_bytes, device.overhead_bytes) for device in devices))
         if key not in self.known:
             part, local, ops = self._sized(rows, shares, tensor)
-            trained = trained_sizes(local.graph) if self.profile.workload.training else []
+            self.trained[shares] = trained = trained_sizes(local.graph) if self.profile.workload.training else []
             self.known[key] = len(self.figures)
             stages = [self._stage(i, device, part, ops, trained) for i, device in enumerate(devices)]
             self.figures.append({
@@ -234,11 +236,10 @@ class _Staged:
         if self.stages[stage].recompute and self.profile.workload.training:
             segments = segments_of(graph, self.staged, stage, self.stages[stage].paths, processes=self.processes)
             recomputed = Recomputed(graph, segments)
-        of_op = list(self.staged.op_stage)
-        mine = [(index, kind) for index, kind in enumerate(ops[0]) if kind >= 0 and of_op[index] == stage]
+        mine = [(index, ops[0][index]) for index in self.ops_of[stage] if ops[0][index] >= 0]
         more = [
             (extra.before, kind) for extra, kind in zip(self.scaling.extra, ops[1], strict=True)
-            if kind >= 0 and of_op[extra.beside] == stage
+            if kind >= 0 and self.staged.op_stage[extra.beside] == stage
         ]  # fmt: skip
         block = device.block_bytes
         own = sum(-(-nbytes // block) * block for name, nbytes in trained if stage in self.memory.held[name])
@@ -270,7 +271,8 @@ class _Staged:
         def fronts(found: np.ndarray) -> list[list[float]]:
             return [terms(row) for row in front(found)]
 
-        times = np.arange(steps + 1)
+        # Only where something is born, and where backward begins, more may be there than before.
+        times = np.unique([0, min(rows.begin, steps), *np.ceil(buffers.born[rows.here]).clip(0, steps)])
         times = times[(times <= graph.uncounted.start) | (times >= graph.uncounted.stop)]
         passing, new = live(rows.passing, times), live(rows.gradients, times)
         extra = np.zeros((0, vectors.shape[1]))
