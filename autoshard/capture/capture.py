@@ -19,6 +19,7 @@ from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
+from autoshard.capture.leftovers import LeftBehind
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
@@ -206,7 +207,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
 def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
-    if isinstance(error, VALUE_ERRORS):
+    if isinstance(error, (*VALUE_ERRORS, LeftBehind)):
         advice = "Pass a model with real weights, so that it can be run."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."

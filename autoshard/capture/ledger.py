@@ -132,6 +132,11 @@ class Ledger:
         """Values that are still there."""
         return tuple(index for index, row in enumerate(self._values) if row[2] < 0)
 
+    def tensors_of_ops(self) -> list[torch.Tensor]:
+        """Tensor objects made by ops that are still there."""
+        found = [(ref(), ref.row) for ref in list(self._tensor_refs.values())]
+        return [tensor for tensor, row in found if tensor is not None and self._values[row][1] >= 0]
+
     def storages(self) -> tuple[Storage, ...]:
         end = len(self.ops)
         return tuple(

@@ -301,6 +301,10 @@ class Recorder(TorchDispatchMode):
         gone = {values[value].storage for value in gradients}
         return tuple(v for v in self.ledger.alive() if values[v].op >= 0 and values[v].storage not in gone)
 
+    def without_values(self) -> list[torch.Tensor]:
+        """The tensors that ops made which are still there and whose values mean nothing."""
+        return [tensor for tensor in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
         if self.backward and not self._stack:

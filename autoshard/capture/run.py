@@ -22,6 +22,7 @@ from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments,
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
+from autoshard.capture.leftovers import forget
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.nodes import Histories
@@ -60,12 +61,25 @@ def record_run(
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
+    Raises `LeftBehind` if somebody keeps a tensor without values that it made.
     """
+    recorder = Recorder(engine, composite=run.composite)
+    try:
+        graph = _recorded(run, recorder, make, level, decode)
+    except Exception:
+        forget(recorder.without_values, failed=True)
+        raise
+    forget(recorder.without_values)
+    return graph
+
+
+def _recorded(
+    run: Run, recorder: Recorder, make: Make, level: Literal["fake", "real", "invented"], decode: Decoding | None
+) -> ModelGraph:
     model, training = run.model, run.workload.training
     modules = module_table(model)
     rows = tensor_rows(model)
     mark = fingerprint(model)
-    recorder = Recorder(engine, composite=run.composite)
     if run.observer is not None:
         run.observer.begin(recorder)
     if run.tape is not None:
@@ -81,7 +95,7 @@ def record_run(
         given: Call = (run.args, run.kwargs)
         if decode is not None:
             given = _prompts(run), {}
-        args, kwargs, inputs = _enter_inputs(given, engine, recorder)
+        args, kwargs, inputs = _enter_inputs(given, recorder.engine, recorder)
         if run.tape is not None:
             stack.enter_context(run.tape.watching_functions())
         stack.enter_context(_module_calls(model, recorder, run, decode is not None))

@@ -1,7 +1,7 @@
 """Put stand-ins in place of a model's parameters and buffers for the time of a capture, and put everything back after.
 
 The capture must leave no trace: attributes, lists and dicts on modules, registered tensors, hooks and training flags
-are noted before and restored after, whatever the forward did to them.
+are noted before and restored after, whatever the forward did to them; so are attributes of objects on modules.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from autoshard.nested import attributes_of
 
 Make = Callable[[torch.Tensor, str], torch.Tensor]
 """Makes the stand-in of one tensor; told "parameter", "buffer" or "attribute"."""
@@ -26,6 +28,8 @@ def stand_ins(model: nn.Module, make: Make) -> Iterator[None]:
     """
     modules = list(model.modules())
     before = [_note(module) for module in modules]
+    helpers = {id(value): value for module in modules for value in vars(module).values() if attributes_of(value)}
+    held = [(vars(helper), dict(vars(helper))) for helper in helpers.values()]
     made: dict[int, torch.Tensor] = {}
 
     def stand_in(tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -49,6 +53,8 @@ def stand_ins(model: nn.Module, make: Make) -> Iterator[None]:
             vars(module).update(attributes)
             for container, content in contents:
                 _refill(container, content)
+        for attributes, content in held:
+            _refill(attributes, content)
 
 
 def _note(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
