@@ -21,9 +21,10 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import differentiable
 from autoshard.axes.regions import OUTSIDE
 from autoshard.capture.capture import observe_calls
-from autoshard.capture.fake import silenced
+from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
+from autoshard.capture.record import Recorder
 from autoshard.capture.run import own_random_numbers
 from autoshard.plan_cuts import Refusal
 from autoshard.prove.equal import Unequal, check_equal
@@ -45,7 +46,6 @@ from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Action, Cut, Scale
-from autoshard.torch_private import FakeTensorMode
 from autoshard.workload import Workload
 
 RUN_ELEMENTS = 1 << 25
@@ -230,12 +230,16 @@ def _run_first_rank(question: Question, cut: Cut, given: Arguments, shapes_only:
         args, kwargs = copy.deepcopy(given)
         return run_watched(local, args, kwargs, watch)
 
-    def fake(spec: TensorSpec) -> torch.Tensor:
-        return torch.empty(spec.shape, dtype=spec.dtype) if spec.value is None else spec.value.clone()
+    engine = FakeFloats(lambda _: None)  # as in the run that was recorded: code takes the same branches
 
-    with silenced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        as_fake(local, mode)
-        args, kwargs = fill_specs(given, fake)
+    def fake(spec: TensorSpec) -> torch.Tensor:
+        if spec.value is not None:
+            return spec.value.clone()
+        return engine.shapes.stand_in(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+
+    as_fake(local, engine.shapes.mode)
+    args, kwargs = fill_specs(given, fake)
+    with silenced(), Recorder(engine):
         return run_watched(local, args, kwargs, watch)
 
 

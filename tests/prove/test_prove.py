@@ -42,11 +42,11 @@ from tests.prove.blocks import (
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
 
-def analysed(model: nn.Module) -> tuple[ModelGraph, AxisGroups, Prover]:
+def analysed(model: nn.Module, inputs: torch.Tensor = X) -> tuple[ModelGraph, AxisGroups, Prover]:
     """A model's composite graph, its groups and what proves them."""
-    graph = capture(model, X, composite=True)
+    graph = capture(model, inputs, composite=True)
     found = find_groups(graph)
-    return graph, found, make_prover(model, X, None, graph, found)
+    return graph, found, make_prover(model, inputs, None, graph, found)
 
 
 def of_blocks(found: AxisGroups, *sizes: int) -> AxisGroup:
@@ -279,6 +279,28 @@ def test_the_outside_of_a_large_model_is_proved_without_its_elements(monkeypatch
     assert {"embed.weight", "head.weight"} in [{shard.name for shard in cut.shards} for cut in made.cuts]
     expected = model(ids)
     torch.testing.assert_close(autoshard.apply(model, made)(ids), expected)
+
+
+class Counting(nn.Module):
+    """Takes its way by the numbers it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(11, 8), nn.Linear(8, 48), nn.Linear(48, 8)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        if len(ids.unique()) > 8:
+            x = x + torch.roll(x, 1, 1)
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_a_large_model_takes_the_way_that_was_recorded(monkeypatch):
+    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
+    _, found, prover = analysed(Counting(), torch.arange(10).reshape(2, 5))
+    (group,) = [group for group in found.groups if group.size == 48 and group.blocks == ("",)]
+    outcome = prover.prove(group, (24, 24))
+    assert isinstance(outcome, Cut) and "shapes followed" in outcome.proof, outcome
 
 
 def test_a_large_block_with_a_silent_use_of_a_size_is_refused_too(monkeypatch):
