@@ -135,11 +135,11 @@ def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
         for tensor in graph.tensors
     )
     ops, moved = [], []
+    before, after = [value.nbytes for value in graph.values], [value.nbytes for value in values]
     for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
-        touched = (*op.inputs, *op.outputs)
-        share = min((parts.get(value, 1.0) for value in touched), default=1.0)
-        whole = sum(graph.values[value].nbytes for value in touched)
-        local = sum(values[value].nbytes for value in touched)
+        touched = op.inputs + op.outputs
+        share = min([parts.get(value, 1.0) for value in touched], default=1.0)
+        whole, local = sum([before[value] for value in touched]), sum([after[value] for value in touched])
         ops.append(replace(op, flops=ceil(op.flops * share)) if share < 1 and op.flops else op)
         moved.append(nbytes * local // whole if local < whole else nbytes)
     smaller = replace(graph, values=values, storages=storages, tensors=tensors, ops=tuple(ops))

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.cluster.parse import parse_devices
+from autoshard.collector import no_collection
 from autoshard.errors import AutoshardError
 from autoshard.planning import Request, candidates_of
 from autoshard.sizes import format_seconds
@@ -57,6 +58,12 @@ def main(name: str = "70B", mode: str = "inference") -> None:
     _ = request.groups
     print(f"axis groups {since(begin)}", flush=True)
     request.__dict__["batch"] = rows(size)
+    with no_collection():  # as `auto` does
+        try_all(request)
+
+
+def try_all(request: Request) -> None:
+    """Plan with every strategy and price the plans."""
     whole = times()
     for candidate in candidates_of(request):
         begin = times()
@@ -66,7 +73,7 @@ def main(name: str = "70B", mode: str = "inference") -> None:
             print(f"  {candidate.name:16} {since(begin)}  {str(error)[:90]}", flush=True)
             continue
         took = since(begin)
-        seconds = value_of(request.price(plan), "latency", mode == "training")
+        seconds = value_of(request.price(plan), "latency", request.profile.workload.training)
         mesh = (
             "" if plan.mesh is None else f"{plan.mesh.data} x {plan.mesh.pipeline} x {plan.mesh.tensor} {plan.schedule}"
         )

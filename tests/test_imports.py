@@ -30,6 +30,7 @@ FLOORS = (
         "packed",
         "notebook",
         "progress",
+        "collector",
         "torch_private",
         "layout",
         "sharding",

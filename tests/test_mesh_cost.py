@@ -17,7 +17,7 @@ from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import divided_bound, estimate
 from autoshard.cut_cost import estimate_cuts
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import _Combined, estimate_mesh, in_one_piece
+from autoshard.mesh_cost import Pricer, _Combined, estimate_mesh, in_one_piece
 from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.part import part_of_batch
@@ -209,3 +209,16 @@ def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     found, whole = estimate_mesh(plan, profile, cluster), estimate(in_one_piece(plan), profile, cluster)
     assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
     assert any("runs undivided" in note for note in found.notes)
+
+
+def test_what_a_plan_says_about_itself_does_not_change_its_price():
+    """A plan is priced once: its reasons, and what is noted for its run, are written after."""
+    model = Net()
+    profile, cluster = autoshard.profile(model, INPUTS), parse_devices({"cuda:0": "1GiB", "cuda:1": "1GiB"})
+    found = find_groups(capture(model, INPUTS, composite=True))
+    price = Pricer(profile, cluster)
+    plan = column_parallel(profile, cluster, found, unproved, degree=2, price=price)
+    assert plan.cuts and plan.reasons and plan.results
+    known = len(price._known)
+    figures = price(plan)
+    assert len(price._known) == known and price(replace(plan, reasons=())) is figures

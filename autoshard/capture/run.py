@@ -1,7 +1,6 @@
 """One recorded run of a model under one engine: forward, loss, backward, and the graph made of what was seen."""
 
 import copy
-import gc
 import inspect
 import random
 import sys
@@ -32,6 +31,7 @@ from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, stand_ins
 from autoshard.capture.tape import Tape
+from autoshard.collector import no_collection
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import stored_bytes
@@ -270,14 +270,8 @@ def _refuse_generator(model: nn.Module, output: Any) -> None:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """No garbage collection inside (it would end lifetimes at random), and random numbers after as if nothing was."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with silenced(), own_random_numbers():
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with no_collection(), silenced(), own_random_numbers():
+        yield
 
 
 @contextmanager

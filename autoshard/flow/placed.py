@@ -4,14 +4,14 @@ A plan is looked at several times in a row: when it is checked, priced among oth
 """
 
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.latest import Latest
 from autoshard.flow.data import Flow
 from autoshard.flow.walk import Walk
 from autoshard.placement import resolve_homes, tensor_devices
 
-_LATEST: WeakKeyDictionary[ModelGraph, tuple[tuple, Flow]] = WeakKeyDictionary()
+_LATEST = Latest[Flow]()
 
 
 def flow(graph: ModelGraph, placements: Mapping[str, str], *, watched: bool = True) -> Flow:
@@ -21,12 +21,7 @@ def flow(graph: ModelGraph, placements: Mapping[str, str], *, watched: bool = Tr
     time. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
     """
     asked = tuple(placements.items()), watched
-    known, found = _LATEST.get(graph, (None, None))
-    if found is not None and known == asked:
-        return found
-    found = _walk(graph, placements, watched)
-    _LATEST[graph] = asked, found
-    return found
+    return _LATEST.of(graph, asked, lambda: _walk(graph, placements, watched))
 
 
 def _walk(graph: ModelGraph, placements: Mapping[str, str], watched: bool) -> Flow:

@@ -13,8 +13,11 @@ from math import ceil, prod
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.latest import Latest
 from autoshard.profile.profile import Profile
 from autoshard.sharding import coordinates_of
+
+_LATEST = Latest[frozenset[int]]()
 
 
 def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None) -> Profile:
@@ -41,12 +44,13 @@ def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: fr
         for storage in graph.storages
     )
     ops, moved = [], []
+    before, after = [value.nbytes for value in graph.values], [value.nbytes for value in values]
     for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
-        touched = (*op.inputs, *op.outputs)
+        touched = op.inputs + op.outputs
         small = not carrying.isdisjoint(touched)
         ops.append(replace(op, flops=ceil(op.flops * part)) if small and op.flops else op)
-        whole = sum(graph.values[value].nbytes for value in touched) if small else 0
-        local = sum(values[value].nbytes for value in touched) if small else 0
+        whole = sum([before[value] for value in touched]) if small else 0
+        local = sum([after[value] for value in touched]) if small else 0
         moved.append(nbytes * local // whole if whole else nbytes)
     smaller = replace(graph, values=values, storages=storages, ops=tuple(ops))
     return replace(profile, graph=smaller, op_bytes=tuple(moved))
@@ -54,6 +58,10 @@ def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: fr
 
 def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     """The values of a recorded run that have rows of the batch, their gradients included."""
+    return _LATEST.of(graph, batch, lambda: _carriers(graph, batch))
+
+
+def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     size = batch.size
     sizes = {(row.dim, len(coordinates_of(row.axis))) for row in batch.inputs}
     carrying = {

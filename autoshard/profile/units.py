@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.latest import Latest
 from autoshard.module_paths import parent
 from autoshard.profile.measure import live_bytes, optimizer_step_bytes, trained_storages
 from autoshard.profile.profile import Profile
@@ -27,8 +28,8 @@ class Units:
         paths: per unit, placement paths (a module, or tensor names where modules below it have tensors too).
         op_unit: [ops] the unit each op runs with.
         resident_bytes: [n] held all through the pass: tensors, optimizer state, cache, and the larger of what is saved
-            for backward and of the gradients that take its place. stepped_bytes: [n] the same on accelerators, where the
-            optimizer's step takes room beside the gradients of all parameters at once.
+            for backward and of the gradients that take its place.
+        stepped_bytes: [n] the same on accelerators, where the optimizer's step takes room for all parameters at once.
         transient_bytes: [n] most bytes of other activations that live while one of its ops runs.
         value: [T] graph values that a unit reads and another made; maker: [T] its unit, -1 the root's inputs.
         nbytes: [T] of a copy. copies: [T] copies of it per pass: 0 where it is made once and kept, 2 where its gradient
@@ -53,8 +54,15 @@ class Units:
     home: int
 
 
+_LATEST = Latest[Units]()
+
+
 def find_units(profile: Profile) -> Units:
     """Cut a profiled model into units. A model without tensors is one unit with the path ""."""
+    return _LATEST.of(profile.graph, profile.workload, lambda: _found(profile))
+
+
+def _found(profile: Profile) -> Units:
     graph = profile.graph
     modules = _modules_in_order(graph)
     unit_of = {path: i for i, path in enumerate(modules)}
