@@ -93,19 +93,10 @@ def report_command(
         notes = (*loaded.notes, *cluster.notes)
         figures = estimate(plan, profile, cluster)
         sliders = what_if_data(plan, figures, profile, cluster, scaling) if scaling is not None else None
-        page = make_page(
-            plan,
-            figures,
-            profile,
-            cluster,
-            title=loaded.title,
-            notes=notes,
-            alternatives=others,
-            what_if=sliders,
-        )
+        drawn = plan, figures, profile, cluster
+        page = make_page(*drawn, title=loaded.title, notes=notes, alternatives=others, what_if=sliders)
         files = {out: page.encode()}
-        drawn = pictures(plan, figures, profile, cluster, title=loaded.title) if image else {}
-        for name, svg in drawn.items():
+        for name, svg in (pictures(*drawn, title=loaded.title) if image else {}).items():
             content = to_png(svg) if image == "png" else svg.encode()
             files[out.with_name(f"{out.stem}-{name}.{image}")] = content
     for path, content in files.items():

@@ -76,7 +76,7 @@
       if (peak > 0) bar.append(part);
       if (peak > memory) bar.append(make("u", {style: `left:${100 * memory / full}%`}));
       return make("li", {}, make("div", {class: "lane-head"}, make("b", {}, name)), bar, make("div", {class: "lane-tail" + (peak > memory ? " bad" : "")},
-        peak > 0 ? `${formatBytes(peak)} of ${formatBytes(memory)}; computes ${formatSeconds(seconds)}` : `unused, ${formatBytes(memory)}`));
+        peak > 0 ? `${formatBytes(peak)} of ${formatBytes(memory)}${seconds > 0 ? "; computes " + formatSeconds(seconds) : ""}` : `unused, ${formatBytes(memory)}`));
     }));
   }
   update();

@@ -14,12 +14,13 @@ function predict(data, batch, sequence, newTokens, kind = "", count = 0) {
   return plan.way === "replicas" ? replicated(plan, values, scale) : placed(data, plan, values);
 }
 
-const keepsDivision = (data, count) => data.planned.way !== "placed" && (!count || count === data.devices);
+const keepsDivision = (data, count) =>
+  (data.planned.way !== "placed" || data.planned.stream !== undefined) && (!count || count === data.devices);
 
 function elsewhere(plan, hardware) {
   const links = plan.links.map(([delay, rate, shared]) =>
     shared > 0 ? [hardware.delay, hardware.link / shared, shared] : [delay, rate, shared]);
-  if (plan.way === "ranks") {
+  if (plan.way === "ranks" || plan.way === "placed") {
     const devices = plan.devices.map(row => row.ops.length ? {...row, ...hardware, name: row.name} : row);
     return {...plan, links, devices};
   }

@@ -43,7 +43,9 @@ def what_if_data(
     dtypes = sorted(set(profile.op_dtypes) | {extra.dtype for extra in scaling.extra})
     classes, of_op, of_extra = _op_classes(profile, scaling, dtypes)
     grows = [any(monomial[i] for monomial in scaling.monomials) for i in range(3)]
-    used = [device.name for device in estimate.devices if device.peak_bytes > 0]
+    used = [
+        row.name for row in estimate.devices if row.peak_bytes > 0 and (row.compute_seconds or not row.stored_bytes)
+    ]
     lead = cluster.device(used[0] if used else cluster.names[0])
     table = [terms(row) for row in scaling.table]
     # One process runs generate() undivided, and it is priced so: see `mesh_cost.UNDIVIDED`.

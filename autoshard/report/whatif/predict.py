@@ -37,7 +37,8 @@ def predict(
     chosen = next((row for row in data["hardware"] if row["name"] == kind), data["hardware"][0])
     planned, scale = data["planned"], batch / data["sizes"][0]
     if kind or count:
-        if planned["way"] == "placed" or count not in (0, data["devices"]):
+        kept = planned["way"] != "placed" or "stream" in planned
+        if not kept or count not in (0, data["devices"]):
             return _split_anew(data, values, chosen, count or data["devices"])
         planned = _elsewhere(planned, chosen) if kind else planned
     if planned["way"] == "stages":
@@ -51,7 +52,7 @@ def _elsewhere(planned: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[
         [hardware["delay"], hardware["link"] / shared, shared] if shared > 0 else [delay, rate, shared]
         for delay, rate, shared in planned["links"]
     ]
-    if planned["way"] == "ranks":
+    if planned["way"] in ("ranks", "placed"):
         devices = [{**row, **hardware, "name": row["name"]} if row["ops"] else row for row in planned["devices"]]
         return {**planned, "links": links, "devices": devices}
     names = [[name, hardware["memory"], hardware["overhead"]] for name, _, _ in planned["names"]]
