@@ -13,7 +13,7 @@ from autoshard.strategies.compare import value_of
 from autoshard.strategies.offload import Offloaded, offload
 from autoshard.strategies.offload_words import explain_offload, may_stream, offload_refusal, why_not_streamed
 from autoshard.strategies.paths import pins_of_units
-from autoshard.strategies.placing import STRATEGIES, Checked, place
+from autoshard.strategies.placing import STRATEGIES, Checked, fits, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
 from autoshard.strategies.solve import Objective
@@ -74,7 +74,7 @@ def make_plan(
 
         def works(larger: Cluster) -> bool:
             posed = chain_from_profile(profile, larger, pins=fixed, units=units)
-            return place(profile, larger, units, posed, strategy, goal) is not None
+            return fits(profile, larger, units, posed, strategy, goal)
 
         raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
     reasons = explain(strategy, goal, chain, found.chain, found.solution, found.estimate)

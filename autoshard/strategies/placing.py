@@ -142,17 +142,34 @@ def place(
 ) -> Checked | None:
     """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
     task = _Task(profile=profile, cluster=cluster, units=units, strategy=strategy, objective=objective)
-    budget = np.array([device.budget_bytes for device in cluster.devices], float)
+    best = _first(task, chain)
+    if best is None or strategy in ("sequential", "balanced_low_0"):
+        return best
+    return (_evened if objective == "memory" else _next_best)(task, chain, best)
+
+
+def fits(
+    profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, objective: Objective
+) -> bool:  # fmt: skip
+    """Say whether `place` finds a plan, without looking for the best one."""
+    task = _Task(profile=profile, cluster=cluster, units=units, strategy=strategy, objective=objective)
+    return _first(task, chain, any_will_do=True) is not None
+
+
+def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked | None:
+    """Find a plan that fits with what the devices have, or with more where the chain counts more than there is."""
+    strategy, objective = task.strategy, task.objective
+    budget = np.array([device.budget_bytes for device in task.cluster.devices], float)
     limits = [np.maximum(budget * room, 0.0) for room in _ROOM]
     if len(set(device_kinds(chain))) > _MANY_KINDS:
         limits.insert(0, _alike(limits[0]))
-    seeks_least = strategy not in ("sequential", "balanced_low_0") and objective != "memory"
+    seeks_least = not any_will_do and strategy not in ("sequential", "balanced_low_0") and objective != "memory"
     seeks_least = seeks_least and bool(chain.seconds.any())
     seeks_least = seeks_least and chain.num_units * chain.num_devices <= _MANY_STAGES
     best: Checked | None = None
     for limit in limits:
         posed = replace(chain, capacity_bytes=limit)
-        if best is None and not can_fit(posed):
+        if best is None and not _has_room(posed) and not can_fit(posed):
             continue
         finest = (sequential if strategy == "sequential" else balanced)(posed, objective)
         if finest is None or (best is not None and finest.value >= best.solution.value * (1 - _SAME)):
@@ -162,9 +179,12 @@ def place(
             best = found
         if best is not None and not seeks_least:
             break
-    if best is None or strategy in ("sequential", "balanced_low_0"):
-        return best
-    return (_evened if objective == "memory" else _next_best)(task, chain, best)
+    return best
+
+
+def _has_room(chain: Chain) -> bool:
+    """Whether devices have so much that most likely something fits: then one need not look before one solves."""
+    return float(chain.resident_bytes.sum() + chain.transient_bytes.max()) < 0.5 * float(chain.capacity_bytes.sum())
 
 
 def _over_depths(task: _Task, chain: Chain, finest: Solution, tries: int) -> Checked | None:
@@ -245,13 +265,14 @@ def _next_best(task: _Task, chain: Chain, best: Checked) -> Checked:
     """Check solutions in the order of what the chain promises, until it promises nothing better than what was found.
 
     What follows a solution that did not keep its promise: a device that was too full, or one that was used, must hold
-    less than it did.
+    less than it did. Which of several equal devices that is makes no difference.
     """
-    bound, seen = best.solution.bound, set[bytes]()
+    checks = min(_NEXT_BEST, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))
+    bound, seen, kinds = best.solution.bound, set[bytes](), device_kinds(chain)
     queue = [(missed.solution.value, number, missed) for number, missed in enumerate(task.missed)]
     heapq.heapify(queue)
     numbers = count(len(queue))
-    for _ in range(len(queue) + min(_NEXT_BEST, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))):
+    for _ in range(len(queue) + checks if checks else 0):
         if not queue or queue[0][0] >= task.value(best) * (1 - _SAME):
             break
         solved = heapq.heappop(queue)[2]
@@ -263,7 +284,7 @@ def _next_best(task: _Task, chain: Chain, best: Checked) -> Checked:
         for device in [d for d in used if over[d] > 0] or used:
             capacity = solved.capacity.copy()
             capacity[device] = found.solution.cost.memory_bytes[device] - max(over[device] / 2, 1)
-            key = capacity.tobytes() + solved.cuts.tobytes()
+            key = capacity[np.lexsort((capacity, kinds))].tobytes() + solved.cuts.tobytes()
             following = None if key in seen else task.solve(chain, solved.cuts, capacity)
             seen.add(key)
             if following is not None:
