@@ -268,7 +268,7 @@ def _next_best(task: _Task, chain: Chain, best: Checked) -> Checked:
     less than it did. Which of several equal devices that is makes no difference.
     """
     checks = min(_NEXT_BEST, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))
-    bound, seen, kinds = best.solution.bound, set[bytes](), device_kinds(chain)
+    bound, seen, kinds = best.solution.bound, set[bytes](), np.array(device_kinds(chain))
     queue = [(missed.solution.value, number, missed) for number, missed in enumerate(task.missed)]
     heapq.heapify(queue)
     numbers = count(len(queue))
