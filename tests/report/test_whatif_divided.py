@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import autoshard
+from autoshard.cluster.cluster import plan_device
 from autoshard.cluster.parse import parse_devices
 from autoshard.report.whatif import predict
 from tests.report.divided_plans import BASE, CASES, at_size, divided, profile_of
@@ -51,6 +52,23 @@ def test_another_kind_of_device_keeps_the_division(case):
         assert found["latency"] == pytest.approx(want.latency_seconds, rel=NEAR)
         for row, device in zip(found["devices"], want.devices, strict=True):
             assert row[1] == pytest.approx(device.peak_bytes, rel=ROUNDED) and row[2] == device.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    [("replicas", "{}x1GiB"), ("replicas, inference", "{}xA100-40GB"), ("sharded replicas", "{}xA100-40GB")],
+)
+def test_any_number_of_replicas_is_the_estimate_of_so_many(case, spec):
+    plan, _, data, mode = divided(case)
+    for count in (1, 4, 5):
+        cluster = parse_devices(spec.format(count))
+        more = replace(plan, devices=tuple(map(plan_device, cluster.devices)), mesh=replace(plan.mesh, data=count))
+        want = autoshard.estimate(more, profile_of(mode, *BASE), cluster)
+        found = predict(data, *BASE, 0, count=count)
+        assert found["latency"] == pytest.approx(want.latency_seconds, rel=NEAR)
+        for row, device in zip(found["devices"], want.devices, strict=True):
+            assert row[1] == pytest.approx(device.peak_bytes, rel=ROUNDED)
+    assert len(predict(data, *BASE, 0, count=BASE[0] + 1)["devices"]) == BASE[0] + 1  # split anew: too few rows
 
 
 def test_other_numbers_of_devices_split_the_model_anew():

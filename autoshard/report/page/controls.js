@@ -66,8 +66,10 @@
       const tokens = at.batch * (at.sequence || 1) / found.latency;
       figure("Rate", tokens >= 1000 ? `${(tokens / 1000).toPrecision(3)} k` : tokens.toPrecision(3), at.sequence ? "tokens per second" : "samples per second");
     }
-    const kept = !anew || keepsDivision(model, sliders.count.value);
-    how.textContent = kept ? model.words[0] + (anew ? " All devices are of this kind, in one machine." : "")
+    const kept = !anew || keepsDivision(model, sliders.count.value, at.batch);
+    const more = kept && sliders.count.value !== model.devices;
+    how.textContent = more ? `With ${sliders.count.value} equal replicas, all devices of this kind, in one machine.`
+      : kept ? model.words[0] + (anew ? " All devices are of this kind, in one machine." : "")
       : "Whole modules, in order, split anew so that the fullest device is as empty as it can be; devices of one machine." + model.words[1];
     if (model.guessed) how.textContent += " Some tensors grow as neither batch nor sequence does: they are taken in proportion.";
     rows.replaceChildren(...found.devices.map(([name, peak, memory, seconds]) => {

@@ -9,7 +9,7 @@ function replicated(plan, values, scale) {
   plan.replicas.forEach((number, index) => {
     const figures = plan.figures[number], rates = plan.rates[figures.rates];
     const own = opSeconds(plan, columns[index], rates);
-    const busy = sumOf(figures.ops, own) + figures.optimizer / rates.bandwidth;
+    const busy = sumOf(figures.ops, own) + figures.optimizer / plan.over / rates.bandwidth;
     launching += launchesOf(figures.ops, own) * rates.launch;
     slowest = Math.max(slowest, busy);
     fastest = Math.min(fastest, busy);
@@ -21,6 +21,30 @@ function replicated(plan, values, scale) {
   if (!plan.processes) slowest = Math.max(slowest, launching);
   const latency = slowest + exposed(plan, columns[0], fastest) + moving;
   return result(devices, latency, latency);
+}
+
+function resized(plan, hardware, count) {
+  const link = [hardware.delay, hardware.link, 1];
+  const port = [hardware.delay, hardware.link / Math.max(count - 1, 1), Math.max(count - 1, 1)];
+  const [alone, first, adds, rest] = plan.others, numbers = [...Array(count).keys()];
+  const replicas = numbers.map(index => index === 0 ? (count === 1 ? alone : first) : index % 2 === 1 && index + 1 < count ? adds : rest);
+  let levels = 0;
+  while (2 ** levels < count) levels++;
+  const ring = (plan.sharded ? 1 : 2) * (count - 1);
+  const ways = [[ring, ring / count, 0], [1, plan.sharded ? 1 / count : 1, 1]];
+  if (!plan.sharded) ways.push([2 * levels, 2, 0]);
+  return {
+    ...plan,
+    names: numbers.map(index => [`device ${index}`, hardware.memory, hardware.overhead]),
+    devices: numbers,
+    shares: [],
+    replicas,
+    over: plan.sharded ? count : 1,
+    rates: plan.rates.map(() => hardware),
+    links: [link, port],
+    exchange: count > 1 ? plan.exchange.map(([times, , nbytes]) => [times, ["min", ...ways], nbytes]) : [],
+    transfers: numbers.slice(1).flatMap(index => plan.moved.map(terms => [index, [0, 1, terms]])),
+  };
 }
 
 function exposed(plan, columns, fastest) {
@@ -44,7 +68,8 @@ function replicaPeak(plan, figures, columns, part) {
     if (here > live) [live, cache, gradient] = [here, polynomial(moment[1], columns), polynomial(moment[2], columns)];
   }
   let used = live, transfer = figures.transfer;  // of what has rows or is a gradient
-  if (figures.stays) used = live - gradient + figures.gradient;
+  const over = plan.over, whole = figures.gradient / over;
+  if (figures.stays) used = live - gradient + whole;
   if (figures.first) {
     const inputs = polynomial(figures.inputs, columns), outputs = polynomial(figures.outputs, columns);
     transfer = (1 - part) * (inputs + (plan.training ? outputs : 0));
@@ -53,8 +78,8 @@ function replicaPeak(plan, figures, columns, part) {
     if (merging > used - cache + transfer) [used, transfer] = [merging + cache, 0];
   }
   const left = polynomial(figures.left, columns);
-  if (figures.adding >= 0) used = Math.max(used, figures.gradient + left + figures.adding);
-  if (figures.step >= 0 && figures.gradient + left + figures.step > used + transfer)
-    [used, transfer] = [figures.gradient + left + figures.step, 0];
-  return used + transfer + figures.always;
+  if (figures.adding >= 0) used = Math.max(used, whole + left + figures.adding);
+  if (figures.step >= 0 && whole + left + figures.step / over > used + transfer)
+    [used, transfer] = [whole + left + figures.step / over, 0];
+  return used + transfer + figures.divided / over + figures.buffer + figures.always;
 }

@@ -6,16 +6,20 @@ function predict(data, batch, sequence, newTokens, kind = "", count = 0) {
   const chosen = data.hardware.find(row => row.name === kind) || data.hardware[0];
   let plan = data.planned;
   if (kind || count) {
-    if (!keepsDivision(data, count)) return splitAnew(data, values, chosen, count || data.devices);
-    if (kind) plan = elsewhere(plan, chosen);
+    if (!keepsDivision(data, count, batch)) return splitAnew(data, values, chosen, count || data.devices);
+    if (count && count !== data.devices) plan = resized(plan, chosen, count);
+    else if (kind) plan = elsewhere(plan, chosen);
   }
   const scale = batch / data.sizes[0];
   if (plan.way === "stages") return staged(plan, values, scale);
   return plan.way === "replicas" ? replicated(plan, values, scale) : placed(data, plan, values);
 }
 
-const keepsDivision = (data, count) =>
-  (data.planned.way !== "placed" || data.planned.stream !== undefined) && (!count || count === data.devices);
+function keepsDivision(data, count, batch) {
+  const plan = data.planned;
+  if (!count || count === data.devices) return plan.way !== "placed" || plan.stream !== undefined;
+  return plan.way === "replicas" && count <= plan.size * batch / data.sizes[0];
+}
 
 function elsewhere(plan, hardware) {
   const links = plan.links.map(([delay, rate, shared]) =>

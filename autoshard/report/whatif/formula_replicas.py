@@ -26,7 +26,7 @@ def replicated(planned: Mapping[str, Any], values: Sequence[float], scale: float
         figures = planned["figures"][number]
         rates = planned["rates"][figures["rates"]]
         own = op_seconds(planned, columns[index], rates)
-        busy = sum_of(figures["ops"], own) + figures["optimizer"] / rates["bandwidth"]
+        busy = sum_of(figures["ops"], own) + figures["optimizer"] / planned["over"] / rates["bandwidth"]
         launching += launches_of(figures["ops"], own) * rates["launch"]
         slowest, fastest = max(slowest, busy), min(fastest, busy)
         place = planned["devices"][index]
@@ -39,6 +39,35 @@ def replicated(planned: Mapping[str, Any], values: Sequence[float], scale: float
         slowest = max(slowest, launching)
     latency = slowest + _exposed(planned, columns[0], fastest) + moving
     return result(devices, latency, latency)
+
+
+def resized(planned: Mapping[str, Any], hardware: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The same for another number of replicas, all alike and in one machine."""
+    link = [hardware["delay"], hardware["link"], 1]
+    port = [hardware["delay"], hardware["link"] / max(count - 1, 1), max(count - 1, 1)]
+    alone, first, adds, rest = planned["others"]
+    replicas = [alone] if count == 1 else [first]
+    for index in range(1, count):
+        replicas.append(adds if index % 2 == 1 and index + 1 < count else rest)
+    levels = 0
+    while 2**levels < count:
+        levels += 1
+    ring = (1 if planned["sharded"] else 2) * (count - 1)
+    ways = [[ring, ring / count, 0], [1, 1 / count if planned["sharded"] else 1, 1]]
+    if not planned["sharded"]:
+        ways.append([2 * levels, 2, 0])
+    return {
+        **planned,
+        "names": [[f"device {index}", hardware["memory"], hardware["overhead"]] for index in range(count)],
+        "devices": list(range(count)),
+        "shares": [],
+        "replicas": replicas,
+        "over": count if planned["sharded"] else 1,
+        "rates": [hardware for _ in planned["rates"]],
+        "links": [link, port],
+        "exchange": [[times, ["min", *ways], nbytes] for times, _, nbytes in planned["exchange"]] if count > 1 else [],
+        "transfers": [[index, [0, 1, terms]] for index in range(1, count) for terms in planned["moved"]],
+    }
 
 
 def _exposed(planned: Mapping[str, Any], columns: Sequence[float], fastest: float) -> float:
@@ -64,8 +93,9 @@ def _peak(planned: Mapping[str, Any], figures: Mapping[str, Any], columns: Seque
         if here > live:
             live, cache, gradient = here, polynomial(moment[1], columns), polynomial(moment[2], columns)
     used, transfer = live, figures["transfer"]  # of what has rows or is a gradient
+    whole, over = figures["gradient"] / planned["over"], planned["over"]
     if figures["stays"]:
-        used = live - gradient + figures["gradient"]
+        used = live - gradient + whole
     if figures["first"]:
         inputs, outputs = polynomial(figures["inputs"], columns), polynomial(figures["outputs"], columns)
         transfer = (1.0 - part) * (inputs + (outputs if planned["training"] else 0.0))
@@ -75,7 +105,7 @@ def _peak(planned: Mapping[str, Any], figures: Mapping[str, Any], columns: Seque
             used, transfer = merging + cache, 0.0
     left = polynomial(figures["left"], columns)
     if figures["adding"] >= 0:
-        used = max(used, figures["gradient"] + left + figures["adding"])
-    if figures["step"] >= 0 and figures["gradient"] + left + figures["step"] > used + transfer:
-        used, transfer = figures["gradient"] + left + figures["step"], 0.0
-    return float(used + transfer + figures["always"])
+        used = max(used, whole + left + figures["adding"])
+    if figures["step"] >= 0 and whole + left + figures["step"] / over > used + transfer:
+        used, transfer = whole + left + figures["step"] / over, 0.0
+    return float(used + transfer + figures["divided"] / over + figures["buffer"] + figures["always"])

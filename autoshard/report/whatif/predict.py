@@ -13,7 +13,7 @@ from autoshard.report.whatif.formula import (
     result,
     sum_of,
 )
-from autoshard.report.whatif.formula_replicas import replicated
+from autoshard.report.whatif.formula_replicas import replicated, resized
 from autoshard.report.whatif.formula_stages import staged
 from autoshard.report.whatif.formula_streams import streamed
 
@@ -31,19 +31,29 @@ def predict(
     """Return {"devices": [[name, peak, memory, seconds]], "latency", "bottleneck", "fits"}.
 
     `kind` and `count`: other devices, one of `data["hardware"]`. The plan keeps its division where as many devices are
-    left and it divides more than modules; else the model is split anew.
+    left and it divides more than modules, and replicas for every number; else the model is split anew.
     """
     values = monomials(data, batch, sequence, sequence + new_tokens)
     chosen = next((row for row in data["hardware"] if row["name"] == kind), data["hardware"][0])
     planned, scale = data["planned"], batch / data["sizes"][0]
     if kind or count:
-        kept = planned["way"] != "placed" or "stream" in planned
-        if not kept or count not in (0, data["devices"]):
+        if not _keeps_division(data, count, batch):
             return _split_anew(data, values, chosen, count or data["devices"])
-        planned = _elsewhere(planned, chosen) if kind else planned
+        if count not in (0, data["devices"]):
+            planned = resized(planned, chosen, count)
+        elif kind:
+            planned = _elsewhere(planned, chosen)
     if planned["way"] == "stages":
         return staged(planned, values, scale)
     return replicated(planned, values, scale) if planned["way"] == "replicas" else _placed(data, planned, values)
+
+
+def _keeps_division(data: Mapping[str, Any], count: int, batch: float) -> bool:
+    """Whether the plan's own division is there for so many devices of some kind."""
+    planned = data["planned"]
+    if count in (0, data["devices"]):
+        return planned["way"] != "placed" or "stream" in planned
+    return planned["way"] == "replicas" and count <= planned["size"] * batch / data["sizes"][0]
 
 
 def _elsewhere(planned: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[str, Any]:

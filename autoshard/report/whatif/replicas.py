@@ -33,10 +33,14 @@ def replicated_data(
     processes = mesh.sharded or len({device.host for device in devices}) > 1
     blocks = blocks_of(graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
     kinds, links = Kinds(dtypes), Links(cluster)
-    one = _Replicas(profile, batch, scaling, kinds, blocks, mesh.data, processes)
+    one = _Replicas(profile, batch, scaling, kinds, blocks, processes)
     shares = rows_per_replica(batch, mesh.shares, mesh.data)
-    replicas = [one.number(device, rows, first=not i, adds=i % 2 == 1 and i + 1 < len(devices))
+    replicas = [one.number(device, rows, mesh.data, first=not i, adds=i % 2 == 1 and i + 1 < len(devices))
                 for i, (device, rows) in enumerate(zip(devices, shares, strict=True))]  # fmt: skip
+    others = [
+        one.number(devices[0], shares[0], *kind)
+        for kind in ((1, True, False), (2, True, False), (2, False, True), (2, False, False))
+    ]
     inputs, outputs = (
         [[links.between(*ends), 1, terms(one.rows_of(values))] for ends in pairs]
         for values, pairs in (
@@ -54,10 +58,15 @@ def replicated_data(
         "sharded": mesh.sharded,
         "processes": processes,
         "replicas": replicas,
+        # For other counts: a device alone, the first, those to which gradients are added, the rest.
+        "others": others,
+        "over": mesh.data if mesh.sharded else 1,
         "figures": one.figures,
         "transfers": [] if processes else [
             [number + 1, row] for rows in (inputs, outputs) for number, row in enumerate(rows) if row[2]
         ],
+        # What goes to a replica and back, for other counts.
+        "moved": [] if processes else [row[0][2] for row in (inputs, outputs) if row and row[0][2]],
         "exchange": _sharded(links, names, blocks, one) if blocks else _summed(links, names, one, processes),
         "flops": [terms(one.flops(0)), terms(one.flops(graph.backward_begin))],
         "table": kinds.table,
@@ -90,11 +99,11 @@ class _Replicas:
     """Collects the figures of replicas; equal ones are looked at once."""
 
     def __init__(
-        self, profile: Profile, batch: BatchAxis, scaling: Scaling, kinds: Kinds, blocks: Sequence[Block], count: int,
+        self, profile: Profile, batch: BatchAxis, scaling: Scaling, kinds: Kinds, blocks: Sequence[Block],
         processes: bool,
     ) -> None:  # fmt: skip
         self.profile, self.batch, self.scaling, self.kinds = profile, batch, scaling, kinds
-        self.blocks, self.count, self.processes = blocks, count, processes
+        self.blocks, self.processes = blocks, processes
         self.carrying = carriers_of_rows(profile.graph, batch)
         self.rows: Rows = by_rows(profile, batch)
         self.parts: dict[int, tuple[Part, list[int]]] = {}
@@ -132,20 +141,21 @@ class _Replicas:
         counts[:begin] = False
         return part.whole(self.scaling.table[self.scaling.flops[counts]].sum(axis=0))
 
-    def number(self, device: Device, rows: int, *, first: bool, adds: bool) -> int:
-        """Number of the figures of a replica; the arguments are those of `replica_cost.Figures.of`."""
-        first = first and not self.processes and self.count > 1
+    def number(self, device: Device, rows: int, count: int, first: bool, adds: bool) -> int:
+        """Number of the figures of one of so many replicas; the arguments are those of `replica_cost.Figures.of`."""
+        first = first and not self.processes and count > 1
         adds = adds and not first and not self.processes
-        key = (device.speed, device.block_bytes, device.overhead_bytes, device.name[:3] == "cpu", rows, first, adds)
+        kind = device.block_bytes, device.overhead_bytes, device.name[:3] == "cpu"
+        key = (device.speed, *kind, rows, first, adds, count > 1)
         if key not in self.known:
             self.known[key] = len(self.figures)
-            self.figures.append(self._figures(device, rows, first, adds))
+            self.figures.append(self._figures(device, rows, count > 1, first, adds))
         return self.known[key]
 
-    def _figures(self, device: Device, rows: int, first: bool, adds: bool) -> dict[str, Any]:
+    def _figures(self, device: Device, rows: int, several: bool, first: bool, adds: bool) -> dict[str, Any]:
         part, ops = self.part(rows)
         table, workload, block = self.rows, self.profile.workload, device.block_bytes
-        other = not first and not self.processes and self.count > 1  # only the model itself, on the first, is trained
+        other = not first and not self.processes and several  # only the model itself, on the first, is trained
         died = table.died
         if other and workload.training:
             died = np.where(table.sent, np.minimum(died, table.backward_begin), died)
@@ -153,26 +163,32 @@ class _Replicas:
         trained = [-(-size // block) * block for _, size in table.trained]
         accelerator = not device.name.startswith("cpu")
         step = optimizer_step_bytes(trained, workload.optimizer, fused_list=accelerator) if trained else 0
-        count = self.count if self.blocks else 1
+        parameter, buffer = (
+            sum(-(-int(size) // block) * block for size in sizes)
+            for sizes in (table.parameter_sizes, table.buffer_sizes)
+        )
+        state = sum(trained) * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training and not other else 0
         left = (table.born <= table.end) & (table.end < died) & ~table.gradient
         moved = 3 + 2 * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.optimizer != "none" else 0
         moments, after = _moments(table, vectors, died)
         return {
             "rates": self.kinds.device(device),
             "ops": counted(ops),
-            "optimizer": self.gradient_bytes / count * moved if workload.training else 0,
+            "optimizer": self.gradient_bytes * moved if workload.training else 0,
             "moments": moments,
             "after": terms(after),
             "left": terms(vectors[left].sum(axis=0)),
             "inputs": terms(self._whole(self.profile.graph.inputs)),
             "outputs": terms(self._whole(self.profile.graph.outputs)),
             "transfer": unsharded_bytes(self.blocks, training=workload.training) if self.blocks else 0,
-            "gradient": sum(trained) / count,
+            "gradient": sum(trained),
             # Buckets, and parts of sharded gradients, stay from step to step.
-            "stays": bool(self.blocks) or (workload.training and self.count > 1 and self.processes),
+            "stays": bool(self.blocks) or (workload.training and several and self.processes),
             "adding": 2 * max(trained) if (first or adds) and trained else -1,
-            "step": step / count if workload.training and not other else -1,
+            "step": step if workload.training and not other else -1,
             "first": first,
+            "divided": parameter + state,  # over replicas that are sharded
+            "buffer": buffer,
             "always": 0,
         }
 
