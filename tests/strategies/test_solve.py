@@ -51,9 +51,9 @@ def run_many(seeds: range) -> dict[str, int]:
     return seen
 
 
-def test_equal_to_brute_force_on_ten_thousand_chains() -> None:
-    seen = run_many(range(10_000))
-    assert all(count >= 300 for count in seen.values()), f"a feature was hardly tried: {seen}"
+def test_equal_to_brute_force_on_three_thousand_chains() -> None:
+    seen = run_many(range(3_000))
+    assert all(count >= 90 for count in seen.values()), f"a feature was hardly tried: {seen}"
 
 
 def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
@@ -65,8 +65,8 @@ def test_a_copy_for_two_units_pinned_to_one_device_is_paid_once() -> None:
 
 
 @pytest.mark.slow
-def test_equal_to_brute_force_on_many_more_chains() -> None:
-    run_many(range(10_000, 100_000))
+def test_equal_to_brute_force_on_a_hundred_thousand_chains() -> None:
+    run_many(range(100_000))
 
 
 @pytest.mark.parametrize("seed", range(40))
