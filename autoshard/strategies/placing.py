@@ -184,7 +184,9 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
 
 def _has_room(chain: Chain) -> bool:
     """Whether devices have so much that most likely something fits: then one need not look before one solves."""
-    return float(chain.resident_bytes.sum() + chain.transient_bytes.max()) < 0.5 * float(chain.capacity_bytes.sum())
+    alone = float((chain.resident_bytes + chain.transient_bytes).max())
+    whole = float(chain.resident_bytes.sum() + chain.transient_bytes.max())
+    return alone <= float(chain.capacity_bytes.min()) and whole < 0.5 * float(chain.capacity_bytes.sum())
 
 
 def _over_depths(task: _Task, chain: Chain, finest: Solution, tries: int) -> Checked | None:
