@@ -338,8 +338,14 @@ def opened(function: Any) -> Callable[..., Any] | None:
     return _OPENED.get(function) if isinstance(function, FunctionType) else None
 
 
+def _projected(q: Any, k: Any, v: Any, w_q: Any, w_k: Any, w_v: Any, b_q: Any, b_k: Any, b_v: Any) -> Any:
+    """Project queries, keys and values as torch does, without asserting sizes that only whole weights have."""
+    linear = torch.nn.functional.linear
+    return linear(q, w_q, b_q), linear(k, w_k, b_k), linear(v, w_v, b_v)
+
+
 def _open(function: Any) -> Callable[..., Any]:
-    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False, "_in_projection": _projected}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

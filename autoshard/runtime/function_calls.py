@@ -40,7 +40,9 @@ class Watch(TorchFunctionMode):
                 with self:
                     return body(*args, **(kwargs or {}))
             except RuntimeError as error:
-                raise _explained(error, self.listed, args, kwargs or {}) from error
+                if _has_unplanned_mask(self.listed, args, kwargs or {}):
+                    raise ApplyError(_MASK) from error
+                raise
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         if name == "unflatten" and torch.compiler.is_compiling():  # which can't see through the method's `super()`
             func = torch.unflatten
@@ -53,25 +55,40 @@ class Watch(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-def _explained(error: RuntimeError, listed: Listed, args: tuple, kwargs: dict) -> Exception:
-    """Say so if attention of torch failed for a padding mask, copied for all heads, that the plan does not know."""
-    if not _has_some_heads(args) or kwargs.get("key_padding_mask") is None or "expand" in listed:
-        return error
-    return ApplyError(
-        "attention that is cut by its heads was given a padding mask, and the plan was made where it was not. Plan "
-        "again with inputs like these: such a plan wants a mask in every call, of which nothing need be set."
-    )
+_MASK = (
+    "attention that is cut by its heads was given a padding mask, and the plan was made where it was not. Plan again "
+    "with inputs like these: such a plan wants a mask in every call, of which nothing need be set."
+)
+_SCORES = ("bmm", "baddbmm")
+_PLACES = {"key_padding_mask": 14, "need_weights": 15, "average_attn_weights": 23}
+"""Of arguments of `multi_head_attention_forward`."""
 
 
-def _has_some_heads(args: tuple) -> bool:
-    """Whether the projection behind attention of torch (argument 11) is narrower than it says (argument 3)."""
-    return len(args) > 11 and args[11].shape[-1] < args[3]
+def _given(args: tuple, kwargs: dict, name: str, usual: Any) -> Any:
+    place = _PLACES[name]
+    return args[place] if len(args) > place else kwargs.get(name, usual)
+
+
+def _has_some_heads(listed: Listed, args: tuple) -> bool:
+    """Whether the projection behind attention of torch (argument 11) is narrower than it says (argument 3).
+
+    But not where heads themselves are cut: then the scores are summed.
+    """
+    if len(args) <= 11 or args[11].shape[-1] >= args[3]:
+        return False
+    return not any(step.action.kind == "reduce" for name in _SCORES for step in listed.get(name, ("", []))[1])
+
+
+def _has_unplanned_mask(listed: Listed, args: tuple, kwargs: dict) -> bool:
+    """Whether attention of torch was given a padding mask, which it copies for all heads, and the plan has no such."""
+    masked = _given(args, kwargs, "key_padding_mask", None) is not None
+    return masked and "expand" not in listed and _has_some_heads(listed, args)
 
 
 def _check_maps(listed: Listed, args: tuple, kwargs: dict) -> None:
     """Attention of torch with some of the heads has the mean of all maps only if the plan knows that it is asked."""
-    asked = kwargs.get("need_weights", True) and kwargs.get("average_attn_weights", True)
-    if asked and "mean" not in listed and _has_some_heads(args):
+    asked = _given(args, kwargs, "need_weights", True) and _given(args, kwargs, "average_attn_weights", True)
+    if asked and "mean" not in listed and _has_some_heads(listed, args):
         raise ApplyError(
             "attention that is cut by its heads was asked for the mean of its weights, and the plan was made where it "
             "was not. Plan again with inputs and settings like these, or call it with need_weights=False."

@@ -281,6 +281,29 @@ def test_the_outside_of_a_large_model_is_proved_without_its_elements(monkeypatch
     torch.testing.assert_close(autoshard.apply(model, made)(ids), expected)
 
 
+class Crossing(nn.Module):
+    """Keys and values of another width than queries have weights of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.ModuleList(nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True) for _ in range(2))
+
+    def forward(self, x, keys, values):
+        for mix in self.mix:
+            x = x + mix(x, keys, values, need_weights=False)[0]
+        return x
+
+
+def test_attention_with_separate_projections_is_cut_by_its_heads():
+    model = Crossing().eval()
+    inputs = {"x": torch.randn(2, 5, 8), "keys": torch.randn(2, 7, 6), "values": torch.randn(2, 7, 4)}
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=inputs, strategy="column-parallel", objective="memory")
+    (cut,) = plan.cuts
+    assert {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"} < {shard.name for shard in cut.shards}
+    expected = model(**inputs)
+    torch.testing.assert_close(autoshard.apply(model, plan)(**inputs), expected, rtol=1e-5, atol=1e-5)
+
+
 class Counting(nn.Module):
     """Takes its way by the numbers it is given."""
 
