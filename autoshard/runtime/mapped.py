@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def map_file(path: Path) -> MappedFile:
     try:
         flags = mmap.MAP_PRIVATE | _NO_RESERVE
         made = MappedFile(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        made.path, made.stamp = Path(path), _stamp(os.fstat(descriptor))
+        made.path, made.stamp = Path(path), stamp_of(os.fstat(descriptor))
         made.address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
         _advise(Region(made, 0, len(made)), _HUGE_PAGES)  # fewer, larger pages to come and go
         _maps[made.address] = made
@@ -96,7 +97,8 @@ def map_file(path: Path) -> MappedFile:
         os.close(descriptor)
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return what differs between files, and after one was written to."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -133,7 +135,7 @@ def check_unchanged(regions: Iterable[Region]) -> None:
     """
     for mapped in {id(region.map): region.map for region in regions}.values():
         try:
-            now = _stamp(os.stat(mapped.path))
+            now = stamp_of(os.stat(mapped.path))
         except OSError:
             now = None  # removed; the mapping holds it
         if now is not None and now[0] == mapped.stamp[0] and now != mapped.stamp:
@@ -175,6 +177,22 @@ def bring(regions: Iterable[Region]) -> None:
             )
 
 
+def is_cached(region: Region) -> bool:
+    """Whether the first and the last page of a region are in memory, be it for others; also if nobody can tell.
+
+    To ask for each page takes a fifth of the time in which they are copied.
+    """
+    call = _libc_call("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    if call is None:
+        return True
+    found = ctypes.create_string_buffer(1)
+    for position in (region.start, region.start + region.nbytes - 1):
+        page = region.map.address + position // PAGE_BYTES * PAGE_BYTES
+        if call(page, 1, found) == 0 and not found.raw[0] & 1:
+            return False
+    return True
+
+
 def let_go(regions: Iterable[Region]) -> None:
     """Give the memory of regions back, except pages that were written to; the next read brings them from the file."""
     for region in regions:
@@ -210,7 +228,7 @@ def _clean_parts(region: Region) -> list[Region]:
 
 def _advise(region: Region, advice: int) -> int:
     """Call madvise on the pages of a region, without the interpreter's lock; returns errno, 0 if all is well."""
-    call = _madvise()
+    call = _libc_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if call is None or (sys.platform != "linux" and advice in (_POPULATE_READ, _HUGE_PAGES)):
         return 0
     first = region.start // PAGE_BYTES * PAGE_BYTES
@@ -221,12 +239,13 @@ def _advise(region: Region, advice: int) -> int:
 
 
 @functools.cache
-def _madvise() -> "ctypes._NamedFuncPointer | None":
+def _libc_call(name: str, *kinds: Any) -> "ctypes._NamedFuncPointer | None":
+    """Return a call of the system; None on one without it."""
     try:
-        call = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError, TypeError):  # a system without it: pages come and go as the kernel likes
+        call: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError, TypeError):
         return None
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    call.argtypes = kinds
     return call
 
 

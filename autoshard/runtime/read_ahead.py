@@ -1,13 +1,14 @@
 """Modules on disk that compute on the CPU: while one computes, threads bring the next.
 
-    a core is free    file ─▶ pages ─copied─▶ slab      computed with there, as in memory; pages are given back at once
-    all compute       file ─▶ pages                     computed with there; pages are given back after it
+    a core is free    file ─read─▶ slab        computed with there, as in memory
+    all compute       file ─▶ pages            computed with there; pages are given back after it
 
 Tensors begin in a file where they happen to, and matrix products read such in more steps than torch's own memory. But
 to copy is more work in all: where every core computes it would take longer.
 """
 
 import ctypes
+import mmap
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.file_reads import FileReads
 from autoshard.runtime.homes import Copies, Homes, Piece, Transfer
 from autoshard.runtime.mapped import Region, bring, check_unchanged, let_go, parts, region_of
 from autoshard.runtime.slabs import Slab, Slabs
@@ -67,6 +69,7 @@ class ReadAhead:
     def __init__(self) -> None:
         self.reader = Reader()
         self.slabs = Slabs()
+        self.reads = FileReads()
 
     def begin(self, homes: Homes) -> _Reading:
         """Start to read; pieces of the file are given to the readers one by one, so that all end together."""
@@ -79,8 +82,8 @@ class ReadAhead:
             for index, begin in transfer.in_slab.items():
                 home = homes.tensors[index]
                 copies[index] = slab.tensor[begin : begin + home.nbytes].view(home.dtype).view(home.shape)
-            address = slab.tensor.data_ptr()
-            slab.writers[:] = (submit(_copy_pieces, left, address, slab.memory) for _ in range(min(READERS, len(left))))
+            writers = min(READERS, len(left))
+            slab.writers[:] = (submit(_copy_pieces, left, slab.memory, self.reads) for _ in range(writers))
         others = [*self.reader.begin(transfer.in_place), *(submit(_clone, homes, i, copies) for i in transfer.cloned)]
         return _Reading(transfer, slab, copies, left, others)
 
@@ -109,21 +112,20 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _copy_pieces(left: deque[Piece], address: int, memory: object) -> None:
-    """Copy pieces of files to a slab until none is left, each out of pages that are given back at once.
-
-    `memory`: what must live as long as is written to the address.
-    """
+def _copy_pieces(left: deque[Piece], memory: mmap.mmap, reads: FileReads) -> None:
+    """Copy pieces of files to a slab until none is left; pages that are brought for it are given back at once."""
+    into, address = memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))
     while left:
         try:
             piece = left.popleft()
         except IndexError:  # another reader was faster
             return
-        region = piece.region
+        region, begin = piece.region, piece.begin
         check_unchanged([region])
-        bring([region])
-        ctypes.memmove(address + piece.begin, region.map.address + region.start, region.nbytes)
-        let_go([region])
+        if not reads.read(region, into[begin : begin + region.nbytes], address + begin):
+            bring([region])
+            ctypes.memmove(address + begin, region.map.address + region.start, region.nbytes)
+            let_go([region])
 
 
 def _clone(homes: Homes, index: int, copies: Copies) -> None:
