@@ -3,12 +3,13 @@
     cuda:0  (fast)   rows 0 1 2 3 4        a share is what a device can do until a common time, as far as its memory
     cuda:1  (slow)   rows 5 6 7            goes; devices that would make a pass longer are left out
 
-Devices are tried from the fastest on: with the fastest k every share of less work on more devices is compared. Where a
+Devices are tried from the fastest on, of few that differ every set: less work on more devices is compared. Where a
 replica does not fit, or memory is the objective, processes may keep a part of all parameters each (`sharded`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from autoshard.axes.regions import repeated_elements
 from autoshard.batching import BatchAxis
@@ -29,6 +30,9 @@ _AS_GOOD = 1.002
 """Even shares are taken where they take so little longer."""
 _MANY_ROWS = 64
 """Rows of a batch above which not every share of the first device is tried, but so many around the even one."""
+
+_EVERY_SET = 5
+"""Unequal devices of which every set is tried: where one has little room for rows, a faster one does not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,8 @@ def data_parallel(
     task = Task(profile, cluster, batch, processes, objective)
     everyone = 1 < processes == len(devices)
     able = [device for device in devices if everyone or task.holds_replica(device)] or devices
-    fastest = sorted(able, key=task.speed)
-    counts = [len(devices)] if everyone else range(1, min(len(able), batch.size) + 1)
-    tried = [task.candidate([d for d in able if d in fastest[:count]], sharded=False) for count in counts]
+    sets = [devices] if everyone else task.sets(able)
+    tried = [task.candidate(used, sharded=False) for used in sets]
     if everyone and (objective == "memory" or not tried[0].fits):
         tried.append(task.candidate(devices, sharded=True))
     fitting = [one for one in tried if one.fits]
@@ -114,6 +117,14 @@ class Task:
     def speed(self, device: Device) -> float:
         """Seconds of the whole batch on one device."""
         return self.figures(1, False).seconds(device, self.batch.size)
+
+    def sets(self, able: Sequence[Device]) -> list[Sequence[Device]]:
+        """Devices to try, of every number: the fastest, or all sets where there are few that differ."""
+        most = min(len(able), self.batch.size)
+        if len(able) <= _EVERY_SET and len({(device.speed, device.memory_bytes) for device in able}) > 1:
+            return [used for count in range(1, most + 1) for used in combinations(able, count)]
+        fastest = sorted(able, key=self.speed)
+        return [[device for device in able if device in fastest[:count]] for count in range(1, most + 1)]
 
     def holds_replica(self, device: Device) -> bool:
         """Whether a device has room for the model with one row of the batch."""
@@ -272,7 +283,7 @@ def _reasons(
     else:
         rows = ", ".join(map(str, best.rows)) if len(set(best.rows)) > 1 else f"{best.rows[0]} each"
         reasons = [f"{count} replicas, on {names}, with {rows} of the {size} rows of the batch"]
-    alone = next((one for one in tried if len(one.devices) == 1), None)
+    alone = min((one for one in tried if len(one.devices) == 1), key=lambda one: one.seconds, default=None)
     if count > 1 and alone is not None:
         if not alone.fits:
             reasons.append(f"on {alone.devices[0].name} alone the whole batch does not fit")

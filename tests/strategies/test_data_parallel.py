@@ -168,3 +168,11 @@ def test_the_same_plan_every_time(profiles):
     here = cluster([3e8, 1e8, 2e8])
     first, second = (data_parallel(profiles["training"], here, BATCH).to_json() for _ in range(2))
     assert first == second
+
+
+def test_of_few_devices_that_differ_every_set_is_tried(profiles):
+    """The fastest device has room for one row, and two more copies over slow links for it do not pay."""
+    one_row = 660_000
+    devices = cluster([2e8, 1e8, 3e8], memory=[GIB, GIB, one_row], latency=2e-3)
+    plan = data_parallel(profiles["inference"], devices, BATCH)
+    assert [device.name for device in plan.devices] == ["cuda:0", "cuda:1"] and plan.mesh.shares == (8, 4)

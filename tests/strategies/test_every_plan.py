@@ -118,16 +118,17 @@ def test_auto_equals_every_plan_of_processes(seed):
     check(seed, 2, 2)
 
 
+def test_auto_equals_every_plan_where_the_emptiest_placement_is_wanted_in_training():
+    check(186, 2, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(8, 508, 20))
 def test_auto_equals_every_plan_of_many_requests(start):
-    """500: two devices in one process, two processes, and every tenth three devices in one process.
-
-    Two are known not to be equal: 186 (the emptiest placement in training, 1.4 %) and 370 (rows of replicas, 0.6 %).
-    """
+    """500: two devices in one process, two processes, and every tenth three devices in one process."""
     worse = {}
     for seed in range(start, start + 20):
         found = gap(seed, *((3, 0) if seed % 10 == 0 else (2, 2 * (seed % 3 == 0))))
         if not 1 - 1e-9 <= found <= AS_GOOD:
             worse[seed] = float(found)
-    assert worse.keys() <= {186, 370} and max(worse.values(), default=1.0) < 1.02, worse
+    assert not worse, worse
