@@ -37,9 +37,11 @@ def _placing(request: Request, strategy: str) -> Callable[[], Plan]:
 def _priced(peer: PeerMap, request: Request) -> Alternative:
     if peer.refused:
         return Alternative(name=peer.name, refused=peer.refused)
-    plan = Plan.from_device_map(peer.device_map, request.profile)
-    plan = dataclasses.replace(plan, objective=request.objective)
-    return _alternative(peer.name, plan, request)
+    try:
+        plan = Plan.from_device_map(peer.device_map, request.profile)
+    except (PlanError, SpecError) as error:
+        return Alternative(name=peer.name, refused=str(error))
+    return _alternative(peer.name, dataclasses.replace(plan, objective=request.objective), request)
 
 
 def _alternative(name: str, plan: Plan, request: Request) -> Alternative:

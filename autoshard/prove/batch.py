@@ -156,7 +156,7 @@ def _guesses(question: Question) -> Iterator[tuple[BatchAxis, Rows | None]]:
     ordered = False  # whether something works along the first dimensions
     for dim in (0, 1):
         sizes = Counter(tensor.shape[dim] for tensor in given if tensor.dim() > dim)
-        for size in sorted(sizes, key=lambda size: (size != wanted, -sizes[size])):
+        for size in sorted(filter(None, sizes), key=lambda size: (size != wanted, -sizes[size])):
             same = [place for place, tensor in enumerate(given) if tensor.dim() > dim and tensor.shape[dim] == size]
             rows = next((found for p in same if (found := follow(walk, graph.inputs[p], dim))), None)
             if dim == 0:

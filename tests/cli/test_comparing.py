@@ -72,3 +72,11 @@ def _cluster(memory_bytes):
     from autoshard.cluster.parse import parse_devices
 
     return parse_devices({"cuda:0": memory_bytes, "cuda:1": memory_bytes}).to_dict()
+
+
+def test_a_model_without_parameters_is_compared(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("import torch\nmodel, example_inputs = torch.nn.Identity(), torch.zeros(2, 3)\n")
+    done = CliRunner().invoke(app, ["compare", str(file), "-d", "2x1MiB", "--json"])
+    assert done.exit_code == 0, done.output
+    assert all("placements are empty" in row["refused"] for row in json.loads(done.stdout)["others"])

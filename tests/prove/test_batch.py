@@ -109,6 +109,10 @@ def test_rows_that_are_alike_and_numbers_that_are_none_prove_nothing():
     assert "no finite number" in refused(nowhere, torch.randn(3, 6))
 
 
+def test_a_batch_without_rows_is_none():
+    assert "no input has a dimension for it" in refused(nn.Linear(6, 6), torch.zeros(0, 6))
+
+
 def test_a_loss_that_is_summed_up():
     batch = found(Decoder(reduction="sum"), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
     assert ways(batch) == {"logits": "cat", "loss": "sum"}
