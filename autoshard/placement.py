@@ -10,7 +10,7 @@ layers.0.mlp  uniform, home cuda:0                                     no hook: 
 dropout       floating: no tensors, no home, no hook
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import PlanError
@@ -47,6 +47,18 @@ def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
             return None
         name = parent(name)
     return name
+
+
+def check_known(
+    placements: Mapping[str, str], modules: Collection[str], tensors: Collection[str], model: str, parts: Iterable[str]
+) -> None:
+    """Raise `PlanError` for entries that are neither modules nor tensors; `model` and `parts`: for the message."""
+    unknown = [path for path in placements if path not in modules and path not in tensors]
+    if unknown:
+        listed = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        raise PlanError(
+            f"the placement names {listed}, which this {model} does not have. Its parts are {', '.join(parts)}."
+        )
 
 
 def resolve_homes(

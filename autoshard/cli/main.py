@@ -161,6 +161,12 @@ def estimate_command(
 
     plan = read_plan(plan_file)
     asked = workload_of(batch, seq, new_tokens, train, optimizer)
+    unknown = [device.name for device in plan.devices if not device.memory_bytes]
+    if unknown and devices is None:
+        raise SpecError(
+            f"{plan_file} does not say how much memory {', '.join(unknown)} have. Name the devices, for example with "
+            f"--devices '{len(unknown)}x24GiB'."
+        )
     cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
     loaded = load(target, plan.workload if asked.assumed else asked)
     profile = profile_of(loaded)

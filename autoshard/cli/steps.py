@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cli.console import step
 from autoshard.errors import CaptureError, PlanError, SpecError
+from autoshard.placement import check_known
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -81,9 +82,13 @@ def capturing(target: "Target") -> Iterator[None]:
 
 
 def check_same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:
-    """Raise `PlanError` if a plan was made for another model than the profiled one."""
+    """Raise `PlanError` if a plan was made for another model than the profiled one, or names what is not in it."""
     if plan.fingerprint and plan.fingerprint != profile.graph.fingerprint:
         raise PlanError(
             f"{plan_file} was made for another model: parameter names, shapes or dtypes differ. "
             f"Plan this one again with `autoshard plan`."
         )
+    graph = profile.graph
+    modules = [path for module in graph.modules for path in (module.path, *module.aliases)]
+    parts = [path for path in modules if path and "." not in path][:20]
+    check_known(plan.placements, modules, [row.name for row in graph.tensors], graph.modules[0].class_name, parts)

@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardError, SpecError
 from autoshard.workload import Workload
 
 TRACEBACK_LINES = 12
+_OWN = str(Path(__file__).parents[1]) + os.sep
 SHAPE_ARGUMENTS = ("batch_size", "sequence_length")
 
 
@@ -138,7 +139,7 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    _call(path, path.name, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    _call(path, "the code", lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
@@ -192,8 +193,8 @@ def _own_traceback(error: BaseException, path: Path) -> str:
     shown = traceback.TracebackException.from_exception(error, limit=None)
     frames = list(shown.stack)
     own = [i for i, frame in enumerate(frames) if os.path.abspath(frame.filename) == os.path.abspath(path)]
-    # From the first frame of the file; of what it called only the innermost.
-    frames = frames[own[0] :] if own else []
+    # From the first frame of the file; of what it called only the innermost, and nothing of ours.
+    frames = [frame for frame in frames[own[0] :] if not frame.filename.startswith(_OWN)] if own else []
     if len(frames) > 4:
         frames = [*frames[:2], *frames[-2:]]
     kind = type(error).__name__

@@ -16,7 +16,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.module_paths import above
-from autoshard.placement import resolve_homes
+from autoshard.placement import check_known, resolve_homes
 from autoshard.plan import Plan, check_placements
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
@@ -252,13 +252,8 @@ def _check_hooks(model: nn.Module, own: Runtime | None) -> None:
 def check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `PlanError` unless the plan names this model's modules and tensors."""
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    unknown = [path for path in plan.placements if path not in modules and path not in tensors]
-    if unknown:
-        listed = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
-        parts = ", ".join([name for name, _ in model.named_children()][:20])
-        raise PlanError(
-            f"the placement names {listed}, which this {type(model).__name__} does not have. Its parts are {parts}."
-        )
+    parts = [name for name, _ in model.named_children()][:20]
+    check_known(plan.placements, modules, tensors, type(model).__name__, parts)
     if plan.fingerprint and plan.fingerprint != fingerprint(model):
         largest = sorted(tensors, key=lambda name: -tensors[name].numel())[:4]
         shapes = ", ".join(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}" for name in largest)

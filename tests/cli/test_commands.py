@@ -123,6 +123,9 @@ def test_a_device_map_can_be_estimated(file, tmp_path):
     document = json.loads(command("estimate", path, file, "--devices", "2x4MiB", "--json").stdout)
     assert document["plan"]["placements"]["3"] == "cuda:1"
     assert document["estimate"]["transfers"]
+    assert "how much memory cuda:0, cuda:1 have" in command("estimate", path, file, expect=2).stderr
+    path.write_text(json.dumps({**{str(i): 0 for i in range(8)}, "nine": 1}))
+    assert "names 'nine'" in command("estimate", path, file, "--devices", "2x4MiB", expect=1).stderr
 
 
 def test_devices(tmp_path):
