@@ -27,7 +27,8 @@ from autoshard.packed import is_packed
 from autoshard.progress import tell
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
-from autoshard.runtime.cuts import CutRecord, cut_record, whole_shape, whole_tensor
+from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
+from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.mapped import let_go, region_of

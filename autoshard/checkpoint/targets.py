@@ -25,7 +25,7 @@ from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.cuts import CutRecord
+from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import CPU, META, resolve_device
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.moves import named_tensors, tied_groups

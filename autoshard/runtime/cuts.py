@@ -7,7 +7,7 @@ remove_cuts:  actions off, old integers back     ◀──  put the tensors toge
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,9 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
-from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
-from autoshard.runtime.cut_streams import CutStreams, kept_parts, stream_parts
+from autoshard.runtime.collectives import ProcessRanks, Ranks
+from autoshard.runtime.cut_state import CutRecord, Whole
+from autoshard.runtime.cut_streams import kept_parts, stream_parts
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
@@ -31,16 +32,13 @@ from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
 from autoshard.runtime.results import watch_results
-from autoshard.runtime.scales import Old, find_scales, restore, set_scales
+from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import (
-    CutTensor,
     Kept,
     Undo,
     cut_tensors,
     find_cut_tensors,
-    merge,
     merge_tensors,
-    slice_of,
 )
 from autoshard.sharding import Cut, Results, Scale
 
@@ -59,35 +57,6 @@ class Loader(Protocol):
 
     def share(self, model: nn.Module, record: "CutRecord") -> None:
         """Exchange between ranks what not each of them has read; all have filled what they read."""
-
-
-@dataclass(slots=True, kw_only=True)
-class CutRecord:
-    """What was applied to a model, and what undoes it.
-
-    Attributes:
-        fingerprint: of the model before.
-        tensors: name -> how it is cut; `devices`: name -> where it was before.
-        partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
-            indices are.
-        unplanned: blocks that may not draw random numbers in training.
-        scales, handles: undo the integers and the hooks.
-        home: where this process computes, None where the model was; `kept`: what is elsewhere between calls;
-            `streams`: what brings that there.
-    """
-
-    cuts: tuple[Cut, ...]
-    ranks: Ranks
-    fingerprint: str
-    tensors: dict[str, CutTensor]
-    devices: dict[str, torch.device]
-    partial: dict[str, CutTensor | None]
-    unplanned: Unplanned
-    scales: list[Old] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
-    home: torch.device | None = None
-    kept: Kept = field(default_factory=Kept)
-    streams: CutStreams | None = None
 
 
 def apply_cuts(
@@ -172,70 +141,6 @@ def remove_cuts(model: nn.Module) -> nn.Module:
 def cut_record(model: nn.Module) -> CutRecord | None:
     """What was cut in a model, None if nothing was."""
     return next((h.record for h in torch_private.forward_pre_hooks(model) if isinstance(h, Arrive)), None)
-
-
-def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:
-    """One value of a model's state dict as it is when the model is not cut; all ranks call it."""
-    if record is None:
-        return value
-    part = value if record.streams is None or record.home is None else value.to(record.home)  # ranks meet there
-    return merge(part, record.tensors.get(name), record.ranks).to(value.device)
-
-
-def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tuple[int, ...]:
-    """The shape that `whole_tensor` will have, known without asking the other ranks."""
-    cut = None if record is None else record.tensors.get(name)
-    if cut is None:
-        return tuple(value.shape)
-    return *value.shape[: cut.dim], layout(cut.axis, cut.shares).size, *value.shape[cut.dim + 1 :]
-
-
-def local_values(state: Mapping[str, Any], record: CutRecord, prefix: str = "") -> dict[str, Any]:
-    """This process's parts of whole tensors, under their names with a prefix."""
-    if isinstance(record.ranks, LocalRanks):
-        devices = record.ranks.devices
-        return {
-            prefix + name: RankTensor(
-                [
-                    (slice_of(value, record.tensors[name], rank) if name in record.tensors else value).to(one)
-                    for rank, one in enumerate(devices)
-                ],
-                devices,
-            )
-            for name, value in state.items()
-        }
-    rank = record.ranks.rank or 0
-    return {
-        prefix + name: slice_of(value, record.tensors[name], rank) if name in record.tensors else value
-        for name, value in state.items()
-    }
-
-
-class Whole:
-    """Hooks of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading takes them.
-
-    With `keep_vars=True` it has the parameters themselves, which are parts; nobody else is asked then.
-    """
-
-    def __init__(self, record: CutRecord) -> None:
-        self.record = record
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        if any(isinstance(value, nn.Parameter) for value in state.values()):
-            return
-        for name, value in state.items():
-            if name.startswith(prefix) and isinstance(value, torch.Tensor):
-                state[name] = whole_tensor(value, name.removeprefix(prefix), self.record)
-
-    def divide(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Take this rank's part of what is about to be loaded, where it is whole."""
-        own = module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            mine = own.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
-            if mine is None or not isinstance(value, torch.Tensor) or isinstance(value, RankTensor):
-                continue
-            if tuple(value.shape) == whole_shape(mine, name.removeprefix(prefix), self.record):
-                state |= local_values({name.removeprefix(prefix): value}, self.record, prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
