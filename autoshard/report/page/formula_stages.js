@@ -129,7 +129,7 @@ function stageBytes(stage, columns) {
   const more = largest(stage.more, columns);
   found.forward = largest(stage.forward, columns) + more;
   found.first = largest(stage.first, columns) + more;
-  found.back = largest(stage.back, columns) + more + stage.largest;
+  found.back = largest(stage.back, columns) + more;
   for (const name of SUMS) found[name] = polynomial(stage[name] || [], columns);
   if (stage.joined) {
     for (const name of ["first", "later", "last"]) found["joined " + name] = largest(stage.joined[name], columns) + more;
@@ -184,7 +184,7 @@ function stagePeak(plan, position, sizes, temporary) {
       if (way === 3 || way === 1) there -= nbytes.kept - nbytes.lasting;
     }
   });
-  most = Math.max(most, gradients + there + merged);
+  most = Math.max(most, gradients + 2 * merged);
   if (plan.training) most = Math.max(most, gradients + there + temporary);
   return most + always;
 }

@@ -107,8 +107,11 @@ def _words(plan: Plan, least: int, *, divides: bool) -> tuple[str, str]:
         return "With the modules where the plan has them.", ""
     own = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     ordered = f", in the order of {plan.schedule}" if divides and plan.num_microbatches > 1 else ""
-    rows = f" Every part of a batch has a row, so it has {least} at least." if least > 1 else ""
-    return f"With the plan's {own}{ordered}.{rows}", f" Without the plan's {own}: `autoshard plan` makes such plans."
+    rows = f" A batch has {least} rows at least, one for every part." if least > 1 else ""
+    return (
+        f"With the plan's {own}{ordered}.{rows}",
+        f" That leaves out the plan's {own}; `autoshard plan` makes such a plan for other devices.",
+    )
 
 
 def _add_always(data: dict[str, Any], estimate: Estimate) -> None:

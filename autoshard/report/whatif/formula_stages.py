@@ -168,7 +168,7 @@ def _bytes(stage: Mapping[str, Any], columns: Sequence[float]) -> dict[str, floa
     more = largest(stage["more"], columns)
     found["forward"] = largest(stage["forward"], columns) + more
     found["first"] = largest(stage["first"], columns) + more
-    found["back"] = largest(stage["back"], columns) + more + stage["largest"]
+    found["back"] = largest(stage["back"], columns) + more
     for name in SUMS:
         found[name] = polynomial(stage.get(name, ()), columns)
     if "joined" in stage:
@@ -229,7 +229,7 @@ def _peak(planned: Mapping[str, Any], position: int, sizes: Sequence[Mapping[str
                 made[stage] = True
             if way == 3 or way == 1:
                 there -= nbytes["kept"] - nbytes["lasting"]
-    most = max(most, gradients + there + merged)
+    most = max(most, gradients + 2 * merged)
     if training:
         most = max(most, gradients + there + temporary)
     return most + always

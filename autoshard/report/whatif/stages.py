@@ -54,7 +54,8 @@ class _Staged:
         self.carrying = frozenset[int]() if self.batch is None else carriers_of_rows(graph, self.batch)
         self.traced = trace_cuts(graph, plan.cuts) if plan.cuts else Traced()
         self.staged = divide(graph, [stage.paths for stage in self.stages])
-        self.memory = StageMemory(profile, graph, self.stages, self.staged, processes=self.processes)
+        several = len(self.stages) > self.mesh.pipeline
+        self.memory = StageMemory(profile, graph, self.stages, self.staged, processes=self.processes, several=several)
         self.weights = weight_ops(graph)
         of_op = np.array(self.staged.op_stage, np.int64)
         self.ops_of = [np.flatnonzero(of_op == stage).tolist() for stage in range(len(self.stages))]
@@ -281,6 +282,9 @@ class _Staged:
             extra = np.zeros((int(rows.segments.max()) + 1, vectors.shape[1]))
             np.add.at(extra, rows.segments, vectors[rows.gone])
         late = times >= rows.begin
+        again = np.zeros_like(passing)  # of gradients that are there already
+        at = np.searchsorted(times, np.ceil(buffers.born[rows.gradients]))
+        np.add.at(again, at.clip(max=len(times) - 1), vectors[rows.gradients])
         inputs = np.zeros(len(part.base) // 2)
         if stage == memory.home or self.processes:
             for storage in graph.storages:
@@ -291,8 +295,7 @@ class _Staged:
             "forward": fronts(passing[~late]),
             "more": fronts(extra),
             "first": fronts((passing + new)[late]),
-            "back": fronts(passing[late]),
-            "largest": float(vectors[rows.gradients].sum(axis=1).max(initial=0.0)),
+            "back": fronts((passing + again)[late]),
             "kept": terms(vectors[rows.kept].sum(axis=0)),
             **{kind: terms(vectors[mask].sum(axis=0)) for kind, mask in rows.masks.items()},
         }
