@@ -77,6 +77,7 @@ def test_other_numbers_of_devices_split_the_model_anew():
     assert data["words"] == [
         "With the plan's 2 stages and 4 micro-batches, in the order of gpipe. "
         "A batch has 4 rows at least, one for every part.",
-        " That leaves out the plan's 2 stages and 4 micro-batches; `autoshard plan` makes such a plan for other devices.",
+        " That leaves out the plan's 2 stages and 4 micro-batches; "
+        "`autoshard plan` makes such a plan for other devices.",
     ]
     assert divided("uneven replicas of stages")[2]["least"] == 6
