@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import ApplyError
+from autoshard.errors import ApplyError, AutoshardError
 from autoshard.nested import tensors_in
 from autoshard.runtime.rank_tensor import NESTED
 
@@ -49,9 +49,9 @@ class Dense:
 
 
 class Explain:
-    """Hook of the root, also after an exception: say what may be wrong if the model was given tensors in an object.
+    """Hook of the root, also after an exception: say what may be wrong where torch complains of shapes in the model.
 
-    A cache has the sizes of the ranks that made it; torch then complains of shapes somewhere in the model.
+    A cache has the sizes of the ranks that made it; and code may take a way that the plan has never seen.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,12 +59,16 @@ class Explain:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
-        if not isinstance(error, RuntimeError | IndexError | ValueError) or hasattr(error, "__notes__"):
+        if not isinstance(error, RuntimeError | IndexError | ValueError) or isinstance(error, AutoshardError):
+            return
+        if hasattr(error, "__notes__"):
             return
         objects = [value for value in (*args, *kwargs.values()) if hasattr(value, "__dict__")]
         kinds = [type(value).__name__ for value in objects if not list(tensors_in(value))]
+        what = "If it can be called like this when it is whole, plan again with inputs and settings like these."
         if kinds:
-            error.add_note(
-                f"This model is cut over {self.size} ranks. A {kinds[0]} that was made by the whole model, or over "
-                "another number of ranks, has tensors of other sizes: let the cut model make a new one."
+            what = (
+                f"A {kinds[0]} that was made by the whole model, or over another number of ranks, has tensors of other "
+                "sizes: let the cut model make a new one."
             )
+        error.add_note(f"This model is cut over {self.size} ranks. {what}")

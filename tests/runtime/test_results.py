@@ -86,6 +86,9 @@ def check_asked():
     with pytest.raises(ApplyError, match=r"maps.0"):
         twin(x, maps=True)
     torch.testing.assert_close(model(x), whole(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError) as caught:
+        model(x[..., 1:])
+    assert "plan again with inputs and settings like these" in caught.value.__notes__[0]
     autoshard.remove(model)
     assert torch.equal(model.inner(x)[0], whole.inner(x)[0])
 
