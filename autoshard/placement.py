@@ -12,6 +12,7 @@ dropout       floating: no tensors, no home, no hook
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.module_paths import parent
@@ -49,16 +50,21 @@ def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
     return name
 
 
-def check_known(
-    placements: Mapping[str, str], modules: Collection[str], tensors: Collection[str], model: str, parts: Iterable[str]
-) -> None:
-    """Raise `PlanError` for entries that are neither modules nor tensors; `model` and `parts`: for the message."""
+def check_known(placements: Mapping[str, str], modules: Collection[str], tensors: Collection[str], model: str) -> None:
+    """Raise `PlanError` for entries that are neither modules nor tensors of a model; `model`: what to call it."""
     unknown = [path for path in placements if path not in modules and path not in tensors]
     if unknown:
         listed = ", ".join(map(repr, unknown[:5])) + (" and more" if len(unknown) > 5 else "")
+        parts = [path for path in modules if path and "." not in path][:20]
         raise PlanError(
             f"the placement names {listed}, which this {model} does not have. Its parts are {', '.join(parts)}."
         )
+
+
+def check_known_in(placements: Mapping[str, str], graph: Any) -> None:
+    """Raise `PlanError` for entries that are neither modules nor tensors of a recorded model, a `ModelGraph`."""
+    modules = [path for module in graph.modules for path in (module.path, *module.aliases)]
+    check_known(placements, modules, {tensor.name for tensor in graph.tensors}, graph.modules[0].class_name)
 
 
 def resolve_homes(

@@ -13,6 +13,7 @@ import torch
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.module_paths import above
+from autoshard.placement import check_known_in
 from autoshard.plan_cuts import Whole
 from autoshard.sharding import Cut, Results
 from autoshard.workload import Workload
@@ -175,14 +176,15 @@ class Plan:
         """Import a `device_map` dict: module path -> device index, device string or `torch.device`.
 
         `profile` gives the workload and the fingerprint, if there is one. `devices` describes the devices as far as
-        they are known; the others are added with 0 bytes. Raises `PlanError` if a key or a device makes no sense or if
-        keys overlap.
+        they are known; the others are added with 0 bytes. Raises `PlanError` if a key or a device makes no sense, if
+        keys overlap, or if the profiled model has no such part.
         """
         if not isinstance(device_map, Mapping):
             raise PlanError(f"a device map is a dict such as {{'': 'cuda:0'}}, got {type(device_map).__name__}.")
         placements = {path: _device_name(path, device) for path, device in device_map.items()}
         check_placements(placements)
         if profile is not None:
+            check_known_in(placements, profile.graph)
             workload, fingerprint = workload or profile.workload, fingerprint or profile.graph.fingerprint
         known = {device.name: device for device in devices}
         used = {name: known.get(name, PlanDevice(name=name, memory_bytes=0)) for name in placements.values()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cli.console import step
 from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.placement import check_known
+from autoshard.placement import check_known_in
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -88,7 +88,4 @@ def check_same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:
             f"{plan_file} was made for another model: parameter names, shapes or dtypes differ. "
             f"Plan this one again with `autoshard plan`."
         )
-    graph = profile.graph
-    modules = [path for module in graph.modules for path in (module.path, *module.aliases)]
-    parts = [path for path in modules if path and "." not in path][:20]
-    check_known(plan.placements, modules, [row.name for row in graph.tensors], graph.modules[0].class_name, parts)
+    check_known_in(plan.placements, profile.graph)

@@ -90,6 +90,11 @@ def test_device_maps(model, change):
     assert same(before, state(model))
 
 
+def test_an_estimate_of_a_device_map_with_unknown_modules(model):
+    profile = autoshard.profile(model, **X)
+    refused(PlanError, ["nonsense"], lambda: autoshard.estimate({"0": 0, "2": 1, "nonsense": 0}, profile, "2x1MiB"))
+
+
 def test_plan_of_another_model(model):
     plan = autoshard.plan(model, "2x1MiB", **X)
     other = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))
