@@ -8,7 +8,7 @@ number of elements can be divided by theirs, and so has what is repeated for eve
 rows if that of which it is the gradient has.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from autoshard.batching import BatchAxis
@@ -18,6 +18,38 @@ from autoshard.profile.profile import Profile
 from autoshard.sharding import coordinates_of
 
 _LATEST = Latest[frozenset[int]]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSizes:
+    """Bytes of every value and storage of a graph in a part of the batch, FLOPs of every op and bytes it moves."""
+
+    values: list[int]
+    storages: list[int]
+    flops: list[int]
+    moved: list[int]
+
+
+def sizes_of_part(profile: Profile, part: float, carrying: frozenset[int]) -> PartSizes:
+    """Return the sizes of the run with so large a part of the batch; `carrying`: as `carriers_of_rows` says."""
+    graph = profile.graph
+    first: dict[int, int] = {}
+    for value in graph.values:
+        first.setdefault(value.storage, value.index)
+    bytes_of = [value.nbytes for value in graph.values]
+    values = [ceil(nbytes * part) if index in carrying else nbytes for index, nbytes in enumerate(bytes_of)]
+    storages = [
+        ceil(storage.nbytes * part) if first.get(storage.index) in carrying else storage.nbytes
+        for storage in graph.storages
+    ]
+    flops, moved = [], []
+    for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
+        touched = (*op.inputs, *op.outputs)
+        small = not carrying.isdisjoint(touched)
+        flops.append(ceil(op.flops * part) if small and op.flops else op.flops)
+        whole = sum([bytes_of[value] for value in touched]) if small else 0
+        moved.append(nbytes * sum([values[value] for value in touched]) // whole if whole else nbytes)
+    return PartSizes(values=values, storages=storages, flops=flops, moved=moved)
 
 
 def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None) -> Profile:
@@ -31,29 +63,22 @@ def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: fr
     graph = profile.graph
     part = rows / batch.size
     carrying = carriers_of_rows(graph, batch) if carrying is None else carrying
+    sizes = sizes_of_part(profile, part, carrying)
     values = tuple(
-        replace(value, nbytes=ceil(value.nbytes * part),
+        replace(value, nbytes=sizes.values[value.index],
                 copy_bytes=ceil(value.copy_bytes * part) if value.copy_bytes > 0 else value.copy_bytes)
         if value.index in carrying else value for value in graph.values
     )  # fmt: skip
-    first: dict[int, int] = {}
-    for value in graph.values:
-        first.setdefault(value.storage, value.index)
     storages = tuple(
-        replace(storage, nbytes=ceil(storage.nbytes * part)) if first.get(storage.index) in carrying else storage
-        for storage in graph.storages
+        storage if nbytes == storage.nbytes else replace(storage, nbytes=nbytes)
+        for storage, nbytes in zip(graph.storages, sizes.storages, strict=True)
     )
-    ops, moved = [], []
-    before, after = [value.nbytes for value in graph.values], [value.nbytes for value in values]
-    for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
-        touched = op.inputs + op.outputs
-        small = not carrying.isdisjoint(touched)
-        ops.append(replace(op, flops=ceil(op.flops * part)) if small and op.flops else op)
-        whole = sum([before[value] for value in touched]) if small else 0
-        local = sum([after[value] for value in touched]) if small else 0
-        moved.append(nbytes * local // whole if whole else nbytes)
-    smaller = replace(graph, values=values, storages=storages, ops=tuple(ops))
-    return replace(profile, graph=smaller, op_bytes=tuple(moved))
+    ops = tuple(
+        op if flops == op.flops else replace(op, flops=flops)
+        for op, flops in zip(graph.ops, sizes.flops, strict=True)
+    )  # fmt: skip
+    smaller = replace(graph, values=values, storages=storages, ops=ops)
+    return replace(profile, graph=smaller, op_bytes=tuple(sizes.moved))
 
 
 def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:

@@ -14,13 +14,16 @@ import numpy as np
 
 from autoshard.cluster.cluster import Device
 from autoshard.profile.measure import counted_values
+from autoshard.profile.part import sizes_of_part
 from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling, powers
 from autoshard.report.whatif.sparse import terms
 
 
 class Part:
-    """What a part of the run has. `profile` is the whole run; `exact` the same with the sizes of the part.
+    """What a part of the run has: `share` of the rows of what is `carrying` them. `local`: the sizes of all rows.
+
+    `profile` is the run that `scaling` is of; a rank that has slices of parameters has smaller sizes.
 
     Attributes:
         base: value of every column at the profile's size.
@@ -28,10 +31,9 @@ class Part:
     """
 
     def __init__(
-        self, profile: Profile, exact: Profile, scaling: Scaling, carrying: frozenset[int] = frozenset(),
-        share: float = 1.0,
-    ) -> None:  # fmt: skip
-        graph, smaller = profile.graph, exact.graph
+        self, profile: Profile, local: Profile, scaling: Scaling, carrying: frozenset[int], share: float
+    ) -> None:
+        graph, exact = profile.graph, sizes_of_part(local, share, carrying)
         self.scaling = scaling
         base = powers(scaling.monomials, *scaling.sizes)
         self.base = np.concatenate([base, share * base])
@@ -41,8 +43,8 @@ class Part:
         for value in reversed(graph.values):
             first[value.storage] = value.index
         of_storage = np.where(first >= 0, rows[first], False)
-        self.storages = self._scaled(scaling.storage, of_storage, [storage.nbytes for storage in smaller.storages])
-        self.values = self._scaled(scaling.value, rows, [value.nbytes for value in smaller.values])
+        self.storages = self._scaled(scaling.storage, of_storage, exact.storages)
+        self.values = self._scaled(scaling.value, rows, exact.values)
         counted = list(counted_values(graph))
         of_op = np.repeat(np.arange(len(counted)), [len(values) for values in counted])
         read = np.array([value for values in counted for value in values], np.int64)
@@ -56,9 +58,8 @@ class Part:
             touches[op.index] = not carrying.isdisjoint(op.inputs) or not carrying.isdisjoint(op.outputs)
         idle = np.zeros(len(counted), bool)
         idle[graph.uncounted.start : graph.uncounted.stop] = True
-        flops = np.where(idle, 0, [op.flops for op in smaller.ops])
-        self.flops = self._scaled(scaling.flops, touches, flops)
-        self._scale(self.moved, np.array(exact.op_bytes, np.float64))
+        self.flops = self._scaled(scaling.flops, touches, np.where(idle, 0, exact.flops))
+        self._scale(self.moved, np.array(exact.moved, np.float64))
 
     def set_ops(self, flops: np.ndarray, moved: np.ndarray) -> None:
         """Take other amounts at the profile's size, which were not rounded."""

@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
-from autoshard.profile.part import carriers_of_rows, part_of_batch
+from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
 from autoshard.profile.scaling import Scaling
@@ -102,7 +102,7 @@ class _Replicas:
         self, profile: Profile, batch: BatchAxis, scaling: Scaling, kinds: Kinds, blocks: Sequence[Block],
         processes: bool,
     ) -> None:  # fmt: skip
-        self.profile, self.batch, self.scaling, self.kinds = profile, batch, scaling, kinds
+        self.profile, self.scaling, self.kinds = profile, scaling, kinds
         self.blocks, self.processes = blocks, processes
         self.carrying = carriers_of_rows(profile.graph, batch)
         self.rows: Rows = by_rows(profile, batch)
@@ -118,8 +118,7 @@ class _Replicas:
         """Polynomials, and kinds of ops, of so many rows."""
         if rows not in self.parts:
             table, share = self.rows, self.rows.part(rows)
-            exact = part_of_batch(self.profile, self.batch, rows, carrying=self.carrying)
-            part = Part(self.profile, exact, self.scaling, self.carrying, share)
+            part = Part(self.profile, self.profile, self.scaling, self.carrying, share)
             part.set_ops(
                 np.where(table.with_rows, table.flops * share, table.flops),
                 table.moved_bytes * (1.0 - table.moved_part * (1.0 - share)),

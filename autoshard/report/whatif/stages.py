@@ -15,7 +15,7 @@ from autoshard.estimate import Estimate
 from autoshard.pipeline_cost import needs_processes, rows_of_part
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
-from autoshard.profile.part import carriers_of_rows, part_of_batch
+from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
 from autoshard.profile.scaling import Scaling
 from autoshard.replica_cost import BUCKET_BYTES, rows_per_replica
@@ -54,8 +54,9 @@ class _Staged:
         self.carrying = frozenset[int]() if self.batch is None else carriers_of_rows(graph, self.batch)
         self.traced = trace_cuts(graph, plan.cuts) if plan.cuts else Traced()
         self.staged = divide(graph, [stage.paths for stage in self.stages])
-        several = len(self.stages) > self.mesh.pipeline
-        self.memory = StageMemory(profile, graph, self.stages, self.staged, processes=self.processes, several=several)
+        self.memory = StageMemory(
+            profile, graph, self.stages, self.staged, processes=self.processes, schedule=plan.schedule
+        )
         self.weights = weight_ops(graph)
         of_op = np.array(self.staged.op_stage, np.int64)
         self.ops_of = [np.flatnonzero(of_op == stage).tolist() for stage in range(len(self.stages))]
@@ -133,9 +134,8 @@ class _Staged:
         """Polynomials and kinds of ops of some rows of the batch on a rank, and the rank's profile of all rows."""
         if (rows, shares) not in self.parts:
             local = local_profile(self.profile, self.traced, tensor) if shares else self.profile
-            exact = local if self.batch is None else part_of_batch(local, self.batch, rows, carrying=self.carrying)
             share = 1.0 if self.batch is None else rows / self.batch.size
-            part = Part(self.profile, exact, self.scaling, self.carrying, share)
+            part = Part(self.profile, local, self.scaling, self.carrying, share)
             self.parts[rows, shares] = part, local, self.kinds.of(part, self.profile)
         return self.parts[rows, shares]
 
