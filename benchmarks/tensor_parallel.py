@@ -1,6 +1,7 @@
 """Latency of a cut decoder on two processes against Transformers' own tensor parallelism, in the same run, in turns.
 
     python benchmarks/tensor_parallel.py [float32|bfloat16] [seconds per size] [hidden sizes]
+    python benchmarks/tensor_parallel.py olmo2
     python benchmarks/tensor_parallel.py one-process
     python benchmarks/tensor_parallel.py summed
 
@@ -16,6 +17,9 @@ of ideal halves. Prints medians with quartiles over rounds, and the medians of t
 the least times, which a busy machine disturbs least; and the processor time of rank 0, which it hardly does. And what
 of the processor time of a prefill the collectives take, all threads of the process counted: two ranks on two
 processors have none left to hide it behind.
+
+"olmo2" does the same with two layers of an Olmo 2 of hidden size 1,024, whose queries and keys are normalised over all
+heads: the written plan gathers queries, keys and values for that, ours sums two numbers per row.
 
 "one-process" cuts a decoder of 8 small layers over two devices of this process, and says what an op costs more.
 "summed" runs one layer whose inputs are cut, alone and on one gloo rank, with a bias and without: what a call costs
@@ -231,8 +235,6 @@ def summed(rounds: int = 60, calls: int = 300) -> None:
 
 
 def main(dtype: str = "float32", seconds: str = "40", *sizes: str) -> None:
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
-    transformers.logging.disable_progress_bar()
     for hidden_size in [int(size) for size in sizes] or LAYERS:
         layers = LAYERS.get(hidden_size, 1)
         config = transformers.LlamaConfig(
@@ -240,10 +242,25 @@ def main(dtype: str = "float32", seconds: str = "40", *sizes: str) -> None:
             num_hidden_layers=layers, num_attention_heads=hidden_size // 64, num_key_value_heads=hidden_size // 128,
         )  # fmt: skip
         print(f"hidden size {hidden_size:,}, {layers} layers, {dtype}", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            transformers.set_seed(0)
-            transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
-            torch.multiprocessing.spawn(rank_main, (folder, getattr(torch, dtype), float(seconds)), nprocs=2)
+        compare(config, dtype, seconds)
+
+
+def olmo2(seconds: str = "40") -> None:
+    config = transformers.Olmo2Config(
+        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    compare(config, "float32", seconds)
+
+
+def compare(config: transformers.PretrainedConfig, dtype: str, seconds: str) -> None:
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.set_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+        torch.multiprocessing.spawn(rank_main, (folder, getattr(torch, dtype), float(seconds)), nprocs=2)
 
 
 if __name__ == "__main__":
@@ -251,5 +268,7 @@ if __name__ == "__main__":
         one_process()
     elif sys.argv[1:] == ["summed"]:
         summed()
+    elif sys.argv[1:2] == ["olmo2"]:
+        olmo2(*sys.argv[2:])
     else:
         main(*sys.argv[1:])
