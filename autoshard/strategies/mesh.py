@@ -11,6 +11,8 @@ found; only what wins is proved. Every process takes part, so this needs one per
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from autoshard.axes.groups import AxisGroups
 from autoshard.batching import BatchAxis
 from autoshard.cluster.cluster import Cluster, plan_device
@@ -30,8 +32,8 @@ from autoshard.strategies.mesh_search import Meshed, Shape, best_mesh, factoring
 from autoshard.strategies.pipeline import write_plan
 from autoshard.strategies.pipeline_choice import Best, Choice, choices_for
 
-_TRIES = 4
-"""Rounds of searching and checking exactly; in the next one devices have as much less as was lacking."""
+_TRIES = 6
+"""Rounds of searching and checking exactly; the next one knows what a mesh holds beyond what the search counts."""
 _FEW = 8
 """Devices up to which tensor-parallel groups may span hosts; up to twice as many, every number of them is tried."""
 
@@ -73,7 +75,7 @@ def _best(
 ) -> tuple[Meshed, Estimate]:
     """The best mesh that fits by the exact estimate. Raises `PlanError` if there is none."""
     figures: Estimate | None = None
-    poser.lacking = 0.0
+    poser.lacking.clear()
     for _ in range(_TRIES):
         found = best_mesh(_shapes(poser, num_microbatches, schedule, processes), poser.pose, objective)
         if found is None:
@@ -82,8 +84,20 @@ def _best(
         figures = price(plan)
         if figures.fits:
             return found, figures
-        poser.lacking += 1.02 * max(-device.free_bytes for device in figures.devices)
+        beyond = _peaks(plan, figures) - found.held
+        poser.lacking[found.shape.ranks] = np.maximum(beyond, poser.lacking.get(found.shape.ranks, 0.0))
     raise PlanError(_refusal(poser, figures))
+
+
+def _peaks(plan: Plan, figures: Estimate) -> np.ndarray:
+    """[positions] bytes on the fullest device of each, without what its driver takes."""
+    assert plan.mesh is not None
+    by_name = {device.name: device for device in figures.devices}
+    peaks = np.zeros(plan.mesh.pipeline)
+    for rank, device in enumerate(plan.devices):
+        row, position = by_name[device.name], plan.mesh.place(rank)[1]
+        peaks[position] = max(peaks[position], row.peak_bytes - row.overhead_bytes)
+    return peaks
 
 
 def _shapes(poser: Poser, num_microbatches: int | None, schedule: str | None, processes: int) -> Iterator[Shape]:

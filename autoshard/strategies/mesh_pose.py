@@ -41,7 +41,10 @@ class Ranks:
 
 @dataclass(slots=True, kw_only=True)
 class Poser:
-    """Poses shapes. `order`: the devices in the order of the mesh; `lacking`: bytes that none of them may use."""
+    """Poses shapes. `order`: the devices in the order of the mesh.
+
+    `lacking`: (`Shape.ranks`) -> [positions] bytes that devices turned out to hold beyond what the search counts.
+    """
 
     profile: Profile
     cluster: Cluster
@@ -50,7 +53,7 @@ class Poser:
     objective: str
     tracer: Tracer
     order: tuple[Device, ...] = ()
-    lacking: float = 0.0
+    lacking: dict[tuple[int, int, int, int], Array] = field(default_factory=dict)
     units: Units = field(init=False)
     whole: MeshLines = field(init=False)
     task: Task = field(init=False)
@@ -179,10 +182,11 @@ class Poser:
                     np.maximum(sums[position], own, out=sums[position])
         budgets = np.array([float(device.budget_bytes) for device in self.order])[places].min(axis=(0, 2))
         latency, bandwidth = self._links(places)
+        capacity = np.maximum(budgets - self.lacking.get(shape.ranks, 0.0), 0.0)
         line = replace(
             base, microbatches=shape.microbatches, forward=tables["forward"] + sums,
             backward=tables["backward"] + sums * self.profile.workload.training, weight=tables["weight"],
-            capacity=np.maximum(budgets - self.lacking, 0.0), latency=latency, bandwidth=bandwidth, after=None,
+            capacity=capacity, latency=latency, bandwidth=bandwidth, after=None,
         )  # fmt: skip
         trained = max((one.trained for one in lines), key=lambda row: float(row.sum()))
         return Posed(line=line, after=self._after(places, np.add.reduceat(trained, base.begins[:-1])))

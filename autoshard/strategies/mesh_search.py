@@ -39,6 +39,11 @@ class Shape:
         """How many devices it uses."""
         return self.data * self.pipeline * self.tensor
 
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """What its devices hold parts of, however the batch is run through them."""
+        return self.data, self.pipeline, self.tensor, self.variant
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Posed:
@@ -56,12 +61,13 @@ class Posed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Meshed:
-    """The best partition of a shape. `value` is what is minimised."""
+    """The best partition of a shape. `value` is what is minimised; `held`: [positions] bytes, by the search."""
 
     shape: Shape
     line: Line
     found: Found
     value: float
+    held: np.ndarray
 
 
 class MeshSearch(Search):
@@ -201,7 +207,8 @@ def best_mesh(shapes: Iterable[Shape], pose: Callable[[Shape], Posed | None], ob
 
 def _better(search: MeshSearch, found: Found, best: Meshed | None) -> Meshed:
     """Less; between equals fewer devices, then the simpler shape: the order of trying does not matter."""
-    one = Meshed(shape=search.shape, line=search.line, found=found, value=search.value(found))
+    value, held = search.value(found), search.held(found)
+    one = Meshed(shape=search.shape, line=search.line, found=found, value=value, held=held)
     if best is None:
         return one
 

@@ -212,8 +212,18 @@ class Search:
         """[K, stages] bytes of every stage by itself."""
         return np.stack([sum(self._fixed_and_passing(many, stage)) for stage in range(self.count)], 1)
 
+    def held(self, found: Found) -> Array:
+        """[positions] bytes that each device holds at its peak."""
+        devices = np.array([found.devices])[:, np.arange(self.count) % self.positions]
+        return self._held(Many(np.array([found.cuts]), devices, np.array([found.recompute])))[:, 0]
+
     def _loads(self, many: Many) -> Array:
         """[K] the largest part of a device's capacity that is in use."""
+        room = np.maximum(self.line.capacity[many.devices[:, : self.positions]].T, 1e-9)
+        return (self._held(many) / room).max(axis=0)
+
+    def _held(self, many: Many) -> Array:
+        """[positions, K] bytes of every device at its peak."""
         held = np.zeros((self.positions, len(many.cuts)))
         passing, stepping = np.zeros_like(held), np.zeros_like(held)
         for stage in range(self.count):
@@ -222,8 +232,7 @@ class Search:
             held[at] += fixed
             passing[at] = np.maximum(passing[at], more)
             stepping[at] += self._between("stepping", many, stage)
-        room = np.maximum(self.line.capacity[many.devices[:, : self.positions]].T, 1e-9)
-        return (np.maximum(held + passing, stepping) / room).max(axis=0)
+        return np.maximum(held + passing, stepping)
 
     # ---- the search
 

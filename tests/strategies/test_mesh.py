@@ -1,6 +1,7 @@
 """hybrid: the best mesh is that of exhaustive search, on lines of random numbers; and plans of real models fit."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,6 +145,16 @@ def test_what_can_not_be_proved_is_not_cut(profile, groups):  # noqa: F811
 
     plan = hybrid(profile, parse_devices("4xA100-40GB"), batch(), groups, refuse, objective="memory")
     assert plan.mesh.tensor == 1 and plan.mesh.data > 1 and plan.mesh.pipeline > 1 and not plan.cuts
+
+
+@pytest.mark.parametrize("nbytes", [683_744, 443_392])
+def test_a_mesh_that_holds_more_than_the_search_counts_does_not_keep_others_from_being_found(groups, nbytes):  # noqa: F811
+    """The next round knows by how much, for this mesh alone: less room for every mesh would leave none."""
+    made = autoshard.profile(Net(), INPUTS, workload=Workload(batch_size=BATCH))
+    some = parse_devices(dict.fromkeys((f"cuda:{i}" for i in range(8)), nbytes))
+    cluster = replace(some, devices=tuple(replace(d, overhead_bytes=0, block_bytes=1) for d in some.devices))
+    plan = hybrid(made, cluster, batch(), groups, unproved, objective="latency")
+    assert estimate_mesh(plan, made, cluster).fits
 
 
 def test_nothing_fits(profile, groups):  # noqa: F811
