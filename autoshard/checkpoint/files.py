@@ -1,31 +1,37 @@
-"""Open files of a load: read to the last byte, or an error that names the file."""
+"""Open files of a load: read to the last byte, or an error that names the file.
+
+What is in the page cache is copied out of it. The rest is read past it, as it is needed once: to fill the page cache
+takes as much memory again, and on a virtual machine, where fresh memory comes from its host, longer than the disk.
+"""
 
 import contextlib
-import mmap
+import ctypes
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from autoshard.errors import CheckpointError
+from autoshard.errors import ApplyError, CheckpointError
+from autoshard.runtime.file_reads import FileReads
+from autoshard.runtime.mapped import MappedFile, Region, bring, let_go, map_file
 
-MADV_POPULATE_READ = 22
-"""Linux 5.14; Python does not name it."""
+PIECE_BYTES = 4 << 20
+"""The most that is read at a time past the page cache: some readers with that much keep a disk at work."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that is read; `mark` tells whether it is still the same. `pages`: all of it, if it was mapped."""
+    """A file that is read; `mark` tells whether it is still the same. `mapped`: all of it, unless that can't be."""
 
     path: Path
     descriptor: int
     mark: tuple[int, int]
-    pages: "list[mmap.mmap]" = field(default_factory=list)
+    mapped: MappedFile | None
+    reads: FileReads
 
 
 class OpenFiles:
@@ -35,6 +41,7 @@ class OpenFiles:
         self.left = Counter(files)
         self.opened: dict[Path, OpenFile] = {}
         self.lock = threading.Lock()
+        self.reads = FileReads()
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
@@ -58,13 +65,11 @@ class OpenFiles:
         with self.lock:
             if path not in self.opened:
                 descriptor = os.open(path, os.O_RDONLY)
-                self.opened[path] = OpenFile(path, descriptor, _mark(descriptor))
+                mapped = None
+                with contextlib.suppress(ApplyError):
+                    mapped = map_file(path)
+                self.opened[path] = OpenFile(path, descriptor, _mark(descriptor), mapped, self.reads)
             return self.opened[path]
-
-    def advise(self, path: Path, begin: int, end: int) -> None:
-        """Tell the system that a stretch will be read soon; no harm if it can't be told."""
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(self._get(path).descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def __enter__(self) -> "OpenFiles":
         return self
@@ -84,10 +89,17 @@ def read_fully(file: OpenFile, begin: int, memory: torch.Tensor) -> None:
     """Fill bytes in one stretch of CPU memory from a position of a file."""
     view = memory.numpy().data
     while view:
-        count = os.preadv(file.descriptor, [view], begin)
-        if count == 0:
-            raise _ended(file, begin)
-        view, begin = view[count:], begin + count
+        nbytes = min(len(view), PIECE_BYTES)
+        if file.mapped is None or not _read_past(file, file.mapped, begin, view[:nbytes]):
+            nbytes = os.preadv(file.descriptor, [view], begin)
+            if nbytes == 0:
+                raise _ended(file, begin)
+        view, begin = view[nbytes:], begin + nbytes
+
+
+def _read_past(file: OpenFile, mapped: MappedFile, begin: int, view: memoryview) -> bool:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return begin + len(view) <= len(mapped) and file.reads.read(Region(mapped, begin, len(view)), view, address)
 
 
 @contextlib.contextmanager
@@ -97,31 +109,17 @@ def mapped_stretch(file: OpenFile, begin: int, end: int) -> Iterator[torch.Tenso
     That they can be read is made sure first, as an error of the disk, or a file that ends too early, would otherwise
     end the process when the bytes are touched.
     """
-    first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-    if os.fstat(file.descriptor).st_size < end:
+    if file.mapped is None or os.fstat(file.descriptor).st_size < end:
         raise _ended(file, begin)
-    if not file.pages:  # two threads may map it twice, which does no harm
-        file.pages.append(mmap.mmap(file.descriptor, 0, access=mmap.ACCESS_COPY))
-    pages = file.pages[0]
-    if _populates():
-        pages.madvise(MADV_POPULATE_READ, first, end - first)
+    region = [Region(file.mapped, begin, end - begin)]
     try:
-        yield torch.frombuffer(pages, dtype=torch.uint8, count=end - begin, offset=begin)
+        bring(region)
+    except ApplyError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        yield torch.frombuffer(file.mapped, dtype=torch.uint8, count=end - begin, offset=begin)
     finally:
-        last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            pages.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-@cache
-def _populates() -> bool:
-    """Whether this system can bring in the pages of a map and report failures."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        try:
-            page.madvise(MADV_POPULATE_READ)
-        except (OSError, AttributeError):
-            return False
-    return True
+        let_go(region)
 
 
 def _ended(file: OpenFile, position: int) -> CheckpointError:

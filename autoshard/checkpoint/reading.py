@@ -5,7 +5,6 @@ file ──preadv──▶ buffer ──copy──▶ targets: other dtypes, col
 page cache ──────map────copy──▶ columns of one rank                                            (mapped)
 """
 
-import os
 import threading
 import time
 from collections import Counter
@@ -24,8 +23,7 @@ from autoshard.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
 DEFAULT_THREADS = 4
-AHEAD_BYTES = 64 << 20
-"""How far before the readers the system is told what comes, so that a disk is never idle."""
+"""Readers: while one waits for the disk, others copy."""
 SHOWN_SECONDS = 0.1
 
 
@@ -48,7 +46,7 @@ def read_into(
     """Fill every target from the files; values are cast to the target's dtype, on its device.
 
     `progress(bytes done, bytes in all)` is called from this thread a few times per second. `threads`: how many readers;
-    by default as many as there are cores, up to 4. Beside the targets, host memory of at most 256 MiB is used, and what
+    4 by default. Beside the targets, host memory of at most 256 MiB is used, and what
     sources with `compute` need. Raises `CheckpointError` that names the file if it can't be read, ends too early or is
     changed meanwhile, and if a source or a target does not fit; the targets may then hold anything.
     """
@@ -65,7 +63,7 @@ def read_into(
     limit = buffer_bytes(devices)
     reads = list_reads(checkpoint, used, pieced, staged_bytes=limit)
     total = sum(read.wanted_bytes for read in reads) + _read_later_bytes(checkpoint, used, [*computed, *packed])
-    load = _Load(Copier(devices, limit), total, progress, threads or min(DEFAULT_THREADS, os.cpu_count() or 1))
+    load = _Load(Copier(devices, limit), total, progress, threads or DEFAULT_THREADS)
 
     def read_rows(rows: Sequence[Target]) -> None:
         of_pieces = [target for target in rows if used[target.source].compute is None]
@@ -101,11 +99,11 @@ class _Load:
         self.lock = threading.Lock()
         self.inference = torch.is_inference_mode_enabled()
         self.reads: list[Read] = []
-        self.taken = self.advised = self.ahead_bytes = 0
+        self.taken = 0
 
     def run(self, reads: list[Read]) -> None:
         """Do all reads; returns when every target is filled."""
-        self.reads, self.taken, self.advised, self.ahead_bytes = reads, 0, 0, 0
+        self.reads, self.taken = reads, 0
         with OpenFiles(read.file for read in reads) as files:
             readers = [
                 threading.Thread(target=self._work, args=(files,), name="autoshard-reader", daemon=True)
@@ -133,31 +131,20 @@ class _Load:
         if self.progress is not None:
             self.progress(self.done_bytes, self.total_bytes)
 
-    def _take(self) -> tuple[Read | None, list[Read]]:
-        """Return the next read, and those that the system should be told of by now."""
+    def _take(self) -> Read | None:
+        """Return the next read, None if nothing is left to do."""
         with self.lock:
             if self.error is not None or self.taken == len(self.reads):
-                return None, []
-            read = self.reads[self.taken]
+                return None
             self.taken += 1
-            first = self.advised
-            while self.advised < len(self.reads) and self.ahead_bytes < AHEAD_BYTES:
-                self.ahead_bytes += self.reads[self.advised].end - self.reads[self.advised].begin
-                self.advised += 1
-            self.ahead_bytes -= read.end - read.begin
-            return read, self.reads[first : self.advised]
+            return self.reads[self.taken - 1]
 
     def _work(self, files: OpenFiles) -> None:
         try:
             with torch.inference_mode(self.inference), torch.no_grad():
                 slots = self.copier.slots()
                 number = 0
-                while True:
-                    read, ahead = self._take()
-                    for later in ahead:
-                        files.advise(later.file, later.begin, later.end)
-                    if read is None:
-                        break
+                while (read := self._take()) is not None:
                     slot = slots[number % len(slots)]
                     number += 1
                     self._do(read, files, slot)

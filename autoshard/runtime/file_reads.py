@@ -20,6 +20,8 @@ from autoshard.runtime.pages import written_ranges
 
 BLOCK_BYTES = 4096
 """Disks are read past the page cache in whole blocks; of most this is a multiple."""
+LEAST_BYTES = 256 << 10
+"""Less is not worth a request of its own to the disk."""
 _CAN_TELL = hasattr(os, "O_DIRECT")  # Linux
 
 
@@ -42,7 +44,7 @@ class FileReads:
         if files is None or written_ranges(region.map.address + region.start, region.nbytes) != []:
             return False
         cached, direct = files
-        if is_cached(region):
+        if region.nbytes < LEAST_BYTES or is_cached(region):
             with contextlib.suppress(OSError):  # the mapping will tell
                 return os.preadv(cached, [into], region.start) == region.nbytes
             return False

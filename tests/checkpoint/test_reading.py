@@ -371,3 +371,19 @@ def test_columns_of_more_than_is_mapped_at_once(ranks, tmp_path):
     report = read_into(checkpoint, plain(checkpoint), targets)
     assert torch.equal(tensor, weight[:, width : 2 * width])
     assert report.bytes_read == tensor.nbytes
+
+
+def test_what_is_not_in_memory_is_read_past_the_page_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("autoshard.checkpoint.files.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("autoshard.runtime.file_reads.LEAST_BYTES", 1)
+    drawn = torch.randn(300, 1000)
+    checkpoint = write(tmp_path / "x.safetensors", small=drawn[0, :7].clone(), large=drawn)
+    with open(tmp_path / "x.safetensors", "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for dtype in (None, torch.float64):
+        sources = plain(checkpoint, dtype)
+        tensors = {name: empty(source, dtype=dtype) for name, source in sources.items()}
+        read_into(checkpoint, sources, [Target(source=name, tensor=tensor) for name, tensor in tensors.items()])
+        assert torch.equal(tensors["small"], drawn[0, :7].to(tensors["small"].dtype))
+        assert torch.equal(tensors["large"], drawn.to(tensors["large"].dtype))

@@ -13,7 +13,8 @@ CONTENT = bytes(range(251)) * (NBYTES // 251 + 1)
 
 
 @pytest.fixture
-def mapped(tmp_path):
+def mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_reads, "LEAST_BYTES", 1)
     path = tmp_path / "file"
     path.write_bytes(CONTENT[:NBYTES])
     found = map_file(path)
