@@ -205,7 +205,8 @@ class _Combined:
                 self.local[shares] = local_profile(self.profile, self.traced, tensor) if cut else self.profile
             local = self.local[shares]
             part = local if batch is None else part_of_batch(local, batch, rows, carrying=self.carrying)
-            self.figures[key] = stage_figures(local, part, stages, devices, processes=True)
+            schedule = self.plan.schedule
+            self.figures[key] = stage_figures(local, part, stages, devices, processes=True, schedule=schedule)
         return self.figures[key]
 
     def _sums(self, stage: int, names: Sequence[str], share: float) -> float:

@@ -73,7 +73,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     names = tuple(plan.devices[mesh.rank(pipeline=position)].name for position in range(mesh.pipeline))
     part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
-    figures = stage_figures(profile, part, plan.stages, devices, processes=processes)
+    figures = stage_figures(profile, part, plan.stages, devices, processes=processes, schedule=plan.schedule)
     run = run_schedule(
         figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes
     )
@@ -248,6 +248,8 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
                 gradients += nbytes.gradient
         if action.kind == "W" or (action.kind == "B"):
             there -= nbytes.kept - nbytes.lasting
+    merged = microbatches * sum(s.nbytes.merged for s in run.figures.stages[position :: len(run.names)])
+    note(gradients, 2 * merged)
     if workload.training:
         sizes = [size for i in range(position, len(run.figures.stages), len(run.names))
                  for _, size in run.figures.stages[i].trained]  # fmt: skip

@@ -64,12 +64,14 @@ class Figures:
 
 
 def stage_figures(
-    whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool
-) -> Figures:
+    whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool,
+    schedule: str = "gpipe",
+) -> Figures:  # fmt: skip
     """Work out what every stage costs; `part` is the profile of one micro-batch, `devices` that of every stage.
 
-    With `processes` every device has a process of its own: outputs stay on the last stage, and a parameter that several
-    stages read is held by each. In one process outputs go to the root's home, and such a parameter is lent.
+    With `processes` every device has a process of its own, which runs the `schedule`: outputs stay on the last stage,
+    and a parameter that several stages read is held by each. In one process outputs go to the root's home, and such a
+    parameter is lent.
     Raises `PlanError` if the stages don't have all parameters, or can't be cut from the run.
     """
     graph = part.graph
@@ -77,7 +79,7 @@ def stage_figures(
     if staged.problems:
         raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
     forward, backward, weight = _seconds(part, staged, devices)
-    memory = StageMemory(whole, graph, stages, staged, processes=processes)
+    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule)
     held, training = memory.held, whole.workload.training
     trained = trained_sizes(graph) if training else []
     found = []

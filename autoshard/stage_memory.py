@@ -22,6 +22,7 @@ from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.module_paths import above
 from autoshard.plan import Stage
 from autoshard.profile.profile import Profile
+from autoshard.stage_exchange import exchange
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
@@ -30,8 +31,9 @@ class StageBytes:
     """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
 
     `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
-    does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together at the end;
-    `released`: the part of these that nothing holds then; `returned`: what then goes to the home of the inputs, in one
+    does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together once all
+    forwards are done, in one process; `merged`: the part of it that is once everything is, in several; `released`: the
+    part of these that nothing holds then; `returned`: what then goes to the home of the inputs, in one
     process, and `leaving`: from where; `lent`: copies of parameters that only the forward reads. `joined`: where one
     backward goes through all micro-batches.
     """
@@ -47,6 +49,7 @@ class StageBytes:
     backward: int = 0
     lasting: int = 0
     outputs: int = 0
+    merged: int = 0
     released: int = 0
     returned: int = 0
     leaving: int = 0
@@ -119,23 +122,29 @@ class StageMemory:
     Attributes:
         held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
             `processes` each of these stages has its own.
+
+    `schedule`: of a plan; processes hold what they exchange as it says.
     """
 
     def __init__(
-        self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool
-    ) -> None:
+        self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool,
+        schedule: str = "gpipe",
+    ) -> None:  # fmt: skip
         self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
         placements = {path: str(i) for i, stage in enumerate(stages) for path in stage.paths}
         moves = flow(graph, placements, watched=not processes)
         self.held: dict[str, tuple[int, ...]] = {name: (int(stage),) for name, stage in moves.tensor_device.items()}
         if processes:
             self.held = dict(staged.held)
+            moves, clones = exchange(graph, staged, moves, len(stages), schedule)
         rows = moves.buffers
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= rows.born >= first  # not what the forward before left
+        if processes:
+            self.is_output = clones
         self.returned = np.zeros(len(kind), bool)
         self.returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
         sent = {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
@@ -151,11 +160,10 @@ class StageMemory:
         lent = rows.copied & (kind == 1)  # one copy of a parameter is enough for all micro-batches
         self.passing &= ~lent
         self.lent = lent & (rows.died <= begin)
-        if not processes:
-            self.kept_copies |= lent
+        self.kept_copies = self.kept_copies & ~lent if processes else self.kept_copies | lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
         saved = {graph.values[save.value].storage for save in graph.saves}
-        self.unsaved = stay & ~np.isin(rows.storage, list(saved))
+        self.unsaved = clones if processes else stay & ~np.isin(rows.storage, list(saved))
         self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
@@ -185,6 +193,8 @@ class StageMemory:
         nbytes = -(-buffers.nbytes // device.block_bytes) * device.block_bytes
         live = self.moves.timeline(name, device.block_bytes, rows.passing)
         new = self.moves.timeline(name, device.block_bytes, rows.gradients)
+        made_at = np.ceil(buffers.born[rows.gradients]).astype(np.int64)
+        again = np.bincount(made_at, nbytes[rows.gradients], len(new))  # of gradients that are there already
         one_more = 0
         if len(rows.segments):  # one module at a time has all of its activations
             live = live - self.moves.timeline(name, device.block_bytes, rows.gone)
@@ -200,7 +210,7 @@ class StageMemory:
             forward=int(live[:begin].max(initial=0)) + one_more,
             kept=int(nbytes[rows.kept].sum()),
             first_backward=int((live + new)[begin:].max(initial=0)) + one_more,
-            backward=int(live[begin:].max(initial=0)) + one_more + int(nbytes[rows.gradients].max(initial=0)),
+            backward=int((live + again)[begin:].max(initial=0)) + one_more,
             joined=joined,
             **{kind: int(nbytes[mask].sum()) for kind, mask in rows.masks.items()},
         )
@@ -233,7 +243,8 @@ class StageMemory:
             segments=segments,
             masks={
                 "lasting": lasting,
-                "outputs": lasting & self.is_output,
+                "outputs": nothing if self.processes else lasting & self.is_output,
+                "merged": lasting & self.is_output if self.processes else nothing,
                 "released": lasting & self.unsaved,
                 "returned": nothing if self.processes else here & self.returned,
                 "leaving": nothing if self.processes else here & self.leaving,

@@ -40,7 +40,7 @@ FLOORS = (
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
     {"flow", "prove"},
-    {"cost", "stream_schedule", "joined_backward"},
+    {"cost", "stream_schedule", "joined_backward", "stage_exchange"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},
     {"cut_stream_cost"},

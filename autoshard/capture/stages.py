@@ -11,6 +11,8 @@ something it reads was made there.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.errors import PlanError
 from autoshard.module_paths import above, parent
@@ -46,6 +48,36 @@ class Staged:
     held: Mapping[str, tuple[int, ...]]
     crossings: tuple[Crossing, ...]
     problems: tuple[str, ...]
+
+
+SMALL = 1 << 16
+"""Elements of a buffer up to which every process of a pipeline has it."""
+
+
+def free_storages(graph: ModelGraph) -> frozenset[int]:
+    """Storages that depend on no parameter, no random numbers and nothing that only one process of a pipeline has.
+
+    Processes make them for themselves (position embeddings, masks) instead of sending them. Backward is left out.
+    """
+    forward = graph.ops[: graph.backward_begin]
+    written = {graph.values[value].storage for op in forward for value in op.mutates}
+    bound = set()
+    for tensor in graph.tensors:
+        numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
+        if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
+            bound.add(tensor.storage)
+    while True:  # what is written later with something bound was bound from the start
+        before = len(bound)
+        for op in forward:
+            if draws(op) or any(graph.values[value].storage in bound for value in op.inputs):
+                bound.update(graph.values[value].storage for value in (*op.outputs, *op.mutates))
+        if len(bound) == before:
+            return frozenset(range(len(graph.storages))) - bound
+
+
+def draws(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.target.tags
 
 
 def stage_of_ops(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> list[int]:

@@ -43,10 +43,10 @@ class Finish:
         self._losses[number] = loss.detach().clone()
         factor = self.factors[number]
         if factor:
-            return (loss * factor).reshape(1).float()
+            return (loss.reshape(1) * factor).float()  # torch can't let go of the history of a view
         # A part without a label has a loss of NaN, and no share in that of the batch.
         floats = [tensor for _, tensor in tensors_in(output) if tensor.requires_grad and tensor is not loss]
-        return torch.stack([(tensor * 0).sum().float() for tensor in floats]).sum().reshape(1)
+        return torch.stack([(tensor * 0).sum().float() for tensor in floats]).sum(0, keepdim=True)
 
     def moved(self, target: Any) -> Any:
         """A target on the device of the outputs."""

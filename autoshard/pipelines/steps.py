@@ -24,7 +24,7 @@ import torch.fx
 from torch import nn
 
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.capture.stages import Staged
+from autoshard.capture.stages import Staged, draws, free_storages
 from autoshard.capture.tape import Reading, Ref, Tape, TapedCall
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in
@@ -35,8 +35,6 @@ PLAIN = (
     nn.Module, Ref,
 )  # fmt: skip
 """What a call may be given again in another run; other objects may have changed since."""
-SMALL = 1 << 16
-"""Elements of a buffer up to which every process has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ def find_steps(graph: ModelGraph, tape: Tape, staged: Staged) -> Recorded:
 
     Raises `PlanError` for what can't be run in stages: values that decide on the way, and writes across stages.
     """
-    free = _free_storages(graph)
+    free = free_storages(graph)
     found = Recorded(graph=graph, tape=tape, staged=staged, free=free, node_value=_node_values(graph))
     _check_writes(found)
     found.steps = _with_blanks(_bound(_Division(found).steps(), found))
@@ -155,27 +153,6 @@ def _with_blanks(steps: list[Step]) -> list[Step]:
         )
         for step in steps
     ]
-
-
-def _free_storages(graph: ModelGraph) -> frozenset[int]:
-    """Storages that depend on no parameter, on no random numbers, and on nothing that only one process has."""
-    written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
-    bound = set()
-    for tensor in graph.tensors:
-        numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
-        if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
-            bound.add(tensor.storage)
-    while True:  # what is written later with something bound was bound from the start
-        before = len(bound)
-        for op in graph.ops:
-            if _draws(op) or any(graph.values[value].storage in bound for value in op.inputs):
-                bound.update(graph.values[value].storage for value in (*op.outputs, *op.mutates))
-        if len(bound) == before:
-            return frozenset(range(len(graph.storages))) - bound
-
-
-def _draws(op: Op) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.target.tags
 
 
 def _check_writes(found: Recorded) -> None:
@@ -277,7 +254,7 @@ class _Division:
 
     def _is_free(self, op: Op) -> bool:
         touched = {self.graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
-        return touched <= self.found.free and not _draws(op)
+        return touched <= self.found.free and not draws(op)
 
     def _whole(self, call: TapedCall) -> Step | None:
         """The step that a call is, if it can be taken whole."""

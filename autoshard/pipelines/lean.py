@@ -1,0 +1,73 @@
+"""Torch's stage of a pipeline, with memory for what it receives only while a part of the batch is under way.
+
+                         torch                          here
+    before a step        buffers of all m parts         none
+    part i is awaited    there                          made
+    part i is done       kept for the next step         let go
+
+"Done" is after the backward of a part, or after its forward where no gradients are wanted. Torch lets go of what it has
+sent as late as of what it received; without gradients that is as soon as it is on its way.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+class LeanStage(PipelineStage):
+    """A stage that takes and gives back its memory for each part; the rest is torch's."""
+
+    _begun: frozenset[str] = frozenset()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Receive what the stage before sends of a part."""
+        self._provide("args_recv_info", fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Receive the gradients that the next stage sends of a part."""
+        self._provide("grad_recv_info", bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a part."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = self.fwd_cache[fwd_chunk_id][0], []
+            _let_go(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Send a part on."""
+        found = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            del self.fwd_cache[fwd_chunk_id]
+        return found
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward of a part."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _let_go(self.args_recv_info[bwd_chunk_id])
+        _let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if loss is not None and full_backward:
+            loss.detach_()  # the schedule has it to the end, and its history what was received
+
+    def _provide(self, table: str, number: int) -> None:
+        infos = getattr(self, table)
+        if table not in self._begun:  # torch made the buffers of all parts
+            self._begun |= {table}
+            _let_go(info for row in infos.values() for info in row)
+        for info in infos.get(number, ()):
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+
+def _let_go(infos: Iterable[Any]) -> None:
+    """Keep the shapes of buffers only."""
+    for info in infos:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
