@@ -64,7 +64,7 @@ class Observer:
     def note(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
         assert self._recorder is not None
-        if not self._recorder.running:
+        if not self._recorder.calls.running:
             self._again |= path in self._begun
             self._begun.add(path)
         calls = self.calls.get(path)

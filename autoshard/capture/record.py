@@ -13,15 +13,15 @@ import torch
 import torch.fx
 
 from autoshard import nested
+from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
-from autoshard.capture.graph import UNKNOWN, Call, Function, GradNode, Op
+from autoshard.capture.graph import UNKNOWN, Function, GradNode, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
-from autoshard.errors import CaptureError
 from autoshard.packed import is_packed, named_stored, stored_tensors
 from autoshard.progress import tell
 from autoshard.torch_private import (
@@ -33,7 +33,6 @@ from autoshard.torch_private import (
     no_modes,
     node_sequence,
     run_composite,
-    sequence_number,
 )
 
 _DEVICE = torch.ops.prim.device.default
@@ -69,7 +68,7 @@ class Recorder(TorchDispatchMode):
     """Records ops, module calls and saved tensors into `ledger`.
 
     Attributes:
-        calls: module calls in order of their beginning.
+        calls: module calls.
         backward: set when backward begins; from then on ops are attributed through autograd.
         device_source: what `Op.device_source` of a factory called now would be; kept by `sources.DeviceSources`.
         moving: the op that comes next stands for a move to `device_source`; kept by the same.
@@ -86,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self.engine = engine
         self.composite = composite
         self.ledger = Ledger()
-        self.calls: list[list[Any]] = []
+        self.calls = Calls(self.ledger)
         self.functions: list[Function] = []
         self.backward = False
         self.device_source = UNKNOWN
@@ -95,11 +94,7 @@ class Recorder(TorchDispatchMode):
         self.unpacked: int | None = None
         self.tape: Any = None
         self._detached: weakref.ref | None = None
-        self._stack: list[int] = []
-        self._root = 0
         self._sequences = Sequences()
-        self._call_sequences: list[int] = []  # per call, the number of the first node made in it
-        self._call_grads: list[bool] = []  # per call, whether gradients were enabled
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
         self._parameters = 0
@@ -107,7 +102,6 @@ class Recorder(TorchDispatchMode):
         self.state: tuple[int, ...] = ()
         self.node_log = NodeLog(self.ledger.find, lambda: self.ledger.now)
         self.histories: Histories | None = None
-        self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
     # ---- ops
 
@@ -208,7 +202,7 @@ class Recorder(TorchDispatchMode):
             for tensor, value in zip(inputs, values, strict=True):
                 if tensor.requires_grad:
                     ledger.mark_differentiable(value)
-        if self.histories is not None and (not self.backward or self._stack):
+        if self.histories is not None and (not self.backward or self.calls.running):
             for tensor, value in zip(inputs, values, strict=True):
                 if tensor.requires_grad:
                     self.histories.note(index, value, tensor)
@@ -252,12 +246,12 @@ class Recorder(TorchDispatchMode):
 
     def _attribute(self, index: int, values: list[int]) -> tuple[int, int]:
         """(call, forward op) of the op about to be recorded. An active module during backward is a recompute."""
-        if not self.backward or self._stack:
+        if not self.backward or self.calls.running:
             self._sequences.note(index)
             for value in values:
                 if value < self._parameters:
                     self._last_reader[value] = index
-            return self.current_call, -1
+            return self.calls.current, -1
         node = autograd_node()
         forward = self._last_forward
         if node is not None:
@@ -269,24 +263,16 @@ class Recorder(TorchDispatchMode):
                 known = self.ledger.find(variable) if variable is not None else None
                 forward = self._last_reader.get(known, forward) if known is not None else forward
         if forward < 0:
-            return self._root, -1
+            return self.calls.root, -1
         self._last_forward = forward
         return self.ledger.ops[forward].call, forward
-
-    @property
-    def current_call(self) -> int:
-        """The innermost module call that is running, or the root."""
-        return self._stack[-1] if self._stack else self._root
 
     def _made_at(self, number: int, after: bool) -> range:
         return self._sequences.made_at(number, after, self.ledger.now)
 
     def _made_in(self, number: int, op: int) -> int:
         """The innermost module call that was running when the node of this number was made, for op `op`."""
-        call = self.ledger.ops[op].call
-        while call >= 0 and self._call_sequences[call] > number:
-            call = self.calls[call][1]
-        return call
+        return self.calls.made_in(number, self.ledger.ops[op].call)
 
     def grad_nodes(self) -> tuple[GradNode, ...]:
         """Return the autograd nodes that ran."""
@@ -307,7 +293,7 @@ class Recorder(TorchDispatchMode):
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
-        if self.backward and not self._stack:
+        if self.backward and not self.calls.running:
             return
         tensors = nested.flat_tensors((args, kwargs))
         if len(tensors) > 1:
@@ -334,93 +320,28 @@ class Recorder(TorchDispatchMode):
     # ---- module calls
 
     def begin_call(self, path: str, args: tuple, kwargs: dict[str, Any]) -> int:
-        row = len(self.calls)
         direct = {self.value_of(t) for item in (*args, *kwargs.values()) for t in _direct(item)}
         inputs = tuple([self.value_of(tensor) for tensor in nested.flat_tensors((args, kwargs))])
         paths = tuple([path for path, _ in nested.tensors_in((args, kwargs))]) if self.composite else ()
-        if not self._stack:
-            self._root = row
-        parent = self._stack[-1] if self._stack else -1
-        contained = tuple(value for value in inputs if value not in direct)
-        self._call_sequences.append(sequence_number())
-        self._call_grads.append(torch.is_grad_enabled())
-        self.calls.append([path, parent, self.ledger.now, -1, inputs, (), self.backward, contained, paths, ()])
-        self._stack.append(row)
-        return row
+        contained = tuple([value for value in inputs if value not in direct])
+        return self.calls.begin(path, inputs, contained, paths, self.backward)
 
     def end_call(self, row: int, output: Any) -> None:
         """Close a call; one that raised has no outputs."""
-        while self._stack and self._stack[-1] >= row:
-            self._stack.pop()
-        call = self.calls[row]
-        call[3] = self.ledger.now
         outputs = []
         for tensor in nested.flat_tensors(output):
             value = self.value_of(tensor)
             outputs.append(value)
             if tensor.requires_grad:
                 self.ledger.mark_differentiable(value)
-        call[5] = tuple(outputs)
-        call[9] = tuple([path for path, _ in nested.tensors_in(output)]) if self.composite else ()
-
-    @property
-    def running(self) -> list[int]:
-        """Module calls that have begun and not ended, the innermost last."""
-        return self._stack
+        paths = tuple([path for path, _ in nested.tensors_in(output)]) if self.composite else ()
+        self.calls.end(row, tuple(outputs), paths)
 
     def note_state(self, module: torch.nn.Module, output: Any) -> None:
         """Remember the state in the output of a call that just ended, if it was called from outside all modules."""
-        if not self._stack and output is not None:
+        if not self.calls.running and output is not None:
             found = [self.ledger.find(tensor) for tensor in state_tensors(module, output)]
             self.state = tuple([value for value in found if value is not None])
-
-    def root_outputs(self) -> tuple[int, ...]:
-        """Values returned by the first call of the root."""
-        return next(call[5] for call in self.calls if call[0] == "" and not call[6])
-
-    def step_outputs(self) -> tuple[int, ...]:
-        """Values returned by the last step of a generation."""
-        return self._steps()[-1][5]
-
-    def _steps(self) -> list[list[Any]]:
-        """Calls of the module that generates: the root, or a part of it to which the root's `generate` hands over."""
-        outermost = [call for call in self.calls if call[1] < 0]
-        return [call for call in outermost if call[0] == outermost[-1][0]]
-
-    def begin_context(self) -> None:
-        """All before was the prompt; what comes now makes the state for the last step of the generation."""
-        self._context = self.ledger.now
-
-    def prompt_and_step(self) -> list[tuple[str, int, int]]:
-        """Phases of a generation: up to the context that is made for the last step, that, and the last step."""
-        context = max(self._context, 0)
-        begins = [call[2] for call in self._steps() if call[2] >= context]
-        if len(begins) < 2:
-            raise CaptureError("the model was not called a second time while generating; set new_tokens=0.")
-        step = ("decode", begins[-1], self.ledger.now)
-        if self._context < 0:
-            return [("forward", 0, begins[-1]), step]
-        return [("forward", 0, context), ("context", context, begins[-1]), step]
-
-    def finished_calls(self) -> tuple[Call, ...]:
-        return tuple(
-            Call(
-                index=index,
-                path=path,
-                parent=parent,
-                begin=begin,
-                end=end,
-                inputs=inputs,
-                outputs=outputs,
-                backward=backward,
-                contained=contained,
-                input_paths=input_paths,
-                output_paths=output_paths,
-                grad=self._call_grads[index],
-            )
-            for index, row in enumerate(self.calls)
-            for path, parent, begin, end, inputs, outputs, backward, contained, input_paths, output_paths in (row,)
-        )
 
 
 def _direct(item: Any) -> list[torch.Tensor]:

@@ -137,9 +137,9 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
         phases = [("forward", 0, ledger.now)]
         held = list(opaque_tensors(output))
     else:
-        output, held = run_decode(model, list(args), decode, recorder.begin_context), []
-        phases = recorder.prompt_and_step()
-    outputs = recorder.root_outputs() if decode is None else recorder.step_outputs()
+        output, held = run_decode(model, list(args), decode, recorder.calls.begin_context), []
+        phases = recorder.calls.prompt_and_step()
+    outputs = recorder.calls.root_outputs() if decode is None else recorder.calls.step_outputs()
     if run.workload.training:
         loss = training_loss(output, type(model).__name__)
         phases = [("forward", 0, ledger.now)]  # the loss belongs to it
@@ -171,7 +171,7 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
             node.meta["content"] = ledger.contents[node.meta["value"]]
     begins = {name: range(begin, end) for name, begin, end in seen.phases}
     backward_begin = begins["backward"].start if "backward" in begins else ledger.now
-    calls, storages, values = recorder.finished_calls(), ledger.storages(), ledger.values()
+    calls, storages, values = recorder.calls.finished(), ledger.storages(), ledger.values()
     if "context" in begins:
         kept = {ledger.storage_of_value(value) for value in seen.state}
         storages, values = as_the_prompt_left_it(storages, values, ledger.ops, calls, begins["context"], kept)

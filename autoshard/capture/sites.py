@@ -36,15 +36,15 @@ class Sites(DeviceSources):
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recorder = self._recorder
         name = getattr(func, "__name__", str(func))
-        if recorder.busy or not recorder.running or name in PROPERTIES:
+        if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         body = opened(func)
         if body is not None:
             with self:
                 return body(*args, **(kwargs or {}))
-        call, begin = recorder.running[-1], recorder.ledger.now
+        call, begin = recorder.calls.running[-1], recorder.ledger.now
         occurrence = self._counts[call, name]
-        for row in recorder.running:
+        for row in recorder.calls.running:
             self._counts[row, name] += 1
         result = super().__torch_function__(func, types_, args, kwargs)
         if func in _READS and recorder.tape is not None:

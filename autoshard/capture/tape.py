@@ -133,7 +133,7 @@ class Tape:
 
     def read(self, args: tuple, function: Callable[..., Any], result: Any) -> None:
         """Python took `result` out of the tensors in `args`."""
-        row, begin = self._recorder.current_call, self._recorder.ledger.now
+        row, begin = self._recorder.calls.current, self._recorder.ledger.now
         if isinstance(result, numpy.ndarray):
             result = result.copy()
         self.readings.append(Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result))
@@ -141,7 +141,7 @@ class Tape:
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""
         recorder = self._recorder
-        self.readings.append(Reading(row=recorder.current_call, begin=recorder.ledger.now, assumed=what))
+        self.readings.append(Reading(row=recorder.calls.current, begin=recorder.ledger.now, assumed=what))
 
     @contextmanager
     def watching_functions(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Tape:
             recorder = self._recorder
             call = TapedCall(
                 path="",
-                row=recorder.current_call,
+                row=recorder.calls.current,
                 begin=recorder.ledger.now,
                 args=self._refs(args),
                 kwargs=self._refs(kwargs),

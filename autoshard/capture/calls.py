@@ -1,0 +1,133 @@
+"""Module calls of a run as they begin and end, and what they tell about its phases."""
+
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.capture.graph import Call
+from autoshard.capture.ledger import Ledger
+from autoshard.errors import CaptureError
+from autoshard.torch_private import sequence_number
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """A call in the making, as `Call`; `sequence`: the number of the first autograd node made in it."""
+
+    path: str
+    parent: int
+    begin: int
+    inputs: tuple[int, ...]
+    contained: tuple[int, ...]
+    input_paths: tuple[str, ...]
+    backward: bool
+    grad: bool
+    sequence: int
+    end: int = -1
+    outputs: tuple[int, ...] = ()
+    output_paths: tuple[str, ...] = ()
+
+
+class Calls:
+    """Rows of calls in order of their beginning.
+
+    Attributes:
+        running: those that have begun and not ended, the innermost last.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.running: list[int] = []
+        self._ledger = ledger
+        self._rows: list[_Row] = []
+        self._root = 0
+        self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def current(self) -> int:
+        """The innermost module call that is running, or the outermost one before."""
+        return self.running[-1] if self.running else self._root
+
+    @property
+    def root(self) -> int:
+        """The outermost call that began last."""
+        return self._root
+
+    def begin(
+        self, path: str, inputs: tuple[int, ...], contained: tuple[int, ...], paths: tuple[str, ...], backward: bool
+    ) -> int:
+        """Enter a call."""
+        index = len(self._rows)
+        if not self.running:
+            self._root = index
+        row = _Row(
+            path=path, parent=self.running[-1] if self.running else -1, begin=self._ledger.now, inputs=inputs,
+            contained=contained, input_paths=paths, backward=backward, grad=torch.is_grad_enabled(),
+            sequence=sequence_number(),
+        )  # fmt: skip
+        self._rows.append(row)
+        self.running.append(index)
+        return index
+
+    def end(self, index: int, outputs: tuple[int, ...], paths: tuple[str, ...]) -> None:
+        """Close a call, and those inside it that raised."""
+        while self.running and self.running[-1] >= index:
+            self.running.pop()
+        row = self._rows[index]
+        row.end, row.outputs, row.output_paths = self._ledger.now, outputs, paths
+
+    def made_in(self, number: int, call: int) -> int:
+        """The innermost call, `call` or one around it, that was running when an autograd node got this number."""
+        while call >= 0 and self._rows[call].sequence > number:
+            call = self._rows[call].parent
+        return call
+
+    def root_outputs(self) -> tuple[int, ...]:
+        """Values returned by the first call of the root."""
+        return next(row.outputs for row in self._rows if row.path == "" and not row.backward)
+
+    def step_outputs(self) -> tuple[int, ...]:
+        """Values returned by the last step of a generation."""
+        return self._steps()[-1].outputs
+
+    def begin_context(self) -> None:
+        """All before was the prompt; what comes now makes the state for the last step of the generation."""
+        self._context = self._ledger.now
+
+    def prompt_and_step(self) -> list[tuple[str, int, int]]:
+        """Phases of a generation: up to the context that is made for the last step, that, and the last step."""
+        context = max(self._context, 0)
+        begins = [row.begin for row in self._steps() if row.begin >= context]
+        if len(begins) < 2:
+            raise CaptureError("the model was not called a second time while generating; set new_tokens=0.")
+        step = ("decode", begins[-1], self._ledger.now)
+        if self._context < 0:
+            return [("forward", 0, begins[-1]), step]
+        return [("forward", 0, context), ("context", context, begins[-1]), step]
+
+    def _steps(self) -> list[_Row]:
+        """Calls of the module that generates: the root, or a part of it to which the root's `generate` hands over."""
+        outermost = [row for row in self._rows if row.parent < 0]
+        return [row for row in outermost if row.path == outermost[-1].path]
+
+    def finished(self) -> tuple[Call, ...]:
+        """Return the rows as they are in a graph."""
+        return tuple(
+            Call(
+                index=index,
+                path=row.path,
+                parent=row.parent,
+                begin=row.begin,
+                end=row.end,
+                inputs=row.inputs,
+                outputs=row.outputs,
+                backward=row.backward,
+                contained=row.contained,
+                grad=row.grad,
+                input_paths=row.input_paths,
+                output_paths=row.output_paths,
+            )
+            for index, row in enumerate(self._rows)
+        )
