@@ -1,7 +1,8 @@
 """Loading decoders of random bf16 weights to CPU memory, against other tools and against the machine itself.
 
-    python benchmarks/loading.py --quick              2 GB warm and cold, 6 GB cold, 3 rounds: 5 minutes
-    python benchmarks/loading.py                      2 GB and 6 GB, warm and cold, all ways, 5 rounds
+    python benchmarks/loading.py --quick                 what the bars need, 2 GB warm and cold, 3 rounds: 5 minutes
+    python benchmarks/loading.py --quick --gigabytes 6   the same of 6 GB: 5 minutes
+    python benchmarks/loading.py                         2 GB and 6 GB, warm and cold, all ways, 5 rounds
     python benchmarks/loading.py --gigabytes 2 --rounds 3 --only raw,autoshard
 
 Every run is a process of its own, so that memory is fresh; the ways take turns. "warm": the files are in the page cache
@@ -15,6 +16,7 @@ the width of a model of 70 B parameters. Bars: medians of the ratios in each rou
 
 import argparse
 import gc
+import itertools
 import json
 import mmap
 import os
@@ -37,12 +39,13 @@ CONFIG = {
 
 
 WIDE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+LARGE_GIGABYTES = 4
 LAYER_PARAMETERS = {2048: 44_044_288, 8192: 855_654_400}
 
 
 def sized(gigabytes: float) -> dict:
     """Return the configuration of a decoder of about this size; of a large one the layers are wide."""
-    config = CONFIG | (WIDE if gigabytes >= 4 else {})
+    config = CONFIG | (WIDE if gigabytes >= LARGE_GIGABYTES else {})
     width = config["hidden_size"]
     layers = round((gigabytes * 1e9 / 2 - 2 * config["vocab_size"] * width) / LAYER_PARAMETERS[width])
     return config | {"num_hidden_layers": max(1, layers)}
@@ -359,20 +362,18 @@ def compare(folder: Path, rounds: int, ways: list[str], cold: bool) -> None:
             print(f"{what:45} {middle:6.2f} [{ratios[0]:.2f} to {ratios[-1]:.2f}], bar {bar}")
 
 
-QUICK = (
-    (2.0, False, (
-        "raw memcpy", "autoshard.load", "from_pretrained", "load_checkpoint_and_dispatch", "ranks",
-    )),
-    (2.0, True, ("raw sequential", "raw direct", "reading only", "autoshard.load, copied")),
-    (6.0, True, ("raw sequential", "raw direct", "reading only")),
-    (6.0, False, ("ranks",)),
-)  # fmt: skip
-"""Gigabytes, cold or not, and parts of the names of the ways: what the bars need."""
+QUICK = {
+    (False, False): ("raw memcpy", "autoshard.load", "from_pretrained", "load_checkpoint_and_dispatch", "ranks"),
+    (True, False): ("autoshard.load", "from_pretrained", "8 ranks"),
+    (False, True): ("raw sequential", "raw direct", "reading only", "autoshard.load, copied"),
+    (True, True): ("raw sequential", "raw direct", "reading only", "autoshard.load, copied"),
+}
+"""Large or not, cold or not -> parts of the names of the ways: what the bars need; large ones are not converted."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0, 6.0])
+    parser.add_argument("--gigabytes", type=float, nargs="+", help="2 and 6, or 2 if quick")
     parser.add_argument("--rounds", type=int, help="5, or 3 if quick")
     parser.add_argument("--quick", action="store_true", help="only what the bars need")
     parser.add_argument("--only", default="", help="parts of the names of ways, with commas")
@@ -383,17 +384,17 @@ def main() -> None:
         print(json.dumps(WAYS[options.one](options.folder)))
         return
     rounds = options.rounds or (3 if options.quick else 5)
-    only = tuple(options.only.split(","))
-    parts = (
-        QUICK if options.quick else tuple((size, cold, only) for size in options.gigabytes for cold in (False, True))
-    )
+    sizes = options.gigabytes or ([2.0] if options.quick else [2.0, 6.0])
     place = options.folder or Path(tempfile.mkdtemp(prefix="autoshard-loading-"))
     try:
-        for gigabytes, cold, names in parts:
-            folder = place / f"{gigabytes:g}"
+        for gigabytes, cold in itertools.product(sizes, (False, True)):
+            folder, large = place / f"{gigabytes:g}", gigabytes >= LARGE_GIGABYTES
             if not folder.exists():
                 make_checkpoint(folder, sized(gigabytes))
-            compare(folder, rounds, [way for way in WAYS if any(part in way for part in names)], cold)
+            names = QUICK[large, cold] if options.quick else options.only.split(",")
+            left_out = "float32" if options.quick and large else None
+            ways = [way for way in WAYS if any(part in way for part in names) and left_out not in (*way.split(", "),)]
+            compare(folder, rounds, ways, cold)
     finally:
         if options.folder is None:
             shutil.rmtree(place)
