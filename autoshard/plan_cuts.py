@@ -60,9 +60,15 @@ def read_whole(data: Any) -> tuple[Whole, ...]:
     return _read(tuple[Whole, ...], data, "whole")
 
 
-def read_results(data: Any) -> tuple[Results, ...]:
-    """Check and build what modules gave when a plan was made. Raises `PlanError`."""
-    return _read(tuple[Results, ...], data, "results")
+def read_results(data: Any, cuts: Sequence[Cut]) -> tuple[Results, ...]:
+    """Check and build what modules gave when a plan with these cuts was made. Raises `PlanError`."""
+    results: tuple[Results, ...] = _read(tuple[Results, ...], data, "results")
+    for part in [part for row in results for part in row.parts]:
+        expect(part.dim >= 0, "results.parts", "a dimension from 0", part.dim)
+        expect(0 <= part.cut < len(cuts), "results.parts", "one of the cuts", part.cut)
+        size = cuts[part.cut].size
+        expect(is_axis(part.axis, size), "results.parts", f"an axis with *{size} in it", part.axis)
+    return results
 
 
 def read_mesh(data: Any, kind: type, devices: int) -> Any:

@@ -62,7 +62,7 @@ def read_plan(text: str) -> Plan:
     )
     data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
-    data["results"] = read_results(data["results"])
+    data["results"] = read_results(data["results"], data["cuts"])
     if data["cuts"] and (mesh is None or mesh.pipeline == 1):
         first = {"": data["devices"][0].name}
         expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])

@@ -67,11 +67,28 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A tensor in what a module gives (`path` as `nested.tensors_in` has it) of which a rank has a part.
+
+    `axis`: dimension `dim` of it, divided as cut number `cut` of the plan.
+    """
+
+    path: str
+    dim: int
+    axis: str
+    cut: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Which tensors some modules (by path) gave when the plan was made, as `result_of` has them."""
+    """What some modules (by path) gave when the plan was made: whole tensors, as `result_of` has them, and parts.
+
+    Modules that are not blocks hand parts to the next module, and to whom calls them by themselves the whole.
+    """
 
     modules: tuple[str, ...]
     tensors: tuple[str, ...]
+    parts: tuple[Part, ...] = ()
 
 
 def result_of(path: str, dims: int) -> str:

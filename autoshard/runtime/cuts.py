@@ -234,7 +234,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
         handles.append(modules[block].register_forward_pre_hook(Dense(), prepend=True))
-    handles += watch_results(model, ready.memos, results, ready.record.ranks)
+    handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):

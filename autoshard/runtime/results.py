@@ -4,8 +4,8 @@
     another one (maps of attention, say)     the same on all ranks: as it is, and from then on      else ApplyError
 
 Ranks compare hashes, once for each place: values made by the same work on the same numbers have the same bits. Blocks
-and the root are always looked at; modules between them only when they are called by themselves, as what one of them
-hands to the next may well be cut.
+and the root are always looked at; modules between them only when they are called by themselves: what one of them hands
+to the next may be cut, and is put together for others.
 """
 
 import hashlib
@@ -17,17 +17,18 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
-from autoshard.nested import tensors_in
-from autoshard.runtime.collectives import ProcessRanks, Ranks
+from autoshard.nested import replace_at, tensor_at, tensors_in
+from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.sharding import Results, result_of
+from autoshard.sharding import Cut, Part, Results, result_of
 
 
-def watch_results(model: nn.Module, blocks: Collection[str], results: Sequence[Results], ranks: Ranks) -> list[Any]:
+def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks) -> list[Any]:
     """Look at what modules give that the plan knows, and return the handles. Raises `PlanError` for others."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in (path for row in results for path in row.modules if path not in modules):
         raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
+    blocks = {block for cut in cuts for block in cut.blocks}
     running = Running()
     handles: list[Any] = []
     for row in results:
@@ -35,6 +36,8 @@ def watch_results(model: nn.Module, blocks: Collection[str], results: Sequence[R
             module, around = modules[path], not path or path not in blocks
             if around:
                 handles.append(module.register_forward_pre_hook(Begin(running, path)))
+            if path and around:
+                handles.append(module.register_forward_hook(Together(row.parts, cuts, ranks, path, running)))
             check = KnownResults(row.tensors, ranks, path, running if path and around else None)
             handles.append(module.register_forward_hook(check))
             if around:
@@ -77,6 +80,26 @@ class End:
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
         if not torch.compiler.is_compiling() and self.running.path == self.path:
             self.running.path = None
+
+
+class Together:
+    """Hook of a module between the root and blocks that was called by itself: it gives whole tensors."""
+
+    __slots__ = ("parts", "path", "running")
+
+    def __init__(self, parts: Sequence[Part], cuts: Sequence[Cut], ranks: Ranks, path: str, running: Running) -> None:
+        self.parts = [(part.path, part.dim, Axis.of(ranks, part.axis, cuts[part.cut].shares)) for part in parts]
+        self.path = path
+        self.running = running
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        if torch.compiler.is_compiling() or self.running.path != self.path:
+            return result
+        for path, dim, axis in self.parts:
+            tensor = tensor_at(result, path)
+            if tensor is not None and dim < tensor.dim() and tensor.shape[dim] == axis.width:
+                result = replace_at(result, path, axis.gather(tensor, dim))
+        return result
 
 
 class KnownResults:

@@ -2,32 +2,40 @@
 
 from collections.abc import Sequence
 
+from autoshard.axes.axis import describe
 from autoshard.axes.groups import AxisGroups
 from autoshard.module_paths import above
-from autoshard.sharding import Cut, Results, result_of
+from autoshard.sharding import Cut, Part, Results, result_of
 
 
 def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:
     """What the blocks of some cuts and all modules around them gave; `found`: the groups that were chosen from.
 
-    Of what modules between the root and the blocks gave, only what is not cut: they may hand that to the next module.
+    What modules between the root and the blocks gave may be cut, and be put together only behind them.
     """
     blocks = {block for cut in cuts for block in cut.blocks}
     paths = {path for block in blocks for path in (block, *above(block))}
-    chosen = {(cut.blocks, cut.shards) for cut in cuts}
-    groups = [group for group in found.groups if (group.blocks, group.shards) in chosen and group.walk is not None]
+    number = {(cut.blocks, cut.shards): index for index, cut in enumerate(cuts)}
+    groups = [group for group in found.groups if (group.blocks, group.shards) in number and group.walk is not None]
     if not groups:
         return ()
     graph = groups[0].walk.graph
-    tensors: dict[str, set[str]] = {}
+    tensors: dict[str, set[str]] = {path: set() for path in paths}
+    parts: dict[str, set[Part]] = {path: set() for path in paths}
     for call in graph.calls:
-        if call.path in paths:
-            names = tensors.setdefault(call.path, set())
-            inner = call.path and call.path not in blocks
-            for path, value in zip(call.output_paths, call.outputs, strict=True):
-                if not inner or not any(group.walk.cut_dims(value, group.leaf) for group in groups):
-                    names.add(result_of(path, len(graph.values[value].shape)))
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for path, names in tensors.items():
-        alike.setdefault(tuple(sorted(names)), []).append(path)
-    return tuple(Results(modules=tuple(modules), tensors=given) for given, modules in alike.items())
+        if call.path not in paths:
+            continue
+        inner = call.path and call.path not in blocks
+        for path, value in zip(call.output_paths, call.outputs, strict=True):
+            cut = [(group, dim) for group in groups for dim in group.walk.cut_dims(value, group.leaf)] if inner else []
+            if not cut:
+                tensors[call.path].add(result_of(path, len(graph.values[value].shape)))
+            elif value not in graph.outputs:  # which may be put together inside already
+                group, dim = cut[0]
+                axis = describe(group.walk.axes[value][dim], group.leaf)
+                parts[call.path].add(Part(path=path, dim=dim, axis=axis, cut=number[group.blocks, group.shards]))
+    alike: dict[tuple[tuple[str, ...], tuple[Part, ...]], list[str]] = {}
+    for path in sorted(paths):
+        about = tuple(sorted(tensors[path])), tuple(sorted(parts[path], key=lambda part: part.path))
+        alike.setdefault(about, []).append(path)
+    return tuple(Results(modules=tuple(modules), tensors=whole, parts=cut) for (whole, cut), modules in alike.items())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan_cuts import Whole, is_axis
-from autoshard.sharding import Action, Cut, Scale, Shard, coordinates_of
+from autoshard.sharding import Action, Cut, Part, Results, Scale, Shard, coordinates_of
 from autoshard.workload import Workload
 from tests.runtime.test_plan_file import JSON
 from tests.runtime.test_plan_file import example as example_without_cuts
@@ -43,6 +43,7 @@ def example() -> Plan:
         placements={"": "cuda:0"},
         cuts=(HEADS, PLAIN),
         whole=(Whole(blocks=("layers.0",), names=("a.r.weight",), reason="sort in layers.0.a mixes along it"),),
+        results=(Results(modules=("layers",), tensors=("0:3",), parts=(Part(path="1", dim=2, axis="*8x4", cut=0),)),),
     )
 
 
@@ -100,6 +101,16 @@ def test_damage_is_named(path, value, words):
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "field, value, words", [("cut", 2, "one of the cuts"), ("axis", "*4", r"\*8 in it"), ("dim", -1, "from 0")]
+)
+def test_damage_of_results_is_named(field, value, words):
+    data = json.loads(example().to_json())
+    data["results"][0]["parts"][0][field] = value
     with pytest.raises(PlanError, match=words):
         Plan.from_json(json.dumps(data))
 
@@ -163,7 +174,7 @@ def test_what_is_no_axis(text):
 
 def test_every_field_is_read_by_its_type():
     """A new kind of field needs a reader: it knows strings, numbers, booleans, literals, tuples and dataclasses."""
-    for kind in (Cut, Shard, Action, Scale, Whole):
+    for kind in (Cut, Shard, Action, Scale, Whole, Results, Part):
         for name, hint in typing.get_type_hints(kind).items():
             while typing.get_origin(hint) is tuple:
                 assert typing.get_args(hint)[1] is Ellipsis
