@@ -1,7 +1,8 @@
 """Pipeline: stages, micro-batches, schedule and recomputing chosen together, then checked by the exact estimate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ _MOST_PRICED = 200
 """Partitions of small models that are priced exactly."""
 _CLOSE = 1.1
 """How much worse than the best, by the figures of the search, what is priced exactly may be."""
+_FEW_STAGES = 4
+"""Stages up to which every set of them is tried to compute again, where memory is the objective."""
 _ROOMS = (1.0, 1.3, 0.75)
 """Parts of the memory that are searched with for it: what a stage keeps is known roughly before it is priced."""
 
@@ -134,7 +137,7 @@ def _close_ones(task: _Task) -> _Drawn | None:
     found: dict[tuple[object, ...], Best] = {}
     for room in _ROOMS:
         best = choose(task.lines, task.choices, task.capacity * room, task.goal, every=True)
-        for one in () if best is None else (best, *best.rivals):
+        for one in () if best is None else (best, *best.rivals, *_otherwise_kept(task, best)):
             key = one.choice, one.found.cuts, one.found.devices, one.found.recompute
             found.setdefault(key, replace(one, rivals=()))
     least: tuple[float, _Drawn] | None = None
@@ -146,6 +149,16 @@ def _close_ones(task: _Task) -> _Drawn | None:
         if drawn.figures.fits and (least is None or is_better(value, one.choice, least[0], least[1].best.choice)):
             least = value, drawn
     return None if least is None else least[1]
+
+
+def _otherwise_kept(task: _Task, best: Best) -> Iterator[Best]:
+    """The same stages with others of them computing again: where memory is the objective, bytes decide that."""
+    choice, stages = best.choice, len(best.found.recompute)
+    if task.goal != "memory" or not task.lines.training or choice.schedule == "zero-bubble":
+        return
+    every = [(False,) * stages, (True,) * stages]
+    for way in product((False, True), repeat=stages) if stages <= _FEW_STAGES and choice.per_device == 1 else every:
+        yield replace(best, found=replace(best.found, recompute=way), rivals=())
 
 
 def _check(

@@ -15,7 +15,7 @@ fits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise, permutations
 from math import comb
@@ -35,6 +35,8 @@ MAX_ORDERS = 24
 _ROUNDS = 6
 """Rounds of moving single cuts; 2 for schedules of many actions, where each takes long."""
 _MANY_ACTIONS = 2_000
+_AS_EMPTY = 1.002
+"""Where memory is the objective, stages compute again if they hold less by more than this factor."""
 _FEW = 6
 """Pipelines up to which a schedule is run for one after the other, and not for all at once."""
 
@@ -126,13 +128,18 @@ class Search:
         load = self._loads(plain)
         recompute = plain.recompute
         if self.may_recompute:
-            if self.count == self.positions:  # those that do not fit
-                ways = [self._stage_bytes(plain) > self.line.capacity[devices]]  # the step takes the same in any way
-            else:
-                ways = []
-            for way in (*ways, np.ones_like(recompute)):
+            ways = [np.ones_like(recompute)]
+            if self.count == self.positions:  # those that do not fit, or hold less
+                alone = self._stage_bytes(plain)
+                less = alone > self.line.capacity[devices]  # the step takes the same in any way
+                if self.figure == "load":
+                    less = alone > self._stage_bytes(replace(plain, recompute=ways[0])) * _AS_EMPTY
+                ways.insert(0, less)
+            for way in ways:
                 other = self._loads(Many(cuts, devices, way))
                 better = (load > 1) & ((other <= 1) | (other < load))
+                if self.figure == "load":
+                    better |= other * _AS_EMPTY < load
                 recompute = np.where(better[:, None], way, recompute)
                 load = np.where(better, other, load)
         fits = np.flatnonzero(load <= 1)

@@ -111,7 +111,7 @@ class StageTables:
                 again = band.passing + keep * band.came + band.between("kept")
             again = np.maximum(again, band.between("stepping"))
         if self.load:
-            load = np.where(fits, plain, again) / max(room, 1e-9)
+            load = np.minimum(plain, again) / max(room, 1e-9)
             return np.where(band.exists & (load <= 1), load, np.inf)
         forward = band.between("forward", device)
         seconds = forward + band.between("backward", device)
