@@ -97,6 +97,23 @@ def cut(mode):
     return plan, cluster, json.loads(json.dumps(data))
 
 
+def test_what_ranks_run_on_the_host_takes_no_time():
+    class Biased(Net):
+        def forward(self, ids):
+            return super().forward(ids) + torch.arange(ids.shape[1]).float().add(1.0)[:, None]
+
+    cluster, inputs = parse_devices("2xA100-40GB"), torch.zeros(2, 16, dtype=torch.long)
+    plan = autoshard.plan(Biased(), cluster, inputs=inputs, strategy="column-parallel", objective="memory")
+    workload = Workload(batch_size=2, sequence_length=16)
+    profile = autoshard.profile(Biased(), inputs, workload=workload)
+    other = autoshard.profile(
+        Biased(), torch.zeros(6, 8, dtype=torch.long), workload=Workload(batch_size=6, sequence_length=8)
+    )
+    want = autoshard.estimate(plan, profile, cluster)
+    data = what_if_data(plan, want, profile, cluster, find_scaling(profile, other))
+    assert predict(data, 2, 16, 0)["latency"] == pytest.approx(want.latency_seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_ranks_at_other_sizes_are_near_the_estimate_there(mode):
     plan, cluster, data = cut(mode)

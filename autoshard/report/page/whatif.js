@@ -32,7 +32,8 @@ function elsewhere(plan, hardware) {
   return {...plan, links, names, rates: plan.rates.map(() => hardware)};
 }
 
-function placed(data, plan, values) {
+function placed(data, plan, whole) {
+  const kinds = plan.table ? plan : data, values = [...whole, ...whole];
   const links = plan.links, devices = [], every = [], incoming = plan.devices.map(() => 0);
   let latency = 0, bottleneck = 0, slowest = 0;
   for (const [target, ...row] of plan.transfers) {
@@ -41,7 +42,7 @@ function placed(data, plan, values) {
     latency += seconds;
   }
   plan.devices.forEach((device, number) => {
-    const own = opSeconds(data, values, device);
+    const own = opSeconds(kinds, values, device);
     every.push(own);
     const seconds = sumOf(device.ops, own) + device.optimizer / device.bandwidth;
     let peak = largest(device.front, values);

@@ -21,7 +21,7 @@ from autoshard.report.whatif.links import Links
 from autoshard.report.whatif.moments import front, live_vectors
 from autoshard.report.whatif.parts import rates
 from autoshard.report.whatif.predict import predict
-from autoshard.report.whatif.ranks import Table, ranks
+from autoshard.report.whatif.ranks import ranks
 from autoshard.report.whatif.replicas import replica_keys, replicated_data
 from autoshard.report.whatif.sparse import counted, terms
 from autoshard.report.whatif.stages import device_keys, staged_data
@@ -72,8 +72,7 @@ def what_if_data(
         data["planned"] = make(plan, estimate, profile, cluster, scaling, dtypes)
         _add_always(data, estimate)
     elif plan.cuts:
-        added = Table(table, classes, of_op, of_extra, lambda device: rates(device, dtypes))
-        data["planned"] = ranks(plan, estimate, profile, cluster, scaling, added)
+        data["planned"] = ranks(plan, estimate, profile, cluster, scaling, dtypes)
     else:
         data["planned"] = _placed(plan, estimate, profile, cluster, scaling, dtypes, of_op, of_extra)
     return data

@@ -72,6 +72,7 @@ def _elsewhere(planned: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[
 def _placed(data: Mapping[str, Any], planned: Mapping[str, Any], values: Sequence[float]) -> dict[str, Any]:
     """Modules where the plan has them, or their parameters cut over ranks; some may be streamed."""
     links, devices, every = planned["links"], [], []
+    kinds, values = planned if "table" in planned else data, [*values, *values]
     latency, incoming = 0.0, [0.0] * len(planned["devices"])
     for target, *row in planned["transfers"]:
         seconds = copies(links, [row], values)
@@ -79,7 +80,7 @@ def _placed(data: Mapping[str, Any], planned: Mapping[str, Any], values: Sequenc
         latency += seconds
     bottleneck, slowest = 0.0, 0.0
     for number, device in enumerate(planned["devices"]):
-        own = op_seconds(data, values, device)
+        own = op_seconds(kinds, values, device)
         every.append(own)
         seconds = sum_of(device["ops"], own) + device["optimizer"] / device["bandwidth"]
         peak = largest(device["front"], values)
