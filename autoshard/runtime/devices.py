@@ -21,6 +21,11 @@ def resolve_device(name: str) -> torch.device:
 
     Plain CPU tensors can't carry an index, so "cpu:1" is the CPU, unless devices are simulated.
     """
+    if name == "disk":
+        raise ApplyError(
+            "the plan puts modules on 'disk', where nothing can be computed, and does not say where it is. Have it "
+            "planned: autoshard.load(directory, {'cpu': '16GiB', 'disk': '200GiB'}), with the accelerators before them."
+        )
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # torch raises all, by backend

@@ -182,6 +182,7 @@ def test_failing_again_leaves_the_first_plan():
         ({"": "cpu:7"}, ApplyError, "cpu:7"),
         ({"": "disk"}, ApplyError, "disk"),
         ({"": "meta"}, ApplyError, "meta"),
+        ({"": "disk"}, ApplyError, "does not say where it is. Have it planned"),
         ({}, PlanError, "empty"),
         ({"a": None, "b": 0, "c": 0}, PlanError, "None"),
         ({3: "cpu"}, PlanError, "3"),
