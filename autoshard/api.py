@@ -145,14 +145,16 @@ def largest(
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
     """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
-    `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table.
+    `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
+    stages are priced as processes of their own, as they run there.
     """
     from autoshard.cluster.parse import cluster_of, parse_devices
-    from autoshard.mesh_cost import price
+    from autoshard.mesh_cost import Pricer
+    from autoshard.runtime.collectives import count_processes
 
     plan = _as_plan(plan, profile)
     cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
-    return price(plan, profile, cluster)
+    return Pricer(profile, cluster, processes=count_processes() > 1 or None)(plan)
 
 
 def apply(

@@ -58,6 +58,41 @@ def test_never_worse_than_a_strategy(mode, objective):
     assert names == ["placement", "data-parallel", "pipeline", "column-parallel", "hybrid"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "processes"),
+    [
+        ("inference", 4), ("training", 0),
+        pytest.param("inference", 0, marks=pytest.mark.slow), pytest.param("training", 4, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_never_worse_than_any_single_strategy_that_is_asked_for(mode, processes):
+    """What `auto` takes against what each strategy gives by itself, as the run is: one process, or one per device."""
+    asked = request(mode=mode, objective="throughput", processes=processes)
+    found = compare(asked)
+    for strategy in ("sequential", "balanced", "pipeline", "data-parallel", "column-parallel", "hybrid"):
+        if not processes and strategy in ("column-parallel", "hybrid"):  # what they give is not run in one process
+            continue
+        try:
+            plan = plan_measured(
+                asked.model, asked.inputs, asked.profile, asked.cluster,
+                strategy=strategy, objective="throughput", processes=processes,
+            )  # fmt: skip
+        except PlanError:
+            continue
+        assert value_of(asked.price(plan), "throughput", mode == "training") >= found.chosen.value * (1 - 1e-9), (
+            strategy
+        )
+
+
+def test_under_torchrun_plans_are_priced_as_they_run_there(monkeypatch):
+    asked = request(processes=4)
+    plan = next(one.make() for one in candidates_of(asked) if one.name == "data-parallel")
+    alone = autoshard.estimate(plan, asked.profile, asked.cluster)
+    monkeypatch.setattr("autoshard.runtime.collectives.count_processes", lambda: 4)
+    among_others = autoshard.estimate(plan, asked.profile, asked.cluster)
+    assert among_others == asked.price(plan) and among_others != alone
+
+
 def test_the_same_plan_each_time():
     one, other = (explained(compare(request(mode="training"))) for _ in range(2))
     assert one.to_json() == other.to_json()
