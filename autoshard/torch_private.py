@@ -338,10 +338,9 @@ def opened(function: Any) -> Callable[..., Any] | None:
     return _OPENED.get(function) if isinstance(function, FunctionType) else None
 
 
-def _projected(q: Any, k: Any, v: Any, w_q: Any, w_k: Any, w_v: Any, b_q: Any, b_k: Any, b_v: Any) -> Any:
-    """Project queries, keys and values as torch does, without asserting sizes that only whole weights have."""
-    linear = torch.nn.functional.linear
-    return linear(q, w_q, b_q), linear(k, w_k, b_k), linear(v, w_v, b_v)
+def _projected(*given: Any) -> tuple[torch.Tensor, ...]:
+    """Project three tensors by three weights and biases as torch does, without asserting that weights are whole."""
+    return tuple(torch.nn.functional.linear(*one) for one in zip(given[:3], given[3:6], given[6:], strict=True))
 
 
 def _open(function: Any) -> Callable[..., Any]:
