@@ -12,7 +12,7 @@ from tests.report.divided_plans import BASE, CASES, at_size, divided, profile_of
 
 NEAR = 1e-4
 """How near seconds are at other sizes: what an op moves for a part of a batch is taken to grow as its tensors do."""
-ROUNDED = 1e-3
+ROUNDED = 1e-4
 """Of a peak: the allocator's blocks, likewise."""
 
 
