@@ -108,8 +108,10 @@ def _transfer_of(homes: Homes) -> Transfer:
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores there are for each process on this machine that is a part of the same run (torchrun)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return cores // max(int(processes), 1) if processes.isdecimal() else cores
 
 
 def _copy_pieces(left: deque[Piece], memory: mmap.mmap, reads: FileReads) -> None:

@@ -92,3 +92,10 @@ def test_what_others_hold_is_no_free_slab():
     part = slab.tensor[:3]
     slabs.give(slab)
     assert slabs.take(1000) is not slab and len(part) == 3
+
+
+def test_processes_of_one_run_share_the_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = read_ahead._cores()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * alone))
+    assert alone >= 1 and read_ahead._cores() == 0
