@@ -144,7 +144,10 @@ def estimate_command(
     plan_file: Annotated[
         str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.", show_default=False)
     ],
-    target: TargetArgument,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[TARGET]", help="The model; default: what the plan was made for.", show_default=False),
+    ] = None,
     devices: Annotated[
         str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
     ] = None,
@@ -156,10 +159,11 @@ def estimate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
-    from autoshard.cli.plans import read_plan
+    from autoshard.cli.plans import model_of, read_plan
     from autoshard.cluster.parse import cluster_of
 
     plan = read_plan(plan_file)
+    wanted = model_of(plan, plan_file, target)
     asked = workload_of(batch, seq, new_tokens, train, optimizer)
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
     if unknown and devices is None:
@@ -168,7 +172,7 @@ def estimate_command(
             f"--devices '{len(unknown)}x24GiB'."
         )
     cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
-    loaded = load(target, plan.workload if asked.assumed else asked)
+    loaded = load(wanted, plan.workload if asked.assumed else asked)
     profile = profile_of(loaded)
     check_same_model(plan, profile, plan_file)
     _show_plan(plan, profile, cluster, loaded, as_json)

@@ -33,15 +33,20 @@ def open_plan(plan_file: str, target: str | None = None) -> Opened:
     from autoshard.cluster.parse import cluster_of
 
     plan = read_plan(plan_file)
+    loaded = load(model_of(plan, plan_file, target), plan.workload)
+    measured = profile_of(loaded)
+    check_same_model(plan, measured, plan_file)
+    return Opened(plan=plan, loaded=loaded, profile=measured, cluster=cluster_of(plan.devices))
+
+
+def model_of(plan: Plan, plan_file: str, target: str | None) -> str:
+    """Return where the model of a plan is: `target`, or what the plan says. Raises `SpecError` where neither tells."""
     wanted = target or plan.target
     if not wanted:
         raise SpecError(f"{plan_file} does not say which model it is for. Name it as well: model.py, or a config.json.")
     if target is None and not any(Path(path).exists() for path in (wanted, wanted.rpartition(":")[0] or wanted)):
         raise SpecError(f"{plan_file} was made for {wanted}, which is not here. Name where the model is now.")
-    loaded = load(wanted, plan.workload)
-    measured = profile_of(loaded)
-    check_same_model(plan, measured, plan_file)
-    return Opened(plan=plan, loaded=loaded, profile=measured, cluster=cluster_of(plan.devices))
+    return wanted
 
 
 def read_plan(text: str) -> Plan:

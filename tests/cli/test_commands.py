@@ -78,6 +78,7 @@ def test_plan_writes_a_file_that_estimate_reads(file, tmp_path):
     assert document["plan"]["placements"] == dict(plan.placements)
     again = json.loads(command("estimate", out, file, "--json").stdout)
     assert again["plan"] == document["plan"]
+    assert json.loads(command("estimate", out, "--json").stdout) == again  # the plan says which model it is for
     peaks = [[d["peak_bytes"] for d in doc["estimate"]["devices"]] for doc in (document, again)]
     assert peaks[0] == peaks[1]
     assert document["estimate"]["fits"] and all(d["free_bytes"] >= 0 for d in document["estimate"]["devices"])
