@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.flow import HOST_NAME, Copy, Flow, flow
 from autoshard.plan import Plan
 from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
@@ -74,8 +74,7 @@ def estimate(
         latency_seconds=latency,
         bottleneck_seconds=bottleneck,
         lower_bound_seconds=bound,
-        gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
-        fits=all(device.free_bytes >= 0 for device in devices),
+        gap=gap_above(value, bound),
         aligned=moves.aligned,
         written_back=moves.written_back,
         notes=profile.graph.notes,

@@ -90,7 +90,6 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
         bottleneck_seconds=latency,
         lower_bound_seconds=0.0,
         gap=0.0,
-        fits=all(device.free_bytes >= 0 for device in devices),
         notes=notes,
         collective_seconds=seconds,
         all_reduces=(len(traced.collectives) - gathers) * passes,

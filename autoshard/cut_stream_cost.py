@@ -42,7 +42,6 @@ def estimate_cut_streams(plan: Plan, profile: Profile, cluster: Cluster, *, trac
         devices=devices,
         latency_seconds=latency,
         bottleneck_seconds=latency,
-        fits=all(device.free_bytes >= 0 for device in devices),
         streaming=_together(list(ranks.items())),
     )
 

@@ -157,7 +157,6 @@ class Estimate:
     bottleneck_seconds: float
     lower_bound_seconds: float
     gap: float
-    fits: bool
     aligned: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -166,3 +165,13 @@ class Estimate:
     all_gathers: int = 0
     streaming: Streaming | None = None
     pipelining: Pipelining | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for its peak."""
+        return all(device.free_bytes >= 0 for device in self.devices)
+
+
+def gap_above(value: float, bound: float) -> float:
+    """Return how far a value is above its lower bound, as a part of that; 0 where no bound is known."""
+    return max(0.0, (value - bound) / bound) if bound > 0 else 0.0

@@ -21,7 +21,7 @@ from autoshard.cost import check_devices, divided_bound, estimate, of_every_devi
 from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
 from autoshard.cut_stream_cost import estimate_cut_streams
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining
+from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, gap_above
 from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, needs_processes, rows_of_part, run_schedule
 from autoshard.pipeline_cost import price as price_pipeline
 from autoshard.plan import Mesh, Plan, Stage
@@ -303,8 +303,7 @@ class _Combined:
             latency_seconds=latency,
             bottleneck_seconds=min(busiest, latency),
             lower_bound_seconds=bound,
-            gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
-            fits=all(device.free_bytes >= 0 for device in devices),
+            gap=gap_above(value, bound),
             notes=self.profile.graph.notes,
             collective_seconds=max(sum(one.sums) for one in replicas) * passes + summed,
             all_reduces=(len(self.traced.collectives) - gathers) * passes + reduces,

@@ -18,7 +18,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import check_devices, of_every_device, op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer
+from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.plan import Mesh, Plan
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.part import part_of_batch
@@ -158,8 +158,7 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
         latency_seconds=latency,
         bottleneck_seconds=min(max(row.compute_seconds + row.transfer_seconds for row in rows), latency),
         lower_bound_seconds=bound,
-        gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
-        fits=all(device.free_bytes >= 0 for device in devices),
+        gap=gap_above(value, bound),
         aligned=figures.aligned,
         written_back=figures.written_back,
         notes=profile.graph.notes,

@@ -24,7 +24,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, of_every_device, optimizer_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.module_paths import is_below
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
@@ -89,8 +89,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
         latency_seconds=latency,
         bottleneck_seconds=latency,
         lower_bound_seconds=bound,
-        gap=max(0.0, (latency - bound) / bound) if bound > 0 else 0.0,
-        fits=all(device.free_bytes >= 0 for device in every),
+        gap=gap_above(latency, bound),
         notes=(*profile.graph.notes, *_notes(figures, exchange, cluster, names)),
         collective_seconds=exchange.exposed_seconds,
         all_reduces=exchange.all_reduces,

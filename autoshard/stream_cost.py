@@ -18,7 +18,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
 from autoshard.cost import check_devices, estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
+from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink, gap_above
 from autoshard.flow import HOST_NAME, Buffers, Flow, flow
 from autoshard.module_paths import above
 from autoshard.placement import covering_entry
@@ -81,8 +81,7 @@ def estimate_streamed(
         latency_seconds=latency,
         bottleneck_seconds=bottleneck,
         lower_bound_seconds=bound,
-        gap=max(0.0, (value - bound) / bound) if bound > 0 else 0.0,
-        fits=all(device.free_bytes >= 0 for device in devices),
+        gap=gap_above(value, bound),
         streaming=Streaming(
             links=_links(timed, fetch, graph),
             compute_seconds=computing,

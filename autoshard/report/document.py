@@ -48,7 +48,7 @@ def profile_document(profile: Profile, *, title: str = "", notes: Iterable[str] 
 
 def estimate_data(estimate: Estimate) -> dict[str, Any]:
     """Return an estimate as plain data, with what is derived from its fields."""
-    data = asdict(estimate)
+    data = asdict(estimate) | {"fits": estimate.fits}
     for device, row in zip(estimate.devices, data["devices"], strict=True):
         row["free_bytes"] = device.free_bytes
     if estimate.pipelining is not None:  # what happens when is what `autoshard trace` writes

@@ -94,7 +94,7 @@ def device(name, **parts):
 
 def estimate_of(*devices, transfers=(), **fields):
     settings = {"objective": "latency", "latency_seconds": 0.5, "bottleneck_seconds": 0.25, "lower_bound_seconds": 0.4}
-    settings |= {"gap": 0.25, "fits": all(d.free_bytes >= 0 for d in devices)}
+    settings |= {"gap": 0.25}
     return Estimate(devices=devices, transfers=tuple(transfers), **{**settings, **fields})
 
 
