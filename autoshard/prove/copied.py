@@ -20,6 +20,10 @@ SMALL_ELEMENTS = 1 << 16
 """In them, parameters with no more than this keep values of their own."""
 HEAVY_FLOPS = 1 << 31
 """Models with more work than this in a forward are run on fewer tokens, if they take that."""
+MORE_ROWS = 50
+"""A proof has up to twelve rows where there was one; with some to spare."""
+LEAST_ROOM = 1 << 22
+"""Elements that a tensor may always have."""
 KEPT = 2
 """How many of elements that are alike are run; others hand on what they are given."""
 
@@ -28,13 +32,15 @@ KEPT = 2
 class Trial:
     """A model with random values, how its floats are stored, and what computes with its largest weights.
 
-    `training`: whether it is run with a backward.
+    `training`: whether it is run with a backward. `most_elements`: no tensor has more, if sizes are those of the
+    recorded run.
     """
 
     model: nn.Module
     dtype: torch.dtype
     weights: AbstractContextManager
     training: bool
+    most_elements: int
 
 
 def is_large(graph: ModelGraph) -> bool:
@@ -75,7 +81,11 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
         memo[id(element)] = _emptied(element)
     copied = copy.deepcopy(model, memo)
     put_stubs(copied, graph, left_out)
-    return Trial(model=copied, dtype=dtype, weights=weights if large else nullcontext(), training=training)
+    largest = max((torch.Size(value.shape).numel() for value in graph.values), default=0)
+    return Trial(
+        model=copied, dtype=dtype, weights=weights if large else nullcontext(), training=training,
+        most_elements=max(LEAST_ROOM, MORE_ROWS * largest),
+    )  # fmt: skip
 
 
 def _emptied(module: nn.Module) -> nn.Module:

@@ -23,9 +23,12 @@ PATIENCE = 10_000
 
 
 @contextmanager
-def steady_draws() -> Iterator["SteadyDraws"]:
-    """Inside, what torch and NumPy's global generator draw depends on the shape of a row only."""
-    draws = SteadyDraws()
+def steady_draws(most_elements: int = sys.maxsize) -> Iterator["SteadyDraws"]:
+    """Inside, what torch and NumPy's global generator draw depends on the shape of a row only.
+
+    An op that makes a tensor with more than `most_elements` raises `TooLargeError`.
+    """
+    draws = SteadyDraws(most_elements)
     numpy = sys.modules.get("numpy")
     replaced: dict[str, Any] = {}
     if numpy is not None:
@@ -56,12 +59,16 @@ def _steady(function: Callable, generator: Any, draws: "SteadyDraws") -> Callabl
     return drawn
 
 
+class TooLargeError(Exception):
+    """A model computes sizes from its numbers, and with random ones makes tensors that nothing has room for."""
+
+
 class SteadyDraws(TorchDispatchMode):
     """Answers ops that draw random numbers; `count` is how many did."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_elements: int = sys.maxsize) -> None:
         super().__init__()
-        self.count = 0
+        self.count, self.most_elements = 0, most_elements
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,7 +78,13 @@ class SteadyDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and made.numel() > self.most_elements:
+                raise TooLargeError(
+                    f"its sizes depend on what it computes: with random weights {func} makes a tensor of shape "
+                    f"{list(made.shape)}"
+                )
+            return made
         if self.count >= PATIENCE:
             return func(*args, **kwargs)
         device = _device_of((args, kwargs))

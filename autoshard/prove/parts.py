@@ -64,7 +64,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
         numpy.random.seed(0)
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
-    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws() as draws:
+    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws(trial.most_elements) as draws:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():

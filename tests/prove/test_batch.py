@@ -113,6 +113,19 @@ def test_a_batch_without_rows_is_none():
     assert "no input has a dimension for it" in refused(nn.Linear(6, 6), torch.zeros(0, 6))
 
 
+def test_sizes_that_a_model_computes_from_its_numbers_are_bounded():
+    class Speech(nn.Linear):  # how long it takes to say is predicted: exp of a wrong number is long
+        def forward(self, x):
+            length = 8 * int((1e3 * super().forward(x).abs().max()).exp().clamp(max=1e6))
+            return torch.arange(length)[None, :, None] * x[:, None, :]
+
+    silent = Speech(6, 6)
+    with torch.no_grad():
+        silent.weight.zero_(), silent.bias.zero_()
+    said = refused(silent, torch.randn(3, 6))
+    assert "its sizes depend on what it computes" in said
+
+
 def test_a_loss_that_is_summed_up():
     batch = found(Decoder(reduction="sum"), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
     assert ways(batch) == {"logits": "cat", "loss": "sum"}
