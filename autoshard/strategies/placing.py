@@ -25,7 +25,7 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.strategies.auto import auto
 from autoshard.strategies.balanced import balanced, balanced_low_0
-from autoshard.strategies.chain import Chain
+from autoshard.strategies.chain import Chain, cost_of
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.levels import coarsen, cut_depths
 from autoshard.strategies.paths import collapse
@@ -54,6 +54,10 @@ _ROOM = (1.0, 1.1, 1.3, 1.7)
 """Factors on the capacity of the chain: its memory is the sum of what may be live, the exact figure can be less."""
 _EVENED = 6
 """Rounds of weighing devices by what they came out at, where memory is the objective."""
+_STARTS = 4
+"""Placements from which the emptiest is looked for by moving units."""
+_MOVES = 60
+"""Most placements that are looked at after that, each with some units of the fullest device on another one."""
 _NEXT_BEST = 12
 """Most solutions that are checked after the first that fits, while the chain promises better ones."""
 _NEXT_BEST_OPS = 4_000
@@ -145,7 +149,15 @@ def place(
     best = _first(task, chain)
     if best is None or strategy in ("sequential", "balanced_low_0"):
         return best
-    return (_evened if objective == "memory" else _next_best)(task, chain, best)
+    if objective != "memory":
+        return _next_best(task, chain, best)
+    best = _evened(task, chain, best)
+    fitting = sorted((found for found in task.known.values() if found.estimate.fits), key=task.value)
+    for start in fitting[:_STARTS]:
+        found = _emptied(task, chain, start)
+        if task.is_better(found, best):
+            best = replace(found, solution=replace(found.solution, bound=best.solution.bound))
+    return best
 
 
 def fits(
@@ -313,6 +325,51 @@ def _evened(task: _Task, chain: Chain, best: Checked) -> Checked:
                 break
             capacity = np.array(weighed)
     return best
+
+
+def _emptied(task: _Task, chain: Chain, best: Checked) -> Checked:
+    """Move units from either end of what the fullest device has to a neighbour, while that leaves it emptier.
+
+    The chain adds up what may be live together, so what it takes for the most even placement need not be that.
+    """
+    left = min(_MOVES, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))
+    while True:
+        before = best
+        costs = {assignment: cost_of(chain, assignment) for assignment in _moves(chain, before)}
+        for assignment in sorted(costs, key=lambda each: costs[each].load)[:left]:
+            solution = replace(before.solution, assignment=assignment, cost=costs[assignment])
+            found = check(task.profile, task.cluster, task.units, chain, solution, task.objective)
+            if found.estimate.fits and task.is_better(found, best):
+                best = found
+        left -= len(costs)
+        if best is before or left <= 0:
+            return best
+
+
+def _moves(chain: Chain, best: Checked) -> list[tuple[int, ...]]:
+    """Assignments with the first or the last units of the fullest device on another one: a neighbour, or one unused."""
+    now = best.solution.assignment
+    fullest = int(np.argmax([device.peak_bytes / device.memory_bytes for device in best.estimate.devices]))
+    unused = set(range(chain.num_devices)) - set(now)
+    found: dict[tuple[int, ...], None] = {}
+    for start, stop in _runs(now, fullest):
+        lengths = [1 << k for k in range((stop - start).bit_length())]
+        for length in dict.fromkeys((*lengths, stop - start)):
+            for first, beside in ((start, start - 1), (stop - length, stop)):
+                units = range(first, min(first + length, stop))
+                near = {now[beside]} if 0 <= beside < len(now) else set()
+                if not any(unit in chain.pins for unit in units):
+                    for device in sorted(near | unused):
+                        found[(*now[: units.start], *(device for _ in units), *now[units.stop :])] = None
+    together = [tie.units for tie in chain.ties] if not chain.duplicate_ties else []
+    return [each for each in found if all(len({each[unit] for unit in units}) == 1 for units in together)]
+
+
+def _runs(assignment: tuple[int, ...], device: int) -> list[tuple[int, int]]:
+    """The intervals [start, stop) of units that a device has."""
+    here = np.diff(np.array(assignment) == device, prepend=False, append=False)
+    edges = np.flatnonzero(here).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def check(

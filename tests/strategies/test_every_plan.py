@@ -118,20 +118,14 @@ def test_auto_equals_every_plan_of_processes(seed):
     check(seed, 2, 2)
 
 
-def test_auto_equals_every_plan_where_the_emptiest_placement_is_wanted_in_training():
-    check(186, 2, 2)
+@pytest.mark.parametrize("seed", [186, 234])
+def test_auto_equals_every_plan_where_the_emptiest_placement_is_wanted_in_training(seed):
+    check(seed, 2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(8, 508, 20))
 def test_auto_equals_every_plan_of_many_requests(start):
-    """500: two devices in one process, two processes, and every tenth three devices in one process.
-
-    One is known not to be equal: 234, the emptiest placement in training.
-    """
-    worse = {}
+    """500: two devices in one process, two processes, and every tenth three devices in one process."""
     for seed in range(start, start + 20):
-        found = gap(seed, *((3, 0) if seed % 10 == 0 else (2, 2 * (seed % 3 == 0))))
-        if not 1 - 1e-9 <= found <= AS_GOOD:
-            worse[seed] = float(found)
-    assert worse.keys() <= {234} and max(worse.values(), default=1.0) < 1.07, worse
+        check(seed, *((3, 0) if seed % 10 == 0 else (2, 2 * (seed % 3 == 0))))
