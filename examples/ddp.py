@@ -63,6 +63,7 @@ def run(rank: int, processes: int, meeting: str) -> None:
             print(f"{name}: weights equal to those of one process to {error:.0e}: {error < 1e-6}", flush=True)
             assert error < 1e-6
     autoshard.remove(model)
+    del wrapped  # it holds the group: if it went after it, torch could wait for threads that wait for this one
     dist.destroy_process_group()
 
 
