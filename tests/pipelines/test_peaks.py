@@ -56,7 +56,10 @@ def peak_of_steps(text, training):
         return live.peak
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "inference"])
+SLOW = [pytest.param(schedule, marks=pytest.mark.slow) for schedule in ("1f1b", "interleaved")]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "inference", *SLOW])
 def test_peaks_of_two_ranks(schedule):
     training = schedule != "inference"
     model, inputs = made(training)
