@@ -26,7 +26,7 @@ from autoshard.report.whatif.sparse import counted, terms
 from autoshard.schedules.fast import compile_order
 from autoshard.schedules.orders import make_order
 from autoshard.stage_cost import borders_of, weight_ops
-from autoshard.stage_memory import Recomputed, StageMemory, segments_of
+from autoshard.stage_memory import Recomputed, StageMemory, StageRows, segments_of
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 WAYS = "FBIW"
@@ -285,13 +285,8 @@ class _Staged:
         again = np.zeros_like(passing)  # of gradients that are there already
         at = np.searchsorted(times, np.ceil(buffers.born[rows.gradients]))
         np.add.at(again, at.clip(max=len(times) - 1), vectors[rows.gradients])
-        inputs = np.zeros(len(part.base) // 2)
-        if stage == memory.home or self.processes:
-            for storage in graph.storages:
-                if storage.kind == "input":
-                    inputs = inputs + self.scaling.table[self.scaling.storage[storage.index]]
         found: dict[str, Any] = {
-            "inputs": terms(part.whole(inputs)),
+            "inputs": self._inputs(stage, part),
             "forward": fronts(passing[~late]),
             "more": fronts(extra),
             "first": fronts((passing + new)[late]),
@@ -299,24 +294,38 @@ class _Staged:
             "kept": terms(vectors[rows.kept].sum(axis=0)),
             **{kind: terms(vectors[mask].sum(axis=0)) for kind, mask in rows.masks.items()},
         }
-        if memory.joined is None:
-            return found
+        return found if memory.joined is None else found | {"joined": self._joined(rows, vectors, block)}
+
+    def _inputs(self, stage: int, part: Part) -> list[float]:
+        """Bytes of the whole batch's inputs, where they are held."""
+        total = np.zeros(len(part.base) // 2)
+        if stage == self.memory.home or self.processes:
+            for storage in self.profile.graph.storages:
+                if storage.kind == "input":
+                    total = total + self.scaling.table[self.scaling.storage[storage.index]]
+        return terms(part.whole(total))
+
+    def _joined(self, rows: StageRows, vectors: np.ndarray, block: int) -> dict[str, Any]:
+        """What is held beside the one backward of all micro-batches, if they have one; `vectors`: of each buffer."""
+        memory, buffers = self.memory, self.memory.moves.buffers
+        assert memory.joined is not None
         back = memory.joined.moments(rows.device, rows.passing, rows.gone, block)
-        others, outputs = live(back.others, back.times), live(back.outputs, back.times)
 
-        def beside(rows_of: np.ndarray, constant: np.ndarray) -> list[list[float]]:
-            rows_of = rows_of.copy()
-            rows_of[:, 0] += constant
-            return fronts(rows_of)
+        def live(mask: np.ndarray) -> np.ndarray:
+            return live_at(back.times, buffers.born[mask], buffers.died[mask] - 1, vectors[mask])
 
-        return found | {
-            "joined": {
-                "first": beside(others, back.first),
-                "later": beside(others, back.later),
-                "last": beside(others + outputs, back.last),
-                "waiting": back.waiting,
-                "returning": terms(vectors[back.outputs].sum(axis=0)),
-            }
+        def beside(found: np.ndarray, constant: np.ndarray) -> list[list[float]]:
+            found = found.copy()
+            found[:, 0] += constant
+            return [terms(row) for row in front(found)]
+
+        others = live(back.others)
+        return {
+            "first": beside(others, back.first),
+            "later": beside(others, back.later),
+            "last": beside(others + live(back.outputs), back.last),
+            "waiting": back.waiting,
+            "returning": terms(vectors[back.outputs].sum(axis=0)),
         }
 
 
