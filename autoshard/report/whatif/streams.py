@@ -1,7 +1,7 @@
 """Streamed modules for the sliders: the calls of a pass, what is computed between and in them, and what is brought."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,7 @@ def stream_data(
     segments: list[list[Any]] = []
     known: dict[str, int] = {}
     device_of = {index: names.index(name) for index, name in enumerate(moves.devices) if name in names}
-    placed = sorted(
-        [(op, device_of[moves.op_device[op]], kind) for op, kind in enumerate(of_op)
-         if kind >= 0 and moves.op_device[op] in device_of]
-        + [(extra.before, device_of[moves.op_device[extra.beside]], kind)
-           for extra, kind in zip(scaling.extra, of_extra, strict=True)
-           if kind >= 0 and moves.op_device[extra.beside] in device_of]
-    )  # fmt: skip
+    placed = _placed(device_of, scaling, moves, of_op, of_extra)
     times = np.array([time for time, _, _ in placed], np.int64)
     copied = [
         copy for copy in moves.copies
@@ -78,3 +72,17 @@ def stream_data(
             for one in timed
         ],
     }  # fmt: skip
+
+
+def _placed(
+    device_of: Mapping[int, int], scaling: Scaling, moves: Flow, of_op: Sequence[int], of_extra: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(time, device, kind) of everything that is computed on devices that count, in its order."""
+    ops = [(op, moves.op_device[op], kind) for op, kind in enumerate(of_op)]
+    more = [
+        (extra.before, moves.op_device[extra.beside], kind)
+        for extra, kind in zip(scaling.extra, of_extra, strict=True)
+    ]  # fmt: skip
+    return sorted(
+        (time, device_of[where], kind) for time, where, kind in [*ops, *more] if kind >= 0 and where in device_of
+    )
