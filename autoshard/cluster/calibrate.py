@@ -3,6 +3,7 @@
 matrix products    three sizes per dtype, the best rate counts: large layers reach it, small ones are bound by the rest
 copies             a device to itself (read + write) and to every other device, a small and a large one
 op floor           the time of an op too small to do anything
+disk               what it gives that is not in memory; a link from it is as fast as the slower of it and the other's
 """
 
 import time
@@ -13,6 +14,8 @@ import torch
 
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cluster.detect import accelerator_names
+from autoshard.cluster.disk import measure_disk
+from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.progress import tell
 
 DEVICE_SECONDS = 1.4
@@ -51,11 +54,17 @@ def calibrate(cluster: Cluster) -> Cluster:
                 measured=True,
             )
         devices.append(device)
+    links = _measure_links(cluster, real)
+    disk = measure_disk(".") if "disk" in cluster.names else None
+    if disk is not None:
+        real["disk"] = "disk"
+        devices = [replace(d, bytes_per_second=disk[0], measured=True) if d.name == "disk" else d for d in devices]
+        links = tuple(_of_disk(link, cluster, disk) for link in links)
     missing = [name for name in cluster.names if name not in real]
     notes = tuple(note for note in cluster.notes if "calibrate" not in note)
     if missing:
         notes += (f"Not measured, because not on this machine: {', '.join(missing)}.",)
-    return replace(cluster, devices=tuple(devices), links=_measure_links(cluster, real), notes=notes)
+    return replace(cluster, devices=tuple(devices), links=links, notes=notes)
 
 
 def measure_device(device: Device, target: torch.device) -> Device:
@@ -107,6 +116,17 @@ def _measure_links(cluster: Cluster, real: Mapping[str, str]) -> tuple[Link, ...
         rate = rates.get((real.get(link.source, ""), real.get(link.destination, "")))
         links.append(link if rate is None else replace(link, bytes_per_second=rate[0], latency_seconds=rate[1]))
     return tuple(links)
+
+
+def _of_disk(link: Link, cluster: Cluster, disk: tuple[float, float]) -> Link:
+    """Return a link with the disk's measured rate and latency, if it is one with the disk at an end."""
+    if "disk" not in (link.source, link.destination):
+        return link
+    other = cluster.device(link.destination if link.source == "disk" else link.source)
+    table = hardware_table()
+    host_rate = table.get(other.kind, table["generic"]).host_bytes_per_second * LINK_EFFICIENCY
+    rate = disk[0] if other.kind == "cpu" else min(disk[0], host_rate)
+    return replace(link, bytes_per_second=rate, latency_seconds=disk[1])
 
 
 def _link_rate(source: torch.device, destination: torch.device, budget_seconds: float) -> tuple[float, float]:

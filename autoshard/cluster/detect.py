@@ -1,7 +1,6 @@
 """The devices of this machine, with the memory that is free now."""
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from autoshard.cluster.cluster import Device
 from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
 from autoshard.errors import SpecError
+from autoshard.host_memory import available_bytes
 
 # Asking for the free memory creates the context, so the free figure is without it; kernels loaded later still come.
 LATER_KERNELS_BYTES = CONTEXT_BYTES // 3
@@ -67,7 +67,7 @@ def detected_notes(name: str) -> list[str]:
 
 def free_host_bytes() -> int:
     """Memory this process can still get: what the system has available, within the limit of its control group."""
-    available = _meminfo_available()
+    available = available_bytes()
     if available is None:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit, used in (
@@ -78,14 +78,6 @@ def free_host_bytes() -> int:
         if limit_bytes is not None and used_bytes is not None:
             available = min(available, max(limit_bytes - used_bytes, 0))
     return available
-
-
-def _meminfo_available() -> int | None:
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    match = re.search(r"^MemAvailable:\s*([0-9]+) kB", path.read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def _read_number(path: str) -> int | None:

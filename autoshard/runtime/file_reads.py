@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 
+from autoshard.host_memory import available_bytes
 from autoshard.runtime.mapped import MappedFile, Region, is_cached, stamp_of
 from autoshard.runtime.pages import written_ranges
 
@@ -49,7 +50,7 @@ class FileReads:
                 return os.preadv(cached, [into], region.start) == region.nbytes
             return False
         key = region.map.address, region.start
-        if key in self.missed and len(region.map) < available_bytes():
+        if key in self.missed and len(region.map) < (available_bytes() or 0):
             return False
         self.missed.add(key)
         with self._buffer(region.nbytes) as buffer, contextlib.suppress(OSError):
@@ -91,12 +92,3 @@ def _open_twice(mapped: MappedFile) -> tuple[int, int] | None:
             weakref.finalize(mapped, os.close, descriptor).atexit = False
             opened += [descriptor] if stamp_of(os.fstat(descriptor)) == mapped.stamp else []
     return (opened[0], opened[1]) if len(opened) == 2 else None
-
-
-def available_bytes() -> int:
-    """Memory that the system could give, or fill with files; 0 if it does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next((int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")), 0)
-    except OSError:
-        return 0

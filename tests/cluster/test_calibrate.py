@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from autoshard.cluster.calibrate import calibrate
+from autoshard.cluster.disk import measure_disk
 from autoshard.cluster.parse import parse_devices
 
 
@@ -26,6 +27,31 @@ def test_measured_devices_keep_their_memory():
     assert after.devices[0].flops_per_second == after.devices[1].flops_per_second
     assert [(k.source, k.destination) for k in after.links] == [(k.source, k.destination) for k in before.links]
     assert all(link.bytes_per_second > 1e7 and link.latency_seconds > 0 for link in after.links)
+
+
+def test_the_disk_is_measured(tmp_path, monkeypatch):
+    """On a file that goes without a trace; within its seconds, also where writing is slow."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autoshard.cluster.disk.MOST_BYTES", 16 << 20)
+    monkeypatch.setattr("autoshard.cluster.disk.READ_SECONDS", 0.02)
+    before = parse_devices({"cuda:0": "1GiB", "disk": "10GiB"})
+    found = measure_disk(".")
+    if found is None:
+        pytest.skip("no reading past the page cache here")
+    after = calibrate(before)
+    assert [*tmp_path.iterdir()] == []
+    disk, link = after.device("disk"), after.link("disk", "cuda:0")
+    assert disk.measured and 1e6 < disk.bytes_per_second < 1e12 and disk.memory_bytes == 10 << 30
+    assert link.bytes_per_second <= disk.bytes_per_second and 0 < link.latency_seconds < 1
+    assert not any("disk" in note for note in after.notes)
+
+
+def test_a_disk_that_cannot_be_written_to_keeps_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr("autoshard.cluster.calibrate.measure_disk", lambda _: measure_disk(str(tmp_path / "none")))
+    before = parse_devices({"cuda:7": "1GiB", "disk": "10GiB"})
+    after = calibrate(before)
+    assert after.link("disk", "cuda:7") == before.link("disk", "cuda:7")
+    assert any("disk" in note for note in after.notes)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
