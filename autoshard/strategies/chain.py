@@ -24,10 +24,14 @@ The cost model, exactly (`cost_of` computes it in plain steps; every solver here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard.errors import SpecError
+
+if TYPE_CHECKING:
+    from autoshard.strategies.peaks import Peaks
 
 Array = np.ndarray
 
@@ -63,6 +67,7 @@ class Chain:
         link_bytes_per_second: [D, D] its bandwidth; the diagonal of both is not read.
         pins: unit -> index of the device it must be on.
         home: the unit whose device has the root's inputs and receives its outputs.
+        peaks: what intervals hold, if it is known better than by the sums above; for solvers with dense tables.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -82,6 +87,7 @@ class Chain:
     duplicate_ties: bool = True
     pins: Mapping[int, int] = field(default_factory=dict)
     home: int = 0
+    peaks: "Peaks | None" = None
 
     def __post_init__(self) -> None:
         units, devices, tensors = len(self.paths), len(self.devices), len(self.tensor_unit)

@@ -65,5 +65,6 @@ def coarsen(chain: Chain, cuts: Array) -> tuple[Chain, Array]:
         ties=tuple(tie for tie in ties if len(tie.units) > 1),
         pins={int(group[unit]): device for unit, device in chain.pins.items()},
         home=int(group[chain.home]),
+        peaks=None if chain.peaks is None else chain.peaks.joined(group),
     )
     return joined, group

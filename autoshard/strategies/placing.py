@@ -25,10 +25,11 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.strategies.auto import auto
 from autoshard.strategies.balanced import balanced, balanced_low_0
-from autoshard.strategies.chain import Chain, cost_of
+from autoshard.strategies.chain import Chain
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.levels import coarsen, cut_depths
 from autoshard.strategies.paths import collapse
+from autoshard.strategies.peaks import MAX_CELLS, find_peaks
 from autoshard.strategies.problem import device_kinds
 from autoshard.strategies.sequential import sequential
 from autoshard.strategies.solve import Objective, Solution, can_fit
@@ -52,12 +53,10 @@ _MANY_CUTS = 400
 """balanced_low_0 solves many times; it looks at deeper cuts only up to here once it has a plan."""
 _ROOM = (1.0, 1.1, 1.3, 1.7)
 """Factors on the capacity of the chain: its memory is the sum of what may be live, the exact figure can be less."""
-_EVENED = 6
-"""Rounds of weighing devices by what they came out at, where memory is the objective."""
-_STARTS = 4
-"""Placements from which the emptiest is looked for by moving units."""
-_MOVES = 60
-"""Most placements that are looked at after that, each with some units of the fullest device on another one."""
+_ROUNDS = 24
+"""Most placements that are checked to find the emptiest one, where memory is the objective."""
+_CHECKED_OPS = 12_000
+"""Ops of the run, times such placements."""
 _NEXT_BEST = 12
 """Most solutions that are checked after the first that fits, while the chain promises better ones."""
 _NEXT_BEST_OPS = 4_000
@@ -151,13 +150,7 @@ def place(
         return best
     if objective != "memory":
         return _next_best(task, chain, best)
-    best = _evened(task, chain, best)
-    fitting = sorted((found for found in task.known.values() if found.estimate.fits), key=task.value)
-    for start in fitting[:_STARTS]:
-        found = _emptied(task, chain, start)
-        if task.is_better(found, best):
-            best = replace(found, solution=replace(found.solution, bound=best.solution.bound))
-    return best
+    return _emptiest(task, chain, best)
 
 
 def fits(
@@ -306,70 +299,40 @@ def _next_best(task: _Task, chain: Chain, best: Checked) -> Checked:
     return replace(best, solution=replace(best.solution, bound=min(bound, best.solution.value)))
 
 
-def _evened(task: _Task, chain: Chain, best: Checked) -> Checked:
-    """Even memory out by the exact figures: a device counts as large as makes the chain's share of it the exact one."""
-    for cuts in _levels(chain):
-        capacity = np.array([device.budget_bytes for device in task.cluster.devices], float)
-        for _ in range(min(_EVENED, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))):
-            solved = task.solve(chain, cuts, capacity)
-            if solved is None:
-                break
-            seen = solved.assignment in task.known
-            found = task.check(solved)
-            if found.estimate.fits and task.is_better(found, best):
-                best = replace(found, solution=replace(found.solution, bound=best.solution.bound))
-            held, devices = found.solution.cost.memory_bytes, found.estimate.devices
-            exact = [device.peak_bytes / max(device.memory_bytes, 1) for device in devices]
-            weighed = [h / x if x > 0 else own for h, x, own in zip(held, exact, capacity, strict=True)]
-            if seen and np.allclose(weighed, capacity):
-                break
-            capacity = np.array(weighed)
+def _emptiest(task: _Task, chain: Chain, best: Checked) -> Checked:
+    """The emptiest placement by what intervals really hold; where a check finds otherwise that is noted, and again.
+
+    Of those that are as empty the one with cuts between the largest modules is taken.
+    """
+    rounds = min(_ROUNDS, _CHECKED_OPS // max(len(task.profile.graph.ops), 1))
+    if chain.pins or not rounds:
+        return best
+    peaks = find_peaks(task.profile, task.cluster.devices, task.units)
+    levels = [cuts for cuts in _levels(chain) if peaks.moments * int(cuts.sum()) ** 2 <= MAX_CELLS]
+    budget = np.array([device.budget_bytes for device in task.cluster.devices], float)
+    posed = replace(chain, peaks=peaks)
+    for found in task.known.values():
+        peaks.learn(found.solution.assignment, _held(found))
+    for _ in range(rounds if levels else 0):
+        finest = task.solve(posed, levels[-1], budget)
+        if finest is None:
+            break
+        every = (task.solve(posed, cuts, budget) for cuts in levels)
+        least = finest.solution.value * (1 + _SAME)
+        solved = next(one for one in every if one is not None and one.solution.value <= least)
+        found = task.check(solved)
+        peaks.learn(solved.assignment, _held(found))
+        if found.estimate.fits and task.is_better(found, best):
+            solution = replace(found.solution, bound=finest.solution.bound)
+            best = replace(found, solution=solution, chain=replace(solved.joined, peaks=None))
+        if found.estimate.fits and task.value(found) <= least:
+            break
     return best
 
 
-def _emptied(task: _Task, chain: Chain, best: Checked) -> Checked:
-    """Move units from either end of what the fullest device has to a neighbour, while that leaves it emptier.
-
-    The chain adds up what may be live together, so what it takes for the most even placement need not be that.
-    """
-    left = min(_MOVES, _NEXT_BEST_OPS // max(len(task.profile.graph.ops), 1))
-    while True:
-        before = best
-        costs = {assignment: cost_of(chain, assignment) for assignment in _moves(chain, before)}
-        for assignment in sorted(costs, key=lambda each: costs[each].load)[:left]:
-            solution = replace(before.solution, assignment=assignment, cost=costs[assignment])
-            found = check(task.profile, task.cluster, task.units, chain, solution, task.objective)
-            if found.estimate.fits and task.is_better(found, best):
-                best = found
-        left -= len(costs)
-        if best is before or left <= 0:
-            return best
-
-
-def _moves(chain: Chain, best: Checked) -> list[tuple[int, ...]]:
-    """Assignments with the first or the last units of the fullest device on another one: a neighbour, or one unused."""
-    now = best.solution.assignment
-    fullest = int(np.argmax([device.peak_bytes / device.memory_bytes for device in best.estimate.devices]))
-    unused = set(range(chain.num_devices)) - set(now)
-    found: dict[tuple[int, ...], None] = {}
-    for start, stop in _runs(now, fullest):
-        lengths = [1 << k for k in range((stop - start).bit_length())]
-        for length in dict.fromkeys((*lengths, stop - start)):
-            for first, beside in ((start, start - 1), (stop - length, stop)):
-                units = range(first, min(first + length, stop))
-                near = {now[beside]} if 0 <= beside < len(now) else set()
-                if not any(unit in chain.pins for unit in units):
-                    for device in sorted(near | unused):
-                        found[(*now[: units.start], *(device for _ in units), *now[units.stop :])] = None
-    together = [tie.units for tie in chain.ties] if not chain.duplicate_ties else []
-    return [each for each in found if all(len({each[unit] for unit in units}) == 1 for units in together)]
-
-
-def _runs(assignment: tuple[int, ...], device: int) -> list[tuple[int, int]]:
-    """The intervals [start, stop) of units that a device has."""
-    here = np.diff(np.array(assignment) == device, prepend=False, append=False)
-    edges = np.flatnonzero(here).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+def _held(found: Checked) -> list[int]:
+    """[devices] bytes of tensors at most, by the exact figures."""
+    return [device.peak_bytes - device.overhead_bytes for device in found.estimate.devices]
 
 
 def check(

@@ -152,6 +152,8 @@ def device_kinds(chain: Chain) -> tuple[int, ...]:
         for kind, other in enumerate(representatives):
             if device in held or other in held or chain.capacity_bytes[device] != chain.capacity_bytes[other]:
                 continue
+            if chain.peaks is not None and chain.peaks.look(device) != chain.peaks.look(other):
+                continue
             if rows[device] == rows[other] and _swappable(chain, device, other):
                 kinds.append(kind)
                 break

@@ -236,7 +236,7 @@ def _solve_long(
 def _solution(problem: Problem, objective: Objective, stages: list[tuple[int, int, int]], bound: float) -> Solution:
     assignment = problem.assignment(stages)
     cost = cost_of(problem.chain, assignment)
-    value = value_of(cost, objective)
+    value = value_of(cost, objective) if problem.chain.peaks is None or objective != "memory" else bound
     return Solution(assignment=assignment, cost=cost, value=value, bound=min(bound, value))
 
 

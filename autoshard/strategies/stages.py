@@ -89,8 +89,11 @@ class StageTables:
         kept = self.resident + np.maximum(self.transient, problem.base_transient[device])
         kept += problem.base_resident[device] + copies.kept
         capacity = float(problem.chain.capacity_bytes[device])
+        load = kept / max(capacity, 1e-9)
+        if problem.chain.peaks is not None:
+            kept, load = problem.chain.peaks.table(device, problem.position)
         fits = self.valid & (kept <= capacity)
-        load = np.where(fits, kept / max(capacity, 1e-9), np.inf)
+        load = np.where(fits, load, np.inf)
         idle_seconds, idle_load = 0.0, 0.0
         if problem.pinned[device]:
             count, moved, held = copies.idle

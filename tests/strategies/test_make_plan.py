@@ -203,6 +203,13 @@ def test_a_model_without_tensors_is_one_entry() -> None:
     assert dict(make_plan(profile, devices(cpu_0="1MiB", cpu_1="1MiB")).placements) == {"": "cpu:0"}
 
 
+@pytest.mark.parametrize("objective", ["latency", "memory"])
+def test_a_device_of_which_nothing_may_be_used_is_left_alone(profiles, objective: str) -> None:
+    cluster = parse_devices({"cpu:0": "1GiB", "cpu:1": "1GiB"})
+    plan = make_plan(profiles["inference"], cluster, objective=objective, max_memory={"cpu:1": 0})
+    assert set(plan.placements.values()) == {"cpu:0"}
+
+
 def test_devices_with_almost_equal_memory_count_as_equal(profiles) -> None:
     sizes = {f"cpu:{k}": 100 * KIB - 7 * k for k in range(8)}
     plan = make_plan(profiles["inference"], parse_devices(sizes), strategy="balanced")
