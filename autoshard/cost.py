@@ -308,6 +308,8 @@ def relaxed_bound(seconds: np.ndarray, held_bytes: np.ndarray, capacity: np.ndar
         simple /= len(seconds)
     if objective == "throughput":
         simple = max(simple, float(seconds.min(axis=0).max(initial=0.0)))
+    if (times == times[0]).all() and (objective == "latency" or (capacity == capacity[0]).all()):
+        return simple  # on equal devices nothing is won by where a unit is
     return max(simple, _dual_bound(times, held, capacity, objective != "latency"))
 
 

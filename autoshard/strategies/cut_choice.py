@@ -6,16 +6,20 @@ With y[g] = 1 if group g is cut, and everything that is not cut done by every ra
     memory     of rank d: whole model - sum y[g] (what d does not keep of g)  <=  its budget
     conflicts  y[g] + y[h] <= 1
 
-which is a small mixed integer program; blocks that are alike are one variable.
+where blocks that are alike are one variable: few sets of them are all looked at, else it is a small mixed integer
+program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 _MARGIN = 1e-6
 """Part of the model by which memory limits are taken tighter than they are: the solver's tolerance."""
+_MOST_SETS = 4096
+"""Sets of compatible options up to which all are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +89,41 @@ def choose(
         rows.append(row)
         least.append(-1.0)
     first, then = (fullness, seconds) if objective == "memory" else (seconds, order)
-    picked = _solve(first, then, np.array(rows), np.array(least), count)
+    sets = _compatible(count, pairs)
+    solved = _solve if sets is None else partial(_best_of, sets)
+    picked = solved(first, then, np.array(rows), np.array(least), count)
     return None if picked is None else tuple(options[position] for position in picked)
+
+
+def _compatible(count: int, pairs: Collection[tuple[int, ...]]) -> np.ndarray | None:
+    """[sets, count] all sets without a pair, the empty one first; None if they are many."""
+    sets = np.zeros((1, count), bool)
+    for one in range(count):
+        others = [a + b - one for a, b in pairs if one in (a, b)]
+        more = sets[~sets[:, others].any(axis=1)]
+        more[:, one] = True
+        sets = np.concatenate([sets, more])
+        if len(sets) > _MOST_SETS:
+            return None
+    return sets
+
+
+def _best_of(
+    sets: np.ndarray, first: np.ndarray, then: np.ndarray, rows: np.ndarray, least: np.ndarray, count: int
+) -> tuple[int, ...] | None:
+    """As `_solve`, over these sets: a row that has z or u in it says how large they must be, the others are limits."""
+    left = least[None, :] - sets @ rows[:, :count].T
+    own = rows[:, count:]
+    z, u = (
+        np.maximum((left[:, own[:, at] > 0] / own[own[:, at] > 0, at]).max(axis=1, initial=0.0), 0.0) for at in (0, 1)
+    )
+    able = np.flatnonzero((left[:, ~own.any(axis=1)] <= 0).all(axis=1))
+    if not len(able):
+        return None
+    values, others = (sets[able] @ figure[:count] + figure[count] * z[able] + figure[count + 1] * u[able]
+                      for figure in (first, then))  # fmt: skip
+    good = np.flatnonzero(values <= values.min() + 1e-9 * max(abs(float(values.min())), 1.0))
+    return tuple(np.flatnonzero(sets[able[good[others[good].argmin()]]]).tolist())
 
 
 def _solve(

@@ -20,6 +20,7 @@ from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Action, Cut, Shard, even_shares
 from autoshard.sizes import format_seconds
+from autoshard.strategies import cut_choice
 from autoshard.strategies.column_parallel import best_choice, column_parallel, valid_degrees
 from autoshard.strategies.cut_task import collective_seconds, group_seconds, make_task
 from autoshard.strategies.shares import divide
@@ -216,9 +217,17 @@ def by_brute_force(task):
     return best
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("most_sets", [4096, 0])
+@settings(max_examples=20)
 @given(instances())
-def test_the_choice_is_the_best_there_is(profile, instance):
+def test_the_choice_is_the_best_there_is(profile, most_sets, instance):
+    """Whether all sets of groups are looked at, or the solver of integer programs is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut_choice, "_MOST_SETS", most_sets)
+        check_choice(profile, instance)
+
+
+def check_choice(profile, instance):
     groups, posed, objective, _ = instance
     task = make_task(profile, posed, groups_only(groups), objective, even=True)
     whole = sum(len(g.blocks) * g.nbytes for g in groups)
