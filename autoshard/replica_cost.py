@@ -19,31 +19,21 @@ from math import ceil
 import numpy as np
 
 from autoshard.batching import BatchAxis
-from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, of_every_device, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
-from autoshard.module_paths import is_below
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.profile import Profile
-from autoshard.profile.rows import Rows, by_rows
+from autoshard.profile.rows import Rows, by_rows, live_between
+from autoshard.shard_memory import Block, Whole, blocks_of, find_whole
 from autoshard.sharding import even_shares
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 BUCKET_BYTES = 25 << 20
 """DistributedDataParallel sums gradients in buckets of this size."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """What `fully_shard` gathers as one: bytes of its parameters, and of those that get a gradient."""
-
-    path: str
-    parameter_bytes: int
-    gradient_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +63,10 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     rows = by_rows(profile, batch)
     blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
     shares = rows_per_replica(batch, mesh.shares, mesh.data)
-    figures = Figures(rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes)
+    figures = Figures(
+        rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes,
+        whole=find_whole(profile.graph, blocks) if blocks else None,
+    )  # fmt: skip
     replicas = figures.all(devices, shares)
     exchange = exchange_of(cluster, names, figures, [one.compute_seconds for one in replicas])
     transfers = () if processes else _transfers(cluster, names, shares, rows)
@@ -116,13 +109,17 @@ def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tup
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """Prices one replica on a device; equal devices with equal shares are computed once."""
+    """Prices one replica on a device; equal devices with equal shares are computed once.
+
+    `blocks`, `whole`: what is gathered as one, and what of it is whole when, where replicas are sharded.
+    """
 
     rows: Rows
     workload: Workload
     blocks: tuple[Block, ...]
     count: int
     processes: bool
+    whole: Whole | None = None
     known: "dict[object, DeviceEstimate] | None" = None
 
     @property
@@ -181,8 +178,7 @@ class Figures:
         leaves = other and self.workload.training
         died = np.where(table.sent, np.minimum(table.died, table.backward_begin), table.died) if leaves else table.died
         live = table.live_bytes(rows, block, died)
-        when = int(live.argmax())
-        alive = (table.born <= when) & (when < died)
+        alive = (table.born <= live.argmax()) & (live.argmax() < died)
         nbytes = table.bytes_of(rows, block) * alive
         cache = float(nbytes[table.cache].sum())
         gradient = float(nbytes[table.gradient & ~table.cache].sum())
@@ -196,13 +192,11 @@ class Figures:
         step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
         at_end = (table.born <= table.end) & (table.end < died) & ~table.gradient
         left = float((table.bytes_of(rows, block) * at_end).sum())
-        if self.sharded:
-            count = self.count
-            transfer = float(unsharded_bytes(self.blocks, training=self.workload.training))
+        if self.whole is not None:
+            cache, gradient, activation, transfer = self._sharded(self.whole, rows, block, accelerator)
             parameter, optimizer, whole_gradient, step = (
-                parameter / count, optimizer / count, whole_gradient / count, step / count
-            )  # fmt: skip
-            gradient = whole_gradient
+                part / self.count for part in (parameter, optimizer, whole_gradient, step)
+            )
         elif self.workload.training and self.count > 1 and self.processes:
             gradient = whole_gradient  # they are views of buckets, which stay
         if first:
@@ -230,6 +224,18 @@ class Figures:
             overhead_bytes=overhead, peak_bytes=round(used) + overhead, compute_seconds=self.seconds(device, rows),
             transfer_seconds=0.0,
         )  # fmt: skip
+
+    def _sharded(self, whole: Whole, rows: int, block: int, accelerator: bool) -> tuple[float, float, float, float]:
+        """(cache, gradients, activations, what is whole of parameters and gradients) when these take most."""
+        table = self.rows
+        others = ~np.isin(table.storage, whole.gradients)
+        born, died = 2 * table.born[others], 2 * table.died[others] - 1
+        nbytes = table.bytes_of(rows, block)[others]
+        live = live_between(born, died, nbytes, len(whole.used))
+        beside, own = whole.beside(accelerator=accelerator), whole.scattered / self.count
+        when = int((live + beside + own).argmax())
+        cache = float(nbytes[table.cache[others] & (born <= when) & (when < died)].sum())
+        return cache, float(own[when]), float(live[when]) - cache, float(beside[when])
 
     def _merging_bytes(self, rows: int, live: np.ndarray) -> float:
         """What lives on the first device as outputs become one: all inputs, all outputs twice, what backward needs."""
@@ -283,26 +289,6 @@ def sharded_exchange(
     return Exchange(
         seconds=seconds, exposed_seconds=exposed, all_gathers=gathers, all_reduces=len(blocks) if training else 0
     )
-
-
-def unsharded_bytes(blocks: Sequence[Block], *, training: bool) -> int:
-    """What is whole at once: parameters outside of blocks (the last row); a block in use, one coming, and one copy."""
-    *inside, outside = blocks
-    largest = max((block.parameter_bytes for block in inside), default=0)
-    gradients = max((block.gradient_bytes for block in inside), default=0) + outside.gradient_bytes
-    return outside.parameter_bytes + 3 * largest + (gradients if training else 0)
-
-
-def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
-    """Bytes of the blocks at some module paths, in order, and last those of what lies outside of them."""
-    trained = {name for name, _ in graph.gradients}
-    rows = {path: [0, 0] for path in (*paths, "")}
-    for tensor in {tensor.storage: tensor for tensor in reversed(graph.tensors)}.values():
-        if tensor.kind == "parameter":
-            path = next((path for path in paths if is_below(tensor.name, path)), "")
-            rows[path][0] += tensor.nbytes
-            rows[path][1] += tensor.nbytes * (tensor.name in trained or (not trained and tensor.trainable))
-    return tuple(Block(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())
 
 
 def lower_bound(figures: Figures, devices: Sequence[Device]) -> float:

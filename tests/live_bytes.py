@@ -3,6 +3,7 @@
 import torch
 
 from autoshard.nested import tensors_in
+from autoshard.simulate import memory
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.torch_private import TorchDispatchMode
 
@@ -14,6 +15,24 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.device = SimulatedDevice(0, 1 << 60, [])
         self._count(nested)
+
+    def __enter__(self):
+        self.resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage, nbytes):  # which no op does: fully_shard lets go of what it gathered so
+            found = resize(storage, nbytes)
+            entry = memory._storages.get(storage._cdata)
+            if entry is not None:
+                entry.owner._grow(storage.nbytes() - entry.nbytes)
+                entry.nbytes = storage.nbytes()
+            return found
+
+        torch.UntypedStorage.resize_ = resized
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))

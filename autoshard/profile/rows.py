@@ -66,10 +66,15 @@ class Rows:
     def live_bytes(self, rows: int, block_bytes: int = 1, died: np.ndarray | None = None) -> np.ndarray:
         """[ops + 1] bytes of inputs and activations at every op and after the last; `died`: other times."""
         nbytes = self.bytes_of(rows, block_bytes)
-        change = np.zeros(self.end + 2)
-        np.add.at(change, self.born, nbytes)
-        np.subtract.at(change, self.died if died is None else died, nbytes)
-        return np.cumsum(change)[: self.end + 1]
+        return live_between(self.born, self.died if died is None else died, nbytes, self.end + 1)
+
+
+def live_between(born: np.ndarray, died: np.ndarray, nbytes: np.ndarray, times: int) -> np.ndarray:
+    """[times] bytes that live at each time, from when they are born to before they died."""
+    change = np.zeros(times + 1)
+    np.add.at(change, born, nbytes)
+    np.subtract.at(change, np.minimum(died, times), nbytes)
+    return np.cumsum(change)[:times]
 
 
 def by_rows(profile: Profile, batch: BatchAxis) -> Rows:

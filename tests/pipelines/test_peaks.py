@@ -1,4 +1,7 @@
-"""The most that lives on a rank of a pipeline is what the plan says."""
+"""The most that lives on a rank, of a pipeline or of sharded replicas, is what the plan says."""
+
+import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,8 +10,9 @@ from torch import nn
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.mesh_cost import estimate_mesh
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Stage
 from autoshard.prove.batch import find_batch_axis
+from autoshard.strategies.data_parallel import data_parallel
 from autoshard.strategies.pipeline import pipeline
 from autoshard.workload import Workload
 from tests.live_bytes import LiveBytes
@@ -42,6 +46,7 @@ def peak_of_steps(text, training):
     """The most bytes that live on this rank in the third step."""
     model, inputs = made(training)
     autoshard.apply(model, Plan.from_json(text))
+    gc.collect()
     with LiveBytes(list(model.parameters()), inputs) as live:
         schedule = autoshard.schedule(model)
         own = [parameter for parameter in model.parameters() if not parameter.is_meta]
@@ -74,3 +79,37 @@ def test_peaks_of_two_ranks(schedule):
     for device, peak in zip(figures.devices, run_ranks(peak_of_steps, 2, plan.to_json(), training), strict=True):
         most = 1.1 if schedule == "interleaved" else 1.01  # what several stages send is counted as held a little longer
         assert 0.99 * peak <= device.peak_bytes <= most * peak, device.name
+
+
+def peak_of_replicas(text, training):
+    """The most bytes that live on this rank in three steps on its half of the batch."""
+    model, inputs = made(training)
+    autoshard.apply(model, Plan.from_json(text))
+    gc.collect()
+    rank = torch.distributed.get_rank()
+    inputs = {name: tensor.chunk(2)[rank].clone() for name, tensor in inputs.items()}
+    with LiveBytes(list(model.parameters()), inputs) as live, torch.set_grad_enabled(training):
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(3):
+            output = model(**inputs)
+            if training:
+                output["loss"].backward()
+            del output
+            optimizer.step()
+            optimizer.zero_grad()
+        return live.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_peaks_of_sharded_replicas(training):
+    model, inputs = made(training)
+    workload = Workload(mode="training" if training else "inference", batch_size=16, optimizer="adamw")
+    profile = autoshard.profile(model, inputs, workload=workload)
+    cluster = parse_devices({"cpu:0": "1GiB", "cpu:1": "1GiB"})
+    plan = data_parallel(profile, cluster, find_batch_axis(model, inputs, workload), processes=2)
+    blocks = tuple(Stage(paths=(f"layers.{index}",)) for index in range(4))
+    plan = replace(plan, mesh=replace(plan.mesh, sharded=True), stages=blocks)
+    figures = estimate_mesh(plan, profile, cluster, processes=True)
+    for device, peak in zip(figures.devices, run_ranks(peak_of_replicas, 2, plan.to_json(), training), strict=True):
+        assert 0.99 * peak <= device.peak_bytes <= 1.01 * peak, device.name

@@ -62,13 +62,14 @@ function exposed(plan, columns, fastest) {
 }
 
 function replicaPeak(plan, figures, columns, part) {
+  const over = plan.over, whole = figures.gradient / over;
   let live = 0, cache = 0, gradient = 0;
   for (const moment of figures.moments) {
-    const here = polynomial(moment[0], columns);
+    let here = polynomial(moment[0], columns);
+    if (plan.sharded) here += polynomial(moment[2], columns) / over;
     if (here > live) [live, cache, gradient] = [here, polynomial(moment[1], columns), polynomial(moment[2], columns)];
   }
-  let used = live, transfer = figures.transfer;  // of what has rows or is a gradient
-  const over = plan.over, whole = figures.gradient / over;
+  let used = live, transfer = 0;
   if (figures.stays) used = live - gradient + whole;
   if (figures.first) {
     const inputs = polynomial(figures.inputs, columns), outputs = polynomial(figures.outputs, columns);

@@ -87,13 +87,14 @@ def _exposed(planned: Mapping[str, Any], columns: Sequence[float], fastest: floa
 
 def _peak(planned: Mapping[str, Any], figures: Mapping[str, Any], columns: Sequence[float], part: float) -> float:
     """Most bytes of a replica; see `replica_cost.Figures`."""
-    live, cache, gradient = 0.0, 0.0, 0.0
+    live, cache, gradient, over = 0.0, 0.0, 0.0, planned["over"]
     for moment in figures["moments"]:
         here = polynomial(moment[0], columns)
+        if planned["sharded"]:
+            here += polynomial(moment[2], columns) / over
         if here > live:
             live, cache, gradient = here, polynomial(moment[1], columns), polynomial(moment[2], columns)
-    used, transfer = live, figures["transfer"]  # of what has rows or is a gradient
-    whole, over = figures["gradient"] / planned["over"], planned["over"]
+    used, transfer, whole = live, 0.0, figures["gradient"] / over
     if figures["stays"]:
         used = live - gradient + whole
     if figures["first"]:

@@ -14,11 +14,12 @@ from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
 from autoshard.profile.scaling import Scaling
-from autoshard.replica_cost import BUCKET_BYTES, Block, blocks_of, rows_per_replica, unsharded_bytes
+from autoshard.replica_cost import BUCKET_BYTES, rows_per_replica
 from autoshard.report.whatif.links import Links
 from autoshard.report.whatif.moments import live_at
 from autoshard.report.whatif.parts import Kinds, Part
 from autoshard.report.whatif.sparse import counted, terms
+from autoshard.shard_memory import Block, Whole, blocks_of, find_whole
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
@@ -103,7 +104,7 @@ class _Replicas:
         processes: bool,
     ) -> None:  # fmt: skip
         self.profile, self.scaling, self.kinds = profile, scaling, kinds
-        self.blocks, self.processes = blocks, processes
+        self.whole, self.processes = find_whole(profile.graph, blocks) if blocks else None, processes
         self.carrying = carriers_of_rows(profile.graph, batch)
         self.rows: Rows = by_rows(profile, batch)
         self.parts: dict[int, tuple[Part, list[int]]] = {}
@@ -169,7 +170,10 @@ class _Replicas:
         state = sum(trained) * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training and not other else 0
         left = (table.born <= table.end) & (table.end < died) & ~table.gradient
         moved = 3 + 2 * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.optimizer != "none" else 0
-        moments, after = _moments(table, vectors, died)
+        if self.whole is None:
+            moments, after = _moments(table, vectors, died)
+        else:
+            moments, after = _sharded_moments(table, vectors, self.whole, accelerator), np.zeros(0)
         return {
             "rates": self.kinds.device(device),
             "ops": counted(ops),
@@ -179,10 +183,9 @@ class _Replicas:
             "left": terms(vectors[left].sum(axis=0)),
             "inputs": terms(self._whole(self.profile.graph.inputs)),
             "outputs": terms(self._whole(self.profile.graph.outputs)),
-            "transfer": unsharded_bytes(self.blocks, training=workload.training) if self.blocks else 0,
             "gradient": sum(trained),
-            # Buckets, and parts of sharded gradients, stay from step to step.
-            "stays": bool(self.blocks) or (workload.training and several and self.processes),
+            # Buckets stay from step to step.
+            "stays": self.whole is None and workload.training and several and self.processes,
             "adding": 2 * max(trained) if (first or adds) and trained else -1,
             "step": step if workload.training and not other else -1,
             "first": first,
@@ -207,8 +210,30 @@ def _moments(table: Rows, vectors: np.ndarray, died: np.ndarray) -> tuple[list[l
         return live_at(times, table.born[mask], died[mask] - 1, vectors[mask])
 
     every = live(np.ones(len(died), bool))
-    caches, gradients = live(table.cache), live(table.gradient & ~table.cache)
-    rows = np.round(every, 3)
+    kinds = every, live(table.cache), live(table.gradient & ~table.cache)
+    begin = table.backward_begin
+    after = every[begin - 1] if begin else np.zeros(every.shape[1])
+    return [[terms(kind[time]) for kind in kinds] for time in _fullest(every)], after
+
+
+def _sharded_moments(table: Rows, vectors: np.ndarray, whole: Whole, accelerator: bool) -> list[list[list[float]]]:
+    """[all but gradients in parts, caches, gradients in parts], likewise; see `replica_cost.Figures`."""
+    times = np.arange(len(whole.used))
+    others = ~np.isin(table.storage, whole.gradients)
+
+    def live(mask: np.ndarray) -> np.ndarray:
+        return live_at(times, 2 * table.born[mask], 2 * table.died[mask] - 2, vectors[mask])
+
+    every, parts = live(others), np.zeros((len(times), vectors.shape[1]))
+    every[:, 0] += whole.beside(accelerator=accelerator)
+    parts[:, 0] = whole.scattered
+    kinds = every, live(others & table.cache), parts
+    return [[terms(kind[time]) for kind in kinds] for time in _fullest(np.hstack([every, parts]))]
+
+
+def _fullest(vectors: np.ndarray) -> list[int]:
+    """The times at which no other is as full in every column, in order, the first of equals."""
+    rows = np.round(vectors, 3)
     first = np.argsort(-rows.sum(axis=1), kind="stable")
     rows = rows[first]
     kept = []
@@ -216,9 +241,7 @@ def _moments(table: Rows, vectors: np.ndarray, died: np.ndarray) -> tuple[list[l
         kept.append(int(first[0]))
         later = ~(rows <= rows[0]).all(axis=1)
         rows, first = rows[later], first[later]
-    begin = table.backward_begin
-    after = every[begin - 1] if begin else np.zeros(every.shape[1])
-    return [[terms(kind[time]) for kind in (every, caches, gradients)] for time in sorted(kept)], after
+    return sorted(kept)
 
 
 def replica_keys(planned: Mapping[str, Any]) -> dict[int, int]:
