@@ -1,10 +1,12 @@
 """Stages whose activations are not kept: their modules run a second time in backward.
 
 This is torch's activation checkpointing, begun in a pre-hook and ended in a post-hook of each module, so that forwards
-stay the user's own. Random numbers are drawn again as they were.
+stay the user's own. Random numbers are drawn again as they were, and lists and dicts that a forward changes are given
+to it again as they were.
 """
 
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -72,9 +74,11 @@ class Recompute:
             return
 
         def run(*values: Any) -> Any:
+            values = _copied(values, {})  # a backward may come a second time
             return module(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
-        values = (*args, *kwargs.values())  # torch looks for devices with random numbers in positional ones only
+        # torch looks for devices with random numbers in positional ones only
+        values = _copied((*args, *kwargs.values()), {})
         begun = torch_private.begin_checkpoint(run, self, values)
         local.open.append(begun)
         next(begun)
@@ -85,6 +89,20 @@ class Recompute:
 
     def __exit__(self, *error: object) -> None:
         self.local.again -= 1
+
+
+def _copied(given: Any, seen: dict[int, Any]) -> Any:
+    """The same tensors in lists and dicts of their own; what is there twice stays the same thing twice."""
+    if type(given) is tuple:
+        return tuple(_copied(item, seen) for item in given)
+    if id(given) in seen:
+        return seen[id(given)]
+    if type(given) in (list, dict, OrderedDict, defaultdict):
+        seen[id(given)] = made = given.copy()
+        for key in range(len(made)) if type(made) is list else list(made):
+            made[key] = _copied(made[key], seen)
+        return made
+    return given
 
 
 class Kept:
