@@ -1,0 +1,49 @@
+"""What `pipelines/lean.py` knows of torch's stages and has no promise of: if one of these fails, look there."""
+
+import inspect
+
+import pytest
+from torch.distributed.pipelining import PipelineStage, schedules, stage
+
+from autoshard.pipelines.lean import LeanStage
+
+METHODS = {
+    "get_fwd_recv_ops": ("fwd_chunk_id",),
+    "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "get_fwd_send_ops": ("fwd_chunk_id",),
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs"),
+    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
+}
+READS = {
+    "get_fwd_recv_ops": "args_recv_info",
+    "get_bwd_recv_ops": "grad_recv_info",
+    "get_fwd_send_ops": "fwd_cache",
+    "forward_one_chunk": "fwd_cache",
+    "backward_one_chunk": "fwd_cache",
+}
+
+
+def made_by(kind):
+    """Attributes that the constructors of a class set."""
+    return {name for base in kind.__mro__ if "__init__" in vars(base) and base is not object
+            for name in base.__init__.__code__.co_names}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_torch_calls_what_is_overridden(name):
+    parameters = tuple(inspect.signature(getattr(PipelineStage, name)).parameters)[1:]
+    assert parameters[: len(METHODS[name])] == METHODS[name], f"PipelineStage.{name} takes {parameters} now"
+    assert set(METHODS) == {key for key, item in vars(LeanStage).items() if callable(item) and key[0] != "_"}
+    assert f".{name}(" in inspect.getsource(schedules), f"torch's schedules no longer call {name}"
+
+
+@pytest.mark.parametrize("name", READS)
+def test_stages_keep_what_is_let_go_of(name):
+    names = {*getattr(PipelineStage, name).__code__.co_names}
+    assert READS[name] in names, f"PipelineStage.{name} no longer uses {READS[name]}"
+    assert READS[name] in made_by(PipelineStage), f"PipelineStage has no {READS[name]} any more"
+
+
+def test_what_is_received_has_a_buffer():
+    assert "buffer" in inspect.signature(stage._RecvInfo).parameters, "_RecvInfo.buffer is gone"
+    assert "has_backward" in made_by(PipelineStage), "PipelineStage.has_backward is gone"
