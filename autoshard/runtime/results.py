@@ -5,11 +5,11 @@
 
 Ranks compare hashes, once for each place: values made by the same work on the same numbers have the same bits. Blocks
 and the root are always looked at; modules between them only when they are called by themselves: what one of them hands
-to the next may be cut, and is put together for others.
+to the next may be cut, and is put together for others. In a pipeline, those compare that have the stage.
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import replace_at, tensor_at, tensors_in
 from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.runtime.remote_tensor import StageTensor
 from autoshard.sharding import Cut, Part, Results, result_of
+
+_as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
 
 
 def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks) -> list[Any]:
@@ -122,7 +125,7 @@ class KnownResults:
             return
         if isinstance(result, torch.Tensor) and result_of("", result.dim()) in self.known:
             return
-        new = {path: tensor for path, tensor in tensors_in(result) if result_of(path, tensor.dim()) not in self.known}
+        new = dict(self._new(result))
         if not new:
             return
         where = self.path or type(module).__name__
@@ -142,6 +145,13 @@ class KnownResults:
                 )
         self.known.update(result_of(path, tensor.dim()) for path, tensor in new.items())
 
+    def _new(self, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """What of a result is not known yet, and here: in a pipeline, another position may have it."""
+        for path, tensor in tensors_in(result):
+            here = tensor.value if isinstance(tensor, StageTensor) else tensor
+            if here is not None and result_of(path, tensor.dim()) not in self.known:
+                yield path, here
+
 
 def _differing(tensors: list[torch.Tensor], ranks: Ranks) -> list[bool]:
     """For each tensor, whether ranks have other values than the first, or it can't be told: all are one number."""
@@ -159,4 +169,4 @@ def _mark(tensor: torch.Tensor) -> str | None:
     if values.is_floating_point() and values.dim() and values.numel() and bool((values == values.flatten()[0]).all()):
         return None
     seen = f"{tuple(values.shape)} {values.dtype}".encode()
-    return hashlib.sha256(seen + values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(seen + _as_array(values.flatten().view(torch.uint8)).tobytes()).hexdigest()

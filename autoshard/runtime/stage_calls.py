@@ -192,11 +192,14 @@ class Follower:
                 if len(parts) < 2:
                     output = publish(wire, run(*args, **kwargs))
                     publish_kept(wire, (args, kwargs))
+                    wire.check()
                     return output
                 # nobody waits for the outputs of a part before all are under way: the first stage is ahead by then
                 outputs = [run(*part.args, **part.kwargs) for part in parts]
                 assert divide is not None
-                return merge(divide.division.batch, [publish(wire, output) for output in outputs], parts)
+                outputs = [publish(wire, output) for output in outputs]
+                wire.check()
+                return merge(divide.division.batch, outputs, parts)
             finally:
                 wire.depth = 0
 

@@ -55,6 +55,7 @@ class Wire:
         inside: position whose module is running in every process, None in code between modules; `path` of the module,
             `kind` of its call; `watched`: all its ops are seen, in every process.
         runs: forwards begun so far; `depth`: calls of the model's modules in progress.
+        unlike: what of the published was expected to be otherwise.
     """
 
     def __init__(self, record: PipelineRecord, control: Any) -> None:
@@ -67,6 +68,7 @@ class Wire:
         self.watched, self.path, self.kind = False, "", Kind()
         self.runs = 0
         self.depth = 0
+        self.unlike = ""
         self.seed = 0
         self._sent: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
         self._homes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -79,6 +81,7 @@ class Wire:
     def begin(self, inputs: list[torch.Tensor]) -> None:
         """A forward begins with inputs that should be the same in all processes."""
         self.runs += 1
+        self.unlike = ""
         self._homes.clear()
         self.seed = _digest(inputs)
 
@@ -115,11 +118,12 @@ class Wire:
         return copy
 
     def published(self, tensor: StageTensor) -> torch.Tensor:
-        """Return a tensor as an ordinary one that all processes have. All of them call this."""
+        """Return a tensor as an ordinary one that all processes have. All of them call this, and `check` at the end."""
         value = tensor.value
         header = self._header(value, shape_of(tensor)) if value is not None else self._header(None, None)
         self._call(dist.broadcast, header, group=self.control, group_src=tensor.position)
-        shape = self._read(header, tensor.position, shape_of(tensor))
+        shape, problem = self._read(header, tensor.position, shape_of(tensor))
+        self.unlike = self.unlike or problem
         if value is not None:
             flat = _flat(value)
             result = value.detach().clone()
@@ -128,6 +132,12 @@ class Wire:
         if flat.numel():
             self._call(dist.broadcast, flat.view(torch.uint8), group=self.ranks.group, group_src=tensor.position)
         return result if value is not None else _landed(result, flat, shape)
+
+    def check(self) -> None:
+        """Raise `RankError` if something published had been expected otherwise; the others went on meanwhile."""
+        problem, self.unlike = self.unlike, ""
+        if problem:
+            raise RankError(problem)
 
     def send(self, tensor: torch.Tensor, position: int) -> None:
         """Send a tensor; its memory is kept until it is gone."""
@@ -144,7 +154,9 @@ class Wire:
         """Receive the tensor that a position sends next. Raises `RankError` if it is not of the expected shape."""
         header = torch.empty(_HEADER, dtype=torch.int64)
         self._call(dist.recv, header, group=self.control, group_src=position)
-        shape = self._read(header, position, expected)
+        shape, problem = self._read(header, position, expected)
+        if problem:
+            raise RankError(problem)
         result, flat = _landing(shape, self.device)
         if flat.numel():
             self._call(dist.recv, flat.view(torch.uint8), group=self.ranks.group, group_src=position)
@@ -191,7 +203,8 @@ class Wire:
         header[: len(words)] = torch.tensor(words, dtype=torch.int64)
         return header
 
-    def _read(self, header: torch.Tensor, position: int, expected: Shape) -> Shape:
+    def _read(self, header: torch.Tensor, position: int, expected: Shape) -> tuple[Shape, str]:
+        """What a position says that it sends, and what is wrong with it. Raises `RankError` if its inputs differ."""
         seed, dtype, dims, *rest = _as_list(header)
         shape = Shape(tuple(rest[:dims]), tuple(rest[dims : 2 * dims]), 0, _DTYPES[dtype])
         if seed != self.seed:
@@ -199,12 +212,13 @@ class Wire:
                 f"rank {self.ranks.rank} and rank {position} run this forward with different inputs. "
                 "Call the model with the same inputs, in the same order, on all ranks."
             )
-        if shape.sizes != expected.sizes or shape.dtype != expected.dtype:
-            raise RankError(
-                f"rank {position} sends a {_said(shape)}, and rank {self.ranks.rank} expects a {_said(expected)}: they "
-                "run different code, or another version of it. Start all ranks with the same program."
-            )
-        return shape
+        if shape.sizes == expected.sizes and shape.dtype == expected.dtype:
+            return shape, ""
+        part = " It may be a rank's part of what is cut: don't ask for it." if self.record.plan.cuts else ""
+        return shape, (
+            f"rank {position} sends a {_said(shape)}, and rank {self.ranks.rank} expects a {_said(expected)}: they "
+            f"run different code, or another version of it. Start all ranks with the same program.{part}"
+        )
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:

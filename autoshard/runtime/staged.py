@@ -29,7 +29,7 @@ from autoshard.runtime.devices import META
 from autoshard.runtime.follow import Installed, install
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
-from autoshard.sharding import Cut
+from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16
 """Elements up to which a buffer of another stage is kept: capture keeps the values of these."""
@@ -72,7 +72,7 @@ def apply_stages(
         agree(ranks, Mark(), error)
         if tensor_ranks is not None:
             cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
-            apply_cuts(model, cuts, tensor_ranks, absent=absent)
+            apply_cuts(model, cuts, tensor_ranks, absent=absent, results=own_results(plan, cuts))
     except BaseException:
         if undo is not None:
             undo()
@@ -233,6 +233,15 @@ def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:
         if blocks:
             found.append(replace(cut, blocks=tuple(blocks)))
     return tuple(found)
+
+
+def own_results(plan: Plan, cuts: Sequence[Cut]) -> tuple[Results, ...]:
+    """What a plan knows of modules around blocks, and of the blocks of these cuts, which other ranks don't have."""
+    blocks = {block for cut in plan.cuts for block in cut.blocks}
+    others = blocks - {block for cut in cuts for block in cut.blocks}
+    # parts: only a cut of the whole model leaves them between modules, and that is in several stages
+    rows = ((row, tuple(path for path in row.modules if path not in others)) for row in plan.results)
+    return tuple(replace(row, modules=modules, parts=()) for row, modules in rows if modules)
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:

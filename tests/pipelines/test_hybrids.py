@@ -1,10 +1,14 @@
 """Stages whose parameters are cut over ranks, and replicas of pipelines: three optimizer steps as in one process."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
 import autoshard
 from autoshard import Plan, Workload
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.module_paths import is_below, parent
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh
@@ -12,6 +16,7 @@ from tests.models.hf import HF_CASES
 from tests.pipelines.models import decoder
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
+from tests.runtime.test_results import Model
 
 CASES = {case.name: case for case in HF_CASES}
 MORE = ["llama-tied", "gpt2", "phi3", "gemma2", "bloom", "mixtral"]
@@ -133,6 +138,38 @@ def check(names, meshes):
 
 def test_a_decoder_in_stages_that_are_cut():
     check(["decoder"], ["pp x tp"])
+
+
+def plan_of_maps():
+    """Two blocks in a stage each, both cut; nobody has asked for their maps."""
+    torch.manual_seed(0)
+    model, inputs = Model(), {"x": torch.randn(2, 6, 16)}
+    cut = autoshard.plan(model, "2x1GiB", inputs=inputs, strategy="column-parallel", objective="memory")
+    cuts = tuple(one for one in cut.cuts if "" not in one.blocks)
+    stages = [["inner.blocks.0"], ["inner.blocks.1", "inner.last", "head"]]
+    plan = plan_of(model, stages, 2, inputs, parts=1, mesh=MESHES["pp x tp"], cuts=cuts)
+    return replace(plan, results=tuple(replace(row, parts=()) for row in cut.results)).to_json()
+
+
+@torch.no_grad()
+def ask_for_maps(text):
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 6, 16)
+    whole = copy.deepcopy(model.eval())
+    autoshard.apply(model, Plan.from_json(text))
+    for options in ({}, {"between": True}):
+        torch.testing.assert_close(model(x, **options), whole(x, **options), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.inner(x), whole.inner(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(PlanError):
+        autoshard.schedule(model).eval(x=x, maps=True)
+    with pytest.raises((ApplyError, RankError), match=r"at 'maps.0' that the plan does not know|of what is cut"):
+        model(x, maps=True)
+    autoshard.remove(model)
+    torch.testing.assert_close(model(x, maps=True), whole(x, maps=True))
+
+
+def test_what_was_not_planned_is_compared_between_ranks_of_a_stage():
+    run_ranks(ask_for_maps, 4, plan_of_maps())
 
 
 @pytest.mark.slow
