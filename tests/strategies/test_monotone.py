@@ -61,6 +61,14 @@ def test_memory_that_the_chain_counts_twice_does_not_cost_a_better_plan(
             "inference", "memory", {"cpu:0": 124540, "cuda:1": 98814, "cpu:1": 123270},
             {"cuda:0": 57685, "cpu:0": 124540, "cuda:1": 98814, "cpu:1": 123270},
         ),
+        (
+            "inference", "memory", {"cpu:1": 113799, "cpu:2": 126102, "cpu:3": 89812},
+            {"cpu:1": 113799, "cpu:2": 126102, "cpu:3": 91237},
+        ),
+        (
+            "inference", "memory", {"cuda:0": 54789, "cpu:0": 118819, "cuda:1": 57969, "cpu:1": 117711},
+            {"cuda:0": 54789, "cpu:0": 118819, "cuda:1": 68521, "cpu:1": 117711},
+        ),
         ("streamable", "latency", {"cuda:0": 716800, "cpu": 1208320}, {"cuda:0": 716800, "cpu": 1264640}),
         (
             "streamable training", "memory",
