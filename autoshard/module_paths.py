@@ -1,6 +1,10 @@
 """Dotted paths of modules and tensors: "layers.0.norm.weight"; the root of a model is ""."""
 
+import inspect
 from collections.abc import Iterator
+
+from torch import nn
+from torch.jit import ScriptModule
 
 
 def parent(path: str) -> str:
@@ -28,3 +32,13 @@ def join(top: str, name: str) -> str:
 def relative(path: str, top: str) -> str:
     """Return `path` as seen from a module that it lies below, or is: "layers.0.norm" from "layers.0" -> "norm"."""
     return path[len(top) + 1 :] if top else path
+
+
+def is_container(module: nn.Module) -> bool:
+    """Say whether a module only holds others, as `ModuleList` does: nobody calls it, since it has no forward."""
+    return inspect.getattr_static(type(module), "forward") is nn.Module.forward
+
+
+def find_scripted(model: nn.Module) -> str | None:
+    """Return the path of a part that is TorchScript, whose tensors can't be exchanged from Python; None without one."""
+    return next((path for path, module in model.named_modules() if isinstance(module, ScriptModule)), None)

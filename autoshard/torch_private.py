@@ -326,7 +326,7 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 
 def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)
     return code is not None and "has_torch_function" in code.co_names
 
 

@@ -26,6 +26,7 @@ from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
 from autoshard.capture.tape import Tape
 from autoshard.errors import CaptureError, SpecError
+from autoshard.module_paths import find_scripted
 from autoshard.packed import stored_bytes
 from autoshard.workload import Workload
 
@@ -112,6 +113,11 @@ def _captured(
 ) -> ModelGraph:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"capture needs a torch.nn.Module, got {type(model).__name__}.")
+    if (scripted := find_scripted(model)) is not None:
+        raise CaptureError(
+            f"{scripted or 'the model'} is TorchScript, whose weights can't be recorded or moved one by one. Give the "
+            "module as it was before torch.jit.script or torch.jit.trace."
+        )
 
     args, kwargs = ((), {}) if inputs is None else as_call(inputs, model)
     run = Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite, observer=observer)
@@ -209,12 +215,20 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
     if isinstance(error, (*VALUE_ERRORS, LeftBehind)):
         advice = "Pass a model with real weights, so that it can be run."
+    elif run.composite and _differentiates(error):
+        advice = "A forward that differentiates can be placed (strategy='balanced'), but not cut or divided."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
     return CaptureError(
         f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} "
         f"(at {place(error)}). {advice}"
     )
+
+
+def _differentiates(error: Exception) -> bool:
+    """Whether torch.autograd.grad or backward was called: a composite run has no gradients."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == torch.autograd.__file__ for frame, _ in frames)
 
 
 def _signature(model: nn.Module) -> str:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from autoshard.capture.graph import ModuleInfo
-from autoshard.module_paths import join
+from autoshard.module_paths import is_container, join
 
 Kind = Literal["parameter", "buffer"]
 Row = tuple[str, str, Kind, bool]
@@ -26,7 +26,7 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
         others = tuple(aliases[id(module)][1:])
         row = ModuleInfo(
             path=path, class_name=type(module).__name__, tensors=names, aliases=others,
-            callable=type(module).forward is not nn.Module.forward, numbered=id(module) in numbered,
+            callable=not is_container(module), numbered=id(module) in numbered,
         )  # fmt: skip
         table.append(row)
     return tuple(table)

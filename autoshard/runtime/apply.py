@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
-from autoshard.module_paths import above
+from autoshard.module_paths import above, find_scripted
 from autoshard.placement import check_known, resolve_homes
 from autoshard.plan import Plan, check_placements
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
@@ -121,7 +121,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     if before is not None:
         before.streams.close()
     _check_tensors(tensors)
-    _check_hooks(model, before)
+    _check_modules(model, before)
     check_belongs(model, plan, tensors)
     check_streamed(model, plan)
     paths = [path for path, _ in model.named_modules()]
@@ -238,7 +238,12 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _check_hooks(model: nn.Module, own: Runtime | None) -> None:
+def _check_modules(model: nn.Module, own: Runtime | None) -> None:
+    if (scripted := find_scripted(model)) is not None:
+        raise ApplyError(
+            f"{scripted or 'the model'} is TorchScript, whose weights can't be moved one by one. Apply the plan to the "
+            "module as it was before torch.jit.script or torch.jit.trace."
+        )
     for path, module in model.named_modules():
         for hook in torch_private.forward_pre_hooks(module):
             if isinstance(hook, Hook) and hook.runtime is not own:

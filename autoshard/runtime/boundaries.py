@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.module_paths import above, is_below, parent
+from autoshard.module_paths import above, is_below, is_container, parent
 from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
 from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
@@ -76,7 +76,7 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     """Decide which modules are hooked, by path, and how; the root comes first."""
     modules = dict(model.named_modules())
     shy = [path for path, module in modules.items() if looks_for_overrides(module)]
-    uncallable = [path for path, module in modules.items() if type(module).forward is nn.Module.forward]
+    uncallable = [path for path, module in modules.items() if is_container(module)]
     # With streamed modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
     away = set(record.placed) != {CPU}
     opened = {outer for path in record.streamed for outer in above(path)} if away else set()

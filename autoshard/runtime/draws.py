@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import ApplyError
+from autoshard.module_paths import is_container
 from autoshard.sharding import Cut
 
 _training: Callable[[nn.Module], bool] = attrgetter("training")
@@ -24,7 +25,7 @@ class Unplanned:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.blocks: dict[str, nn.Module] = {}
         for path in dict.fromkeys(block for cut in cuts if not cut.training for block in cut.blocks):
-            while path and type(modules[path]).forward is nn.Module.forward:  # a container, which is never called
+            while path and is_container(modules[path]):  # a container, which is never called
                 path = path.rpartition(".")[0]
             self.blocks[path] = modules[path]
         self.parts = tuple({id(part): part for block in self.blocks.values() for part in block.modules()}.values())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.module_paths import above, join
+from autoshard.module_paths import above, is_container, join
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.shown import Shown, call_back, send_away
 from autoshard.runtime.stage_calls import Follower, Following, divide_of
@@ -84,9 +84,8 @@ def _places(model: nn.Module, positions: dict[str, int]) -> tuple[dict[str, int]
     outermost: dict[str, int] = {}
     mixed: set[str] = set()
     for path, module in model.named_modules():
-        callable_ = type(module).forward is not nn.Module.forward
         found = below.get(path, set())
-        if any(outer in outermost for outer in above(path)) or not callable_ or (not found and path):
+        if any(outer in outermost for outer in above(path)) or is_container(module) or (not found and path):
             continue
         if len(found) == 1:
             outermost[path] = next(iter(found))

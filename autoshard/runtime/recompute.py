@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.module_paths import is_container
 from autoshard.plan import Plan
 
 
@@ -27,7 +28,7 @@ def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
         module = modules.get(path)
         if module is None:
             continue  # a parameter, or another name of a shared module
-        if type(module).forward is not nn.Module.forward:
+        if not is_container(module):
             found.append(path)
         else:
             waiting += [f"{path}.{name}".lstrip(".") for name, _ in reversed(list(module.named_children()))]

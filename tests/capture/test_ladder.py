@@ -101,6 +101,30 @@ def test_an_error_names_the_line_of_the_model():
         capture(Branches(), torch.ones(2, 5))
 
 
+class Force(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(5, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).tanh().sum(), x)
+
+
+def test_a_forward_that_differentiates():
+    assert capture(Force(), torch.ones(2, 5)).level == "fake"
+    with pytest.raises(CaptureError, match="can be placed"):
+        capture(Force(), torch.ones(2, 5), composite=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripts_are_refused():
+    scripted = torch.jit.trace(nn.Linear(5, 5), torch.ones(2, 5))
+    with pytest.raises(CaptureError, match="1 is TorchScript"):
+        capture(nn.Sequential(nn.Linear(5, 5), scripted), torch.ones(2, 5))
+
+
 def test_not_a_module():
     with pytest.raises(CaptureError, match=r"needs a torch\.nn\.Module, got function"):
         capture(lambda x: x, torch.ones(2))

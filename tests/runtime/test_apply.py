@@ -198,11 +198,14 @@ def test_maps_that_make_no_sense(device_map, kind, words):
     assert not hooks_of(model) and all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_models_that_cannot_be_placed():
     with pytest.raises(ApplyError, match="no data"), torch.device("meta"):
         apply_device_map(nn.Linear(2, 2), {"": "cpu"})
     with pytest.raises(ApplyError, match="lazy"):
         apply_device_map(nn.LazyLinear(2), {"": "cpu"})
+    with pytest.raises(ApplyError, match="0 is TorchScript"):
+        apply_device_map(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), {"": "cpu"})
     with pytest.raises(ApplyError, match="nothing to remove"):
         remove(nn.Linear(2, 2))
     model = build(HARD["residual"])
