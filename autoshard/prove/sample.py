@@ -69,12 +69,14 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 def _tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    """An argument: known values as they were, random floats in their place where they are not, in single precision."""
+    """An argument: known values as they were, random floats where they are not known, in single precision or double."""
     if spec.value is not None:
         value = spec.value.clone()
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator)
+        values = torch.randn(spec.shape, generator=generator)
+        return values.double() if spec.dtype is torch.float64 else values
     if spec.dtype.is_complex:
-        return torch.randn(spec.shape, generator=generator, dtype=torch.complex64)
+        values = torch.randn(spec.shape, generator=generator, dtype=torch.complex64)
+        return values.to(torch.complex128) if spec.dtype is torch.complex128 else values
     return torch.zeros(spec.shape, dtype=spec.dtype)

@@ -97,6 +97,11 @@ def test_masks_of_cut_tensors_are_proved_in_training():
     assert isinstance(cut, Cut) and not cut.training
 
 
+def test_a_model_in_double_precision_is_proved_in_it():
+    _, found, prover = analysed(Stack(Fused).double(), X.double())
+    assert isinstance(prover.prove(of_blocks(found, 4), (2, 2)), Cut)
+
+
 def test_a_list_of_sizes_is_scaled_item_by_item():
     _, found, prover = analysed(Stack(Fused))
     group = of_blocks(found, 4)
