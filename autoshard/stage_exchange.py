@@ -71,11 +71,13 @@ def exchange(graph: ModelGraph, staged: Staged, moves: Flow, stages: int, schedu
         if copy.reason == "backward" and copy.buffer >= 0:
             at = rows.device == rows.device[copy.buffer]
             made.nbytes[at & ~rows.copied & (rows.born > copy.born) & (rows.born < copy.born + SOON)] = 0
+    _part_with_outputs(made)
     for border in range(stages - 1):
         for value in values_over(staged, border):
             if graph.values[value].storage not in free:
                 _send(made, staged, border, value, schedule)
-    _clone_outputs(made, stages - 1)
+    for value in graph.outputs:  # clones of them
+        made.add(value, stages - 1, made.begin - 1, made.end + 1)
     found = made.found()
     clones = np.zeros(len(found.buffers.storage), bool)
     clones[len(clones) - len(graph.outputs) :] = True
@@ -101,6 +103,7 @@ def _send(made: _Rows, staged: Staged, border: int, value: int, schedule: str) -
         made.add(value, border, begin, until)
     made.add(value, border + 1, 0, end if made.training else begin)
     if not made.training:
+        made.add(value, border + 1, 0, 1)  # room for the next part is made while torch still waits for this one
         return
     if schedule == "1f1b":
         made.add_held(value, border)
@@ -115,8 +118,8 @@ def _send(made: _Rows, staged: Staged, border: int, value: int, schedule: str) -
         made.add_held(value, border + 1)
 
 
-def _clone_outputs(made: _Rows, last: int) -> None:
-    """The last stage clones the outputs of a part; after its forward only autograd has the outputs themselves."""
+def _part_with_outputs(made: _Rows) -> None:
+    """The last stage clones the outputs of a part; after the forward only autograd has the outputs themselves."""
     graph, rows = made.graph, made.rows
     saved = {graph.values[save.value].storage for save in graph.saves}
     storages = {graph.values[value].storage for value in graph.outputs}
@@ -124,5 +127,3 @@ def _clone_outputs(made: _Rows, last: int) -> None:
     kept = np.isin(rows.storage, list(saved))
     made.died[mine & ~kept] = made.begin
     made.died[mine & kept] = np.clip(made.died[mine & kept], made.begin, made.end)
-    for value in graph.outputs:
-        made.add(value, last, made.begin - 1, made.end + 1)

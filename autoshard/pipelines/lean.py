@@ -1,7 +1,7 @@
 """Torch's stage of a pipeline, with memory for what it receives only while a part of the batch is under way.
 
                          torch                          here
-    before a step        buffers of all m parts         none
+    before a step        buffers of all m parts         none: their shapes
     part i is awaited    there                          made
     part i is done       kept for the next step         let go
 
@@ -9,7 +9,8 @@
 sent as late as of what it received; without gradients that is as soon as it is on its way.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,22 @@ from torch.distributed.pipelining import PipelineStage
 class LeanStage(PipelineStage):
     """A stage that takes and gives back its memory for each part; the rest is torch's."""
 
-    _begun: frozenset[str] = frozenset()
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._setup_forward_recv_info(*args, **kwargs)
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._create_grad_recv_info(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        """Inside, torch makes its buffers of all parts as shapes only."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Receive what the stage before sends of a part."""
@@ -57,11 +73,7 @@ class LeanStage(PipelineStage):
             loss.detach_()  # the schedule has it to the end, and its history what was received
 
     def _provide(self, table: str, number: int) -> None:
-        infos = getattr(self, table)
-        if table not in self._begun:  # torch made the buffers of all parts
-            self._begun |= {table}
-            _let_go(info for row in infos.values() for info in row)
-        for info in infos.get(number, ()):
+        for info in getattr(self, table).get(number, ()):
             if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 

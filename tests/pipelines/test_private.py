@@ -7,6 +7,8 @@ from torch.distributed.pipelining import PipelineStage, schedules, stage
 
 from autoshard.pipelines.lean import LeanStage
 
+MADE = ("_setup_forward_recv_info", "_create_grad_recv_info")
+"""Where torch makes the buffers of all parts, on the stage's device."""
 METHODS = {
     "get_fwd_recv_ops": ("fwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
@@ -42,6 +44,15 @@ def test_stages_keep_what_is_let_go_of(name):
     names = {*getattr(PipelineStage, name).__code__.co_names}
     assert READS[name] in names, f"PipelineStage.{name} no longer uses {READS[name]}"
     assert READS[name] in made_by(PipelineStage), f"PipelineStage has no {READS[name]} any more"
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_torch_makes_all_buffers_where_it_did(name):
+    method = getattr(PipelineStage, name, None)
+    assert method is not None, f"PipelineStage.{name} is gone: all parts have buffers from the start of a first step"
+    names = {name for code in (method.__code__, *method.__code__.co_consts) if hasattr(code, "co_names")
+             for name in code.co_names}  # fmt: skip
+    assert "device" in names, f"PipelineStage.{name} makes no buffers any more"
 
 
 def test_what_is_received_has_a_buffer():
