@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.collector import no_collection
-from autoshard.errors import PlanError, SpecError
+from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.workload import Workload
@@ -78,11 +78,14 @@ class Request:
 
     @cached_property
     def composite(self) -> "ModelGraph":
-        """A forward with composite ops, which the axis analysis walks."""
+        """A forward with composite ops, which the axis analysis walks. Raises `PlanError` if there is none."""
         from autoshard.capture.capture import capture as record
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
-        return record(self.model, self.inputs, workload=forward, composite=True)
+        try:
+            return record(self.model, self.inputs, workload=forward, composite=True)
+        except CaptureError as error:  # though it could be measured: other strategies may do
+            raise PlanError(str(error)) from error
 
     @cached_property
     def groups(self) -> "AxisGroups":

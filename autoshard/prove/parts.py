@@ -277,13 +277,15 @@ def _weights(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _gradients(model: nn.Module, output: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of the parameters from those of the outputs."""
+    """Gradients of the parameters from those of the outputs; sparse ones are filled up."""
     roots = {path: tensor for path, tensor in _roots(output).items() if path in weights}
     named = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
     if not roots or not named:
         return {}
     torch.autograd.backward(list(roots.values()), [weights[path] for path in roots])  # reentrant checkpoints ask for it
-    found = {name: p.grad for name, p in named.values() if p.grad is not None}
+    found = {
+        name: p.grad.to_dense() if p.grad.is_sparse else p.grad for name, p in named.values() if p.grad is not None
+    }
     for _, parameter in named.values():
         parameter.grad = None
     return found

@@ -186,7 +186,7 @@ def _gradients(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Result]:
     whole = whole_tensors(model)
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None:
-            gradient = whole(name, parameter.grad)
+            gradient = whole(name, parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
             yield from results_of("backward", name.rpartition(".")[0], f"gradient of {name}", gradient)
     for path, tensor in tensors_in((args, kwargs)):
         if tensor.is_leaf and tensor.grad is not None:

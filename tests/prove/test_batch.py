@@ -234,6 +234,11 @@ def test_a_model_whose_backward_fails_is_refused():
     assert "its backward fails" in refused(Small(lambda self, x: self.linear(x).sigmoid().mul_(2)), torch.randn(4, 6))
 
 
+def test_sparse_gradients():
+    model = nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 6))
+    assert ways(found(model, tokens(4, 5))) == {"": "cat"}
+
+
 def test_a_batch_of_zeros_is_proved_on_other_numbers():
     assert rows(found(Decoder(), {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}))
     assert rows(found(Decoder(), {"input_ids": torch.ones(2, 8, dtype=torch.int64)}))

@@ -105,6 +105,22 @@ def test_reasons_say_what_was_not_chosen_and_the_bound():
         assert words in text, words
 
 
+def test_a_forward_that_differentiates_is_placed():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(self.two(self.one(x).tanh()).sum(), x)
+
+    found = compare(request(Force(), devices="2xA100-40GB"))
+    assert found.chosen.name == "placement"
+    assert "differentiates" in next(row.refused for row in found.alternatives if row.name == "pipeline")
+
+
 def test_a_batch_that_mixes_drops_what_divides_it_with_the_reason():
     found = compare(request(Mixed(), devices="2xA100-40GB"))
     refused = {row.name: row.refused for row in found.alternatives if row.plan is None}
