@@ -30,7 +30,13 @@ def flat_tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
+"""Classes of values in which there is nothing to look for."""
+
+
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if type(value) in _LEAVES:
+        return
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, dict):

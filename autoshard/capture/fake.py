@@ -47,6 +47,7 @@ _LIKE_ANOTHER: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     aten.type_as.default: lambda tensor, other: tensor.to(other.dtype),
 }
 """Composite ops that read no values of their second argument; only composite graphs have them."""
+_LIKE_BY_ID = {id(op): like for op, like in _LIKE_ANOTHER.items()}  # ops hash slowly, and they are asked for every op
 _ELEMENTWISE_BACKWARD = (
     aten.elu_backward.default,
     aten.gelu_backward.default,
@@ -103,22 +104,24 @@ class FakeFloats:
 
     def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one op; raise `ValueNeeded` if Python asks for a value that is not known."""
-        if not any(self.unknown(tensor) for tensor in inputs):
+        if all([type(tensor) is not FakeTensor and not self.unknown(tensor) for tensor in inputs]):
             if self._worth_running(func, traits, inputs, args, kwargs):
                 return func(*args, **kwargs)
         elif traits.reads_value:
             return self._answer(func, args)
-        elif func in _LIKE_ANOTHER and not self.unknown(args[0]) and args[0].numel() <= REAL_ELEMENTS:
-            return _LIKE_ANOTHER[func](*args)
+        elif id(func) in _LIKE_BY_ID and not self.unknown(args[0]) and args[0].numel() <= REAL_ELEMENTS:
+            return _LIKE_BY_ID[id(func)](*args)
         if traits.view and type(inputs[0]) is torch.Tensor and not inputs[0].is_meta:
             return func(*args, **kwargs)  # a view of tainted memory: shapes only, and it must share the storage
-        rule = RULES.get(func)
+        rule = _RULES_BY_ID.get(id(func))
         out = rule(self, func, args, kwargs) if rule is not None else NotImplemented
         if out is NotImplemented:
             out = self.shapes.run(func, args, kwargs)
-        for tensor in written_by(func, traits, args, kwargs):
-            self._taint(tensor)
-        return self._hand_back(traits, out, args, kwargs)
+        if traits.writes or traits.unmarked:
+            for tensor in written_by(traits, args, kwargs):
+                self._taint(tensor)
+            return self._hand_back(traits, out, args, kwargs)
+        return out
 
     def real_filled(self, like: torch.Tensor, value: Any) -> torch.Tensor:
         """A real tensor of one value in the shape, strides and dtype of a fake one."""
@@ -388,3 +391,4 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.log_sigmoid_forward.default: _contiguous,
 }
 """Shape rules of our own, where fake kernels need values that are known here, or are stricter than the real ones."""
+_RULES_BY_ID = {id(op): rule for op, rule in RULES.items()}

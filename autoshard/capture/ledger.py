@@ -14,6 +14,9 @@ import torch.fx
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
 from autoshard.layout import copied_bytes
 from autoshard.packed import is_packed, stored_bytes, stored_tensors
+from autoshard.torch_private import FakeTensor
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class _Ref(weakref.ref):
@@ -63,10 +66,19 @@ class Ledger:
         ref = _Ref(tensor, self._tensor_died)
         ref.key, ref.row = id(tensor), row
         self._tensor_refs[ref.key] = ref
-        shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
-        nbytes = stored_bytes(tensor)
-        storage = self._storage_of(tensor, nbytes, born, kind, name)
-        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, _copy_bytes(tensor, nbytes)])
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
+            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
+            whole = tensor.untyped_storage()
+            known = self._storage_refs.get(whole._cdata)
+            storage = self._new_storage([whole], born, kind, name) if known is None else known.row
+            strides = tensor.stride()
+            copied = nbytes if tensor.is_contiguous() else copied_bytes(shape, strides, tensor.element_size())
+        else:
+            shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
+            nbytes = stored_bytes(tensor)
+            storage = self._storage_of(tensor, nbytes, born, kind, name)
+            copied = _copy_bytes(tensor, nbytes)
+        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, copied])
         self.nodes.append(node)
         return row
 
@@ -163,11 +175,17 @@ class Ledger:
             if known is not None:
                 return known.row
             storages[storage._cdata] = storage
-        for key, storage in storages.items():
-            ref = self._storage_refs[key] = _Ref(storage, self._storage_died)
-            ref.key, ref.row = key, len(self._storages)
-        self._storages.append([sum(storage.nbytes() for storage in storages.values()), kind, born, -1, name])
-        return len(self._storages) - 1
+        return self._new_storage([*storages.values()], born, kind, name)
+
+    def _new_storage(self, parts: list[torch.UntypedStorage], born: int, kind: StorageKind, name: str | None) -> int:
+        row, nbytes = len(self._storages), 0
+        for storage in parts:
+            ref = _Ref(storage, self._storage_died)
+            ref.key, ref.row = storage._cdata, row
+            self._storage_refs[ref.key] = ref
+            nbytes += storage.nbytes()
+        self._storages.append([nbytes, kind, born, -1, name])
+        return row
 
     def _tensor_died(self, ref: _Ref) -> None:
         if self._tensor_refs.get(ref.key) is ref:

@@ -7,6 +7,7 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 import operator
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from autoshard.torch_private import (
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
+_CPU = torch.device("cpu")
 TOLD_OPS = 64
 """Progress is told once in so many ops."""
 LIFT_BYTES = 1 << 26
@@ -99,6 +101,7 @@ class Recorder(TorchDispatchMode):
         self._last_forward = -1
         self._parameters = 0
         self._formulas = formulas(composite)
+        self._ops: dict[int, _KnownOp] = {}  # by address, for ops hash slowly
         self.state: tuple[int, ...] = ()
         self.node_log = NodeLog(self.ledger.find, lambda: self.ledger.now)
         self.histories: Histories | None = None
@@ -107,18 +110,19 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
-            return torch.device("cpu")
+            return _CPU
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and device.type != "cpu":
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func.namespace == "prim":
+            kwargs = {**kwargs, "device": _CPU}
+        op = self._ops.get(id(func)) or self._met(func)
+        if op.traits.prim:
             return func(*args, **kwargs)
         if any(map(is_wrapper_type, types)) and any(map(is_packed, tensors_of(args, kwargs))):
             return NotImplemented  # it takes the op apart, and the ops on what is behind the face come here
         busy, self.busy = self.busy, True
         try:
-            return self._run(func, traits_of(func), args, kwargs)
+            return self._run(op, args, kwargs)
         except VALUE_ERRORS:
             if not (self.composite and is_composite(func)):
                 raise
@@ -127,7 +131,16 @@ class Recorder(TorchDispatchMode):
         finally:
             self.busy = busy
 
-    def _run(self, func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _met(self, func: Any) -> "_KnownOp":
+        """What is known of an op that was not met before."""
+        # Graphs make this of the name themselves, each time.
+        name, formula = func.__name__.replace(".", "_"), self._formulas.get(func._overloadpacket)
+        known = self._ops[id(func)] = _KnownOp(traits=traits_of(func), name=name, formula=formula)
+        return known
+
+    def _run(self, op: "_KnownOp", args: tuple, kwargs: dict[str, Any]) -> Any:
+        traits = op.traits
+        func = traits.op
         if traits.lift:
             self.value_of(args[0])
             return args[0]
@@ -142,7 +155,7 @@ class Recorder(TorchDispatchMode):
         values = [self.value_of(tensor) for tensor in inputs]
         out = self.engine.run(func, traits, inputs, args, kwargs)
         if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
-            self._record(func, traits, inputs, values, out, args, kwargs)
+            self._record(op, inputs, values, out, args, kwargs)
             if self.tape is not None:
                 self.tape.op()
         elif self.tape is not None and traits.reads_value:
@@ -184,16 +197,10 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _record(
-        self,
-        func: Any,
-        traits: Traits,
-        inputs: list[torch.Tensor],
-        values: list[int],
-        out: Any,
-        args: tuple,
+        self, op: "_KnownOp", inputs: list[torch.Tensor], values: list[int], out: Any, args: tuple,
         kwargs: dict[str, Any],
-    ) -> None:
-        ledger = self.ledger
+    ) -> None:  # fmt: skip
+        ledger, traits = self.ledger, op.traits
         index = ledger.now
         if index % TOLD_OPS == 0:
             tell("ops", index)
@@ -208,11 +215,13 @@ class Recorder(TorchDispatchMode):
                     self.histories.note(index, value, tensor)
         lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
         # Arguments are set afterwards, since `create_node` looks for symbolic numbers among those that it is given.
-        node = ledger.fx_graph.create_node("call_function", func, name=func.__name__)
-        node.args = tuple([_to_nodes(value, lookup) for value in args])
+        node = ledger.fx_graph.create_node("call_function", traits.op, name=op.name)
+        # Nor does the node's own way of setting them look up what nodes of this kind there are.
+        object.__setattr__(node, "args", tuple([_to_nodes(value, lookup) for value in args]))
         if kwargs:
-            node.kwargs = {name: _to_nodes(value, lookup) for name, value in kwargs.items()}
-        mutates = tuple(self.value_of(tensor) for tensor in written_by(func, traits, args, kwargs))
+            object.__setattr__(node, "kwargs", {name: _to_nodes(value, lookup) for name, value in kwargs.items()})
+        written = written_by(traits, args, kwargs) if traits.writes or traits.unmarked else ()
+        mutates = tuple([self.value_of(tensor) for tensor in written])
         outputs = []
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(result, torch.Tensor):
@@ -227,11 +236,10 @@ class Recorder(TorchDispatchMode):
                 if not traits.view and result.layout is torch.strided and not result.is_nested:
                     made.meta["stride"] = result.stride()
             outputs.append(known)
-        formula = self._formulas.get(func._overloadpacket)
         ledger.ops.append(
             Op(
                 index=index,
-                target=func,
+                target=traits.op,
                 call=call,
                 inputs=tuple(values),
                 outputs=tuple(outputs),
@@ -240,7 +248,7 @@ class Recorder(TorchDispatchMode):
                 forward=forward,
                 node=node,
                 device_source=self.device_source if self.moving or not inputs else UNKNOWN,
-                flops=int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0,
+                flops=int(op.formula(*args, **kwargs, out_val=out)) if op.formula is not None else 0,
             )
         )
 
@@ -295,7 +303,7 @@ class Recorder(TorchDispatchMode):
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
         if self.backward and not self.calls.running:
             return
-        tensors = nested.flat_tensors((args, kwargs))
+        tensors = nested.flat_tensors((args, kwargs) if kwargs else args)
         if len(tensors) > 1:
             inputs = tuple(value for tensor in tensors if (value := self.ledger.find(tensor)) is not None)
             if len(inputs) > 1 and (self.ledger.now > begin + 1 or inputs != self.ledger.ops[begin].inputs):
@@ -342,6 +350,15 @@ class Recorder(TorchDispatchMode):
         if not self.calls.running and output is not None:
             found = [self.ledger.find(tensor) for tensor in state_tensors(module, output)]
             self.state = tuple([value for value in found if value is not None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownOp:
+    """An op: what its schema says, what its nodes are called, and what its FLOPs are, if it has any."""
+
+    traits: Traits
+    name: str
+    formula: Any
 
 
 def _direct(item: Any) -> list[torch.Tensor]:

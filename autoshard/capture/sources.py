@@ -68,7 +68,10 @@ class DeviceSources(TorchFunctionMode):
             return UNKNOWN  # Python code of torch: its reads of `.device` are not seen from here
         device = kwargs.get("device")
         if device is None:
-            device = next((item for item in args if isinstance(item, torch.device)), None)
+            for item in args:  # for every call of every function
+                if isinstance(item, torch.device):
+                    device = item
+                    break
         if device is None and func is torch.Tensor.new_tensor:
             found = self._recorder.ledger.find(args[0])
             return UNKNOWN if found is None else found

@@ -10,8 +10,7 @@ aten = torch.ops.aten
 
 # Kernels that write arguments which their schemas do not mark, while `training` (argument 5) is true.
 _UNMARKED_WRITES = dict.fromkeys(
-    (aten.native_batch_norm.default, aten.batch_norm.default, aten.instance_norm.default),
-    ((3, "running_mean"), (4, "running_var")),
+    (aten.native_batch_norm.default, aten.batch_norm.default, aten.instance_norm.default), (3, 4)
 )
 _READS_VALUE = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default}
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -22,22 +21,28 @@ class Traits:
     """One op's traits.
 
     Attributes:
+        op: the op itself, which so lives as long as what is known of it by its address.
         writes: (position, name) of the arguments it writes.
+        unmarked: positions of those it writes besides, in training, without saying so.
         returns: for each return, the index into `writes` of the argument it hands back, or None.
         view: returns memory of its first argument, writes nothing.
         pointwise: output shape is the broadcast of the input shapes.
         random: draws random numbers, or leaves memory uninitialised: its values mean nothing before the real run.
         reads_value: gives Python a number or a bool out of a tensor.
         lift: hands a fresh constant to the dispatcher; nothing is computed.
+        prim: no op, but a question of torch's own about a tensor.
     """
 
+    op: Any
     writes: tuple[tuple[int, str], ...]
+    unmarked: tuple[int, ...]
     returns: tuple[int | None, ...]
     view: bool
     pointwise: bool
     random: bool
     reads_value: bool
     lift: bool
+    prim: bool
 
     def written(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that the op writes."""
@@ -76,22 +81,24 @@ def traits_of(func: Any) -> Traits:
         returns.append(match)
     name = schema.name.split("::")[-1]
     return Traits(
+        op=func,
         writes=tuple(writes),
+        unmarked=_UNMARKED_WRITES.get(func, ()),
         returns=tuple(returns),
         view=reads_alias and not writes and func.is_view,
         pointwise=torch.Tag.pointwise in func.tags,
         random=torch.Tag.nondeterministic_seeded in func.tags or name in _UNINITIALISED,
         reads_value=func in _READS_VALUE,
         lift=name in ("lift_fresh", "lift_fresh_copy", "lift"),
+        prim=func.namespace == "prim",
     )
 
 
-def written_by(func: Any, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(traits: Traits, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op writes, those that its schema keeps quiet about included."""
     written = traits.written(args, kwargs) if traits.writes else []
-    unmarked = _UNMARKED_WRITES.get(func)
-    if unmarked is not None and args[5]:
-        written += [args[position] for position, _ in unmarked if args[position] is not None]
+    if traits.unmarked and args[5]:
+        written += [args[position] for position in traits.unmarked if args[position] is not None]
     return written
 
 
