@@ -15,6 +15,8 @@ from math import gcd, prod
 
 Axis = tuple["Leaf | Cat", ...]
 """Factors, major to minor; () is an axis of size 1."""
+DEEPEST = 32
+"""How many concatenations inside of each other are followed."""
 
 
 class Leaf:
@@ -113,8 +115,15 @@ def lose(axis: Axis, why: str) -> None:
         leaf.lost = leaf.lost or why
 
 
-def unify(left: Axis, right: Axis, why: str = "") -> None:
-    """Make two axes of the same size the same; `why` names the place in case they don't match."""
+def unify(left: Axis, right: Axis, why: str = "", depth: int = 0) -> None:
+    """Make two axes of the same size the same; `why` names the place in case they don't match.
+
+    `depth`: how many concatenations they are inside of. An axis that is paired with itself moved by one, as tokens are
+    with those before them, would go as deep as it is long: such are lost.
+    """
+    if depth > DEEPEST:
+        lose((*left, *right), f"{why}: an axis would be a part of itself")
+        return
     while True:
         left, right = resolve(left), resolve(right)
         while left and right and left[0] is right[0]:
@@ -123,7 +132,7 @@ def unify(left: Axis, right: Axis, why: str = "") -> None:
             return
         major, minor = left[0], right[0]
         if major.size == minor.size:
-            _unify_factors(major, minor, why)
+            _unify_factors(major, minor, why, depth)
             left, right = left[1:], right[1:]
             continue
         common = gcd(major.size, minor.size)
@@ -232,7 +241,7 @@ def every(axis: Axis, step: int, why: str = "") -> Axis:
     return major
 
 
-def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> None:
+def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str, depth: int) -> None:
     """Make two factors of the same size the same. Where a leaf is a part of the other one, that one is lost."""
     if isinstance(left, Leaf):
         if left in _inside(right):
@@ -241,7 +250,7 @@ def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> None:
             _bind(left, (right,))
         return
     if isinstance(right, Leaf):
-        _unify_factors(right, left, why)
+        _unify_factors(right, left, why, depth)
         return
     ours, theirs = list(left.segments), list(right.segments)
     while ours and theirs:
@@ -253,7 +262,7 @@ def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str) -> None:
         elif there > here:
             other, rest = cut(other, here, why)
             theirs.insert(0, rest)
-        unify(mine, other, why)
+        unify(mine, other, why, depth + 1)
 
 
 def _inside(factor: "Leaf | Cat") -> set[Leaf]:

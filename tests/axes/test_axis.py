@@ -218,6 +218,14 @@ def test_axes_without_common_parts_are_lost():
     assert all(leaf.lost.startswith("a sum: sizes") for leaf in (*rest, *list(leaves(right))[1:]))
 
 
+def test_an_axis_against_itself_moved_by_one_is_lost_however_long():
+    tokens = fresh(5000)
+    all_but_last, _ = cut(tokens, 4999)
+    unify(tokens, concatenate([fresh(1), all_but_last]))
+    assert any(leaf.lost for leaf in leaves(tokens)) and size_of(tokens) == 5000
+    assert all(leaf.lost or leaf.size < 2 for leaf in leaves(tokens))
+
+
 @pytest.mark.parametrize(
     "text", ["", "*", "x2", "2x", "2**3", "(2", "2)", "(2|)", "(|2)", "()", "a", "2 x 3", "-1", "2|3"]
 )
