@@ -1,8 +1,8 @@
 """The simulator of schedules against real runs: `python benchmarks/pipeline_runs.py`. Two processes over gloo.
 
 What is compared is the time from the first action of a step to its last one, on any rank: torch's schedules run it, and
-the simulator is given seconds per stage from another run, with another number of micro-batches (and for 1F1B of another
-schedule). In that run every forward and backward is timed where it happens:
+the simulator is given seconds per stage from other steps, with another number of micro-batches (and for 1F1B of another
+schedule). In these every forward and backward is timed where it happens:
 
     rank 0   ─F0─┐ F1 …                      seconds of F of stage 1: from when it could have begun (its input was made,
     rank 1       └──▸ ─F0─                   and its rank had finished what came before) until it is done
@@ -10,8 +10,12 @@ schedule). In that run every forward and backward is timed where it happens:
 Stages are of two kinds. "waiting" stages let a fixed time pass, as the host does while an accelerator computes: each
 has a device of its own, as the simulator takes it. "computing" ones multiply matrices, and their ranks take cache,
 memory and, where two cores are one, arithmetic from each other; by how much (`slower`) is part of the calibration, and
-seconds then depend on what the other rank does at that time. Takes about two minutes on a machine that does nothing
-else; with other work on the cores the ratios of computing stages say nothing.
+seconds then depend on what the other rank does at that time.
+
+A machine is not as fast from one minute to the next, least of all a virtual one, so all runs of a case take turns, a
+few steps at a time, those that are calibrated on, too. "again" is how far two halves of the measured steps are apart,
+each by its median: nothing that is predicted from other steps can be expected to be nearer. Takes five minutes on a
+machine that does nothing else; with other work on the cores the ratios of computing stages say nothing.
 """
 
 import os
@@ -32,7 +36,9 @@ from torch.distributed.pipelining import Schedule1F1B as OneForwardOneBackward
 from autoshard.schedules.orders import Action, Order, make_order
 from autoshard.schedules.simulate import Ran, Times, simulate
 
-RANKS, ROWS, HIDDEN, REPEATS = 2, 128, 512, 11
+RANKS, ROWS, HIDDEN = 2, 128, 512
+TURNS, STEPS = 8, 3
+"""Every run of a case takes so many turns of so many steps."""
 WIDTHS = {"equal stages": (512, 512, 512, 512), "unequal stages": (256, 768, 512, 384)}
 SECONDS_OF_WIDTH = 20e-6
 """Of a waiting stage: forward; backward takes twice that."""
@@ -79,27 +85,45 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def run(rank: int, schedule: str, modules: dict[int, nn.Module], microbatches: int) -> list[list[Ran]]:
-    """Run steps under a schedule of torch; returns what every rank did when, per step, on all ranks."""
-    kind, per_device = SCHEDULES[schedule]
-    count = RANKS * per_device
-    stages = [PipelineStage(module, i, count, torch.device("cpu")) for i, module in modules.items()]
-    ran: list[Ran] = []
-    for i, stage in zip(modules, stages, strict=True):
-        for name, what in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
-            setattr(stage, name, timed(getattr(stage, name), rank, what, i, ran))
-    runner = kind(stages[0] if per_device == 1 else stages, microbatches, loss_fn=loss_of)
-    whole = torch.randn(ROWS * microbatches, HIDDEN)
-    steps: list[list[Ran]] = []
-    for _ in range(REPEATS + 2):
-        ran.clear()
-        dist.barrier()
-        target = {"target": whole} if (count - 1) % RANKS == rank else {}
-        runner.step(*([whole] if rank == 0 else []), **target)
-        rows: list[Any] = [None] * RANKS
-        dist.all_gather_object(rows, list(ran))  # the clock is that of the machine, the same in all processes
-        steps.append([one for row in rows for one in row])
-    return steps[2:]
+class Runner:
+    """Steps of some stages under a schedule of torch, every action of which is timed."""
+
+    def __init__(self, rank: int, schedule: str, modules: dict[int, nn.Module], microbatches: int) -> None:
+        kind, per_device = SCHEDULES[schedule]
+        count = RANKS * per_device
+        stages = [PipelineStage(module, i, count, torch.device("cpu")) for i, module in modules.items()]
+        self.ran: list[Ran] = []
+        for i, stage in zip(modules, stages, strict=True):
+            for name, what in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
+                setattr(stage, name, timed(getattr(stage, name), rank, what, i, self.ran))
+        self.schedule = kind(stages[0] if per_device == 1 else stages, microbatches, loss_fn=loss_of)
+        whole = torch.randn(ROWS * microbatches, HIDDEN)
+        self.given = [whole] if rank == 0 else []
+        self.target = {"target": whole} if (count - 1) % RANKS == rank else {}
+        self.steps: list[list[Ran]] = []
+        self.turn(2)
+        self.steps.clear()
+
+    def turn(self, steps: int = STEPS) -> None:
+        """Run some steps and add to `steps` what every rank did when, of the last of them on all ranks."""
+        for _ in range(steps):
+            self.ran.clear()
+            dist.barrier()
+            self.schedule.step(*self.given, **self.target)
+            rows: list[Any] = [None] * RANKS
+            dist.all_gather_object(rows, list(self.ran))  # the clock is that of the machine, the same in all processes
+            self.steps.append([one for row in rows for one in row])
+        del self.steps[-steps]  # the first one after another run finds other things in the caches
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(map(makespan, self.steps))
+
+    @property
+    def again(self) -> float:
+        """How far the medians of every other step are apart."""
+        spans = list(map(makespan, self.steps))
+        return abs(statistics.median(spans[::2]) / statistics.median(spans[1::2]) - 1)
 
 
 def timed(function: Callable[..., Any], rank: int, kind: Any, stage: int, ran: list[Ran]) -> Callable[..., Any]:
@@ -180,37 +204,43 @@ def measure(rank: int, folder: str, kinds: list[str]) -> None:
     os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     for kind in kinds:
-        ratios = [ratio for name, widths in WIDTHS.items() for ratio in compare(rank, kind, name, widths)]
+        rows = [row for name, widths in WIDTHS.items() for row in compare(rank, kind, name, widths)]
         if rank == 0:
-            off = sorted(abs(ratio - 1) for ratio in ratios)
-            print(f"{kind} stages: off by {statistics.median(off):.1%} in the median, {off[-1]:.1%} at the worst\n")
-            sys.stdout.flush()
+            off, again = (sorted(column) for column in zip(*rows, strict=True))
+            said = [f"{statistics.median(column):.1%} in the median, {column[-1]:.1%} at the worst"
+                    for column in (off, again)]  # fmt: skip
+            print(f"{kind} stages: off by {said[0]}; again {said[1]}\n", flush=True)
     dist.destroy_process_group()
 
 
-def compare(rank: int, kind: str, name: str, widths: tuple[int, ...]) -> list[float]:
-    """Return measured / simulated seconds of a step, for every schedule and number of micro-batches."""
-    known: dict[str, Calibration] = {}
-    ratios = []
+def compare(rank: int, kind: str, name: str, widths: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Return how far simulated seconds of a step are off, and measured ones from each other, for every run."""
+    runners: dict[tuple[str, int], Runner] = {}
     for schedule, (_, per_device) in SCHEDULES.items():
         count = RANKS * per_device
         modules = {i: stage_module(kind, widths[i], 4 // per_device) for i in range(rank, count, RANKS)}
-        if CALIBRATED_ON[schedule] == schedule:
-            known[schedule] = calibrate(run(rank, schedule, modules, CALIBRATION), count - 1)
-        calibration = known[CALIBRATED_ON[schedule]]
+        numbers = (*MICROBATCHES, CALIBRATION) if CALIBRATED_ON[schedule] == schedule else MICROBATCHES
+        runners |= {(schedule, number): Runner(rank, schedule, modules, number) for number in numbers}
+    for _ in range(TURNS):
+        for runner in runners.values():
+            runner.turn()
+    found = []
+    for schedule, (_, per_device) in SCHEDULES.items():
+        count = RANKS * per_device
+        calibrated_on = runners[CALIBRATED_ON[schedule], CALIBRATION].steps
+        known = calibrate(calibrated_on, RANKS * SCHEDULES[CALIBRATED_ON[schedule]][1] - 1)
         for microbatches in MICROBATCHES:
-            order = make_order(schedule, RANKS, microbatches, stages_per_device=per_device)
-            expected = predict(order, calibration, count)
-            found = statistics.median(map(makespan, run(rank, schedule, modules, microbatches)))
-            ratios.append(found / expected)
+            runner = runners[schedule, microbatches]
+            expected = predict(make_order(schedule, RANKS, microbatches, stages_per_device=per_device), known, count)
+            found.append((abs(runner.seconds / expected - 1), runner.again))
             if rank == 0:
                 print(
                     f"{kind:9} {name:14} {schedule:11} {microbatches} micro-batches  slower together "
-                    f"{calibration.slower:.2f}  simulated {expected * 1e3:7.2f} ms  measured {found * 1e3:7.2f} ms  "
-                    f"ratio {found / expected:.3f}",
+                    f"{known.slower:.2f}  simulated {expected * 1e3:7.2f} ms  measured {runner.seconds * 1e3:7.2f} ms  "
+                    f"ratio {runner.seconds / expected:.3f}  again {runner.again:.1%}",
                     flush=True,
                 )
-    return ratios
+    return found
 
 
 def main() -> None:
