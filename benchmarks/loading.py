@@ -151,6 +151,8 @@ def autoshard_cut(folder: Path, dim: int, ranks: int) -> object:
     from autoshard.checkpoint.memory import allocate
     from autoshard.checkpoint.reading import read_into
 
+    gc.collect()  # not in one of them and in the other not
+
     def read() -> object:
         checkpoint, sources = described(folder)
         targets = []

@@ -17,7 +17,7 @@ import torch
 
 from autoshard.errors import ApplyError, CheckpointError
 from autoshard.runtime.file_reads import FileReads
-from autoshard.runtime.mapped import MappedFile, Region, bring, let_go, map_file
+from autoshard.runtime.mapped import MappedFile, Region, bring, let_go_unwritten, map_file
 
 PIECE_BYTES = 4 << 20
 """The most that is read at a time past the page cache: some readers with that much keep a disk at work."""
@@ -119,7 +119,7 @@ def mapped_stretch(file: OpenFile, begin: int, end: int) -> Iterator[torch.Tenso
     try:
         yield torch.frombuffer(file.mapped, dtype=torch.uint8, count=end - begin, offset=begin)
     finally:
-        let_go(region)
+        let_go_unwritten(region)
 
 
 def _ended(file: OpenFile, position: int) -> CheckpointError:

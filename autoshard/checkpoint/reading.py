@@ -19,6 +19,7 @@ from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.packing import fill_packed
 from autoshard.checkpoint.read_list import Read, check_sources, check_target, list_reads
 from autoshard.checkpoint.staging import Copier, Slot, buffer_bytes
+from autoshard.collector import no_collection
 from autoshard.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
@@ -61,7 +62,8 @@ def read_into(
     computed = [target for target in plain if used[target.source].compute is not None]
     devices = [target.tensor.device for target in targets]
     limit = buffer_bytes(devices)
-    reads = list_reads(checkpoint, used, pieced, staged_bytes=limit)
+    with no_collection():  # of what comes with torch, which would take as long as to read a gigabyte
+        reads = list_reads(checkpoint, used, pieced, staged_bytes=limit)
     total = sum(read.wanted_bytes for read in reads) + _read_later_bytes(checkpoint, used, [*computed, *packed])
     load = _Load(Copier(devices, limit), total, progress, threads or DEFAULT_THREADS)
 

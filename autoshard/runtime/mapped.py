@@ -200,6 +200,12 @@ def let_go(regions: Iterable[Region]) -> None:
             _advise(clean, mmap.MADV_DONTNEED)
 
 
+def let_go_unwritten(regions: Iterable[Region]) -> None:
+    """Give the memory of regions back that nobody has written to: not a page of them is looked at."""
+    for region in regions:
+        _advise(region, mmap.MADV_DONTNEED)
+
+
 def written_part(region: Region) -> tuple[list[tuple[int, int]], bytes] | None:
     """Return which pages of a region were written to, and what is in them; None if the system does not tell."""
     written = written_ranges(region.map.address + region.start, region.nbytes)
