@@ -241,49 +241,38 @@ def buffer_deaths(
 
     `left`: object -> time by which it has gone to another device for good. `passed_on`, `outlived`: see `Gradients`.
     """
-    graph = objects.graph
+    graph, copies, to_the_end = objects.graph, objects.copies, objects.graph.held
     after = len(graph.ops) + 1
-    held_to_end = graph.held
-    copied = {objects.buffer_storage[row] for row, is_copy in enumerate(objects.buffer_copied) if is_copy}
-    kept = {copy.buffer for copy in objects.copies if copy.kept}
-    reasons = {copy.buffer: copy.reason for copy in objects.copies if copy.buffer >= 0}
+    of_object, source, until = np.array(objects.buffer, int), np.array(objects.source, int), objects.until
+    held, used, saved = (np.array(column, float) for column in (objects.held, objects.used, objects.saved))
+    of_value = np.array([after if value.index in to_the_end else value.died for value in graph.values], float)
+    last = of_value[objects.value]
+    for obj, time in left.items():
+        last[obj] = time if source[obj] < 0 else last[obj]
+    # `known`: until when Python or autograd holds the very object: so long copies are kept
+    known, outputs = np.maximum(last, held), {copy.buffer for copy in copies if copy.reason == "output"}
+    for obj in np.flatnonzero(source >= 0).tolist():  # a source comes before its copies
+        kept_by = last[obj] if objects.buffer[obj] in outputs else known[source[obj]]
+        last[obj] = min(kept_by, until[obj]) if until[obj] >= 0 else kept_by
+        known[obj] = max(last[obj], held[obj])
 
-    known = [0.0] * len(objects.value)  # until when Python or autograd holds the very object: so long copies are kept
-    died = [0.0] * len(objects.value)
-    for obj, index in enumerate(objects.value):  # a source comes before its copies
-        source, value = objects.source[obj], graph.values[index]
-        last: float
-        if source < 0:
-            last = left.get(obj, after if index in held_to_end else value.died)
-        elif reasons[objects.buffer[obj]] == "output":
-            last = min(after if index in held_to_end else value.died, objects.until[obj])
-        elif objects.until[obj] >= 0:
-            last = min(objects.until[obj], known[source])
-        else:
-            last = known[source]
-        known[obj] = max(last, objects.held[obj])
-        died[obj] = max(last, objects.used[obj] + 1)
-
-    buffer_died = [born + 1 for born in objects.buffer_born]
-    last_read = [born for born in objects.buffer_born]
-    for obj, buffer in enumerate(objects.buffer):
-        buffer_died[buffer] = max(buffer_died[buffer], died[obj], objects.saved[obj])
-        last_read[buffer] = max(last_read[buffer], objects.used[obj])
-    held_storages = {graph.values[value].storage for value in held_to_end}
-    for buffer, index in enumerate(objects.buffer_storage):
-        storage = graph.storages[index]
-        if buffer in passed_on:
-            buffer_died[buffer] = last_read[buffer] + 1
-            if index in outlived and buffer == objects.original_buffer[index]:
-                buffer_died[buffer] = max(buffer_died[buffer], storage.died)
-        elif objects.buffer_copied[buffer]:
-            if buffer in kept:
-                buffer_died[buffer] = after
-        elif storage.kind in ("parameter", "buffer", "input"):
-            buffer_died[buffer] = after
-        elif index not in copied:  # nothing left its device: the recorded death is exact
-            buffer_died[buffer] = after if index in held_storages else max(storage.died, last_read[buffer] + 1)
-    return [min(time, after) for time in buffer_died]
+    last_read, storage = np.array(objects.buffer_born, float), np.array(objects.buffer_storage, int)
+    died = last_read + 1
+    np.maximum.at(died, of_object, np.maximum(np.maximum(last, used + 1), saved))
+    np.maximum.at(last_read, of_object, used)
+    rows, copied = graph.storages, np.array(objects.buffer_copied, bool)
+    fixed = np.array([row.kind in ("parameter", "buffer", "input") for row in rows], bool)[storage]
+    stays = fixed | np.isin(storage, [graph.values[value].storage for value in to_the_end])
+    recorded = np.where(stays, after, np.maximum(np.array([row.died for row in rows], float)[storage], last_read + 1))
+    alone = ~np.isin(storage, storage[copied])  # nothing of it left its device: the recorded death is exact
+    died = np.where(~copied & (alone | fixed), recorded, died)
+    died[[copy.buffer for copy in copies if copy.kept]] = after
+    for buffer in passed_on:
+        index = objects.buffer_storage[buffer]
+        died[buffer] = last_read[buffer] + 1
+        if index in outlived and buffer == objects.original_buffer[index]:
+            died[buffer] = max(died[buffer], rows[index].died)
+    return list(np.minimum(died, after).tolist())
 
 
 def columns(objects: Objects, died: Sequence[float]) -> tuple[Buffers, tuple[Copy, ...]]:

@@ -253,6 +253,9 @@ class Walk:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
             self.aligned[self.graph.calls[op.call].path] = None
+        devices = [device_of(obj) for obj in given]
+        if devices[0] >= 0 and devices.count(devices[0]) == len(devices):
+            return given, devices[0]
         if not self._all_together(given):
             if _is_copy_into(op):  # the one op that takes two devices as they are
                 return given, device_of(given[0])
@@ -324,9 +327,11 @@ class Walk:
             if objects.current[value] >= 0:
                 continue  # an in-place op returns its argument
             storage = values[value].storage
-            shared = next(
-                (obj for obj, given in zip(read, op.inputs, strict=True) if values[given].storage == storage), -1
-            )
+            shared = -1
+            if op.backward or objects.original_buffer[storage] >= 0:  # else it is new, and no view of anything
+                shared = next(
+                    (obj for obj, given in zip(read, op.inputs, strict=True) if values[given].storage == storage), -1
+                )
             if shared >= 0:
                 objects.current[value] = objects.new_object(value, objects.buffer[shared], view_of=shared)
             else:
