@@ -14,9 +14,10 @@ import torch
 
 from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
-from autoshard.axes.regions import OUTSIDE, find_regions
+from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.rules import RULES
 from autoshard.axes.walk import MOST_NUMBERS, Walk
+from autoshard.capture.changed import changed
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
@@ -119,18 +120,18 @@ def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
     graph = profile.graph
     parts = {value: part[rank] for value, part in traced.parts.items()}
     values = tuple(
-        replace(value, nbytes=ceil(value.nbytes * parts[value.index]))
+        changed(value, nbytes=ceil(value.nbytes * parts[value.index]))
         if value.index in parts else value for value in graph.values
     )  # fmt: skip
     first: dict[int, int] = {}
     for value in graph.values:
         first.setdefault(value.storage, value.index)
     storages = tuple(
-        replace(storage, nbytes=ceil(storage.nbytes * parts[first[storage.index]]))
+        changed(storage, nbytes=ceil(storage.nbytes * parts[first[storage.index]]))
         if first.get(storage.index) in parts else storage for storage in graph.storages
     )  # fmt: skip
     tensors = tuple(
-        replace(tensor, nbytes=ceil(tensor.nbytes * parts[tensor.value])) if tensor.value in parts else tensor
+        changed(tensor, nbytes=ceil(tensor.nbytes * parts[tensor.value])) if tensor.value in parts else tensor
         for tensor in graph.tensors
     )
     ops, moved = [], []
@@ -139,7 +140,7 @@ def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
         touched = op.inputs + op.outputs
         share = min([parts.get(value, 1.0) for value in touched], default=1.0)
         whole, local = sum([before[value] for value in touched]), sum([after[value] for value in touched])
-        ops.append(replace(op, flops=ceil(op.flops * share)) if share < 1 and op.flops else op)
+        ops.append(changed(op, flops=ceil(op.flops * share)) if share < 1 and op.flops else op)
         moved.append(nbytes * local // whole if local < whole else nbytes)
     smaller = replace(graph, values=values, storages=storages, tensors=tensors, ops=tuple(ops))
     return replace(profile, graph=smaller, op_bytes=tuple(moved))
@@ -156,6 +157,8 @@ class Tracer:
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
         self.by_name = {tensor.name: tensor for tensor in graph.tensors}
+        returned = (value for call in graph.calls if call.path == OUTSIDE for value in call.outputs)
+        self._ends_once = set(graph.outputs).issuperset(returned)
         self._blocks: dict[frozenset[str], _Blocks] = {}
         self._walks: dict[tuple[frozenset[str], str], Walk] = {}
 
@@ -172,6 +175,8 @@ class Tracer:
                         raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
                     traced.parts[self.by_name[name].value] = parts_of(shard.axis, cut.shares)
         names = frozenset(together)
+        if self._ends_once and names | {OUTSIDE} in self._blocks:  # what lies outside changes nothing inside
+            names |= {OUTSIDE}
         if names not in self._blocks:
             self._blocks[names] = _Blocks(self.graph, together)
         blocks = self._blocks[names]
@@ -239,7 +244,7 @@ class _Blocks:
         known = set(blocks)
         inner: set[int] = set()
         if OUTSIDE in known:
-            inner.update(next((region.ops for region in find_regions(graph) if region.path == OUTSIDE), ()))
+            inner.update(outside_ops(graph))
         paths = {call.path for call in graph.calls}
         of_path = {at: next((one for one in (at, *above(at)) if one and one in known), None) for at in paths}
         self.of_op: list[str | None] = []

@@ -20,8 +20,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoshard.axes.regions import element_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.module_paths import above, is_below
+from autoshard.module_paths import above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
     rows = {path: [0, 0] for path in (*paths, "")}
     for tensor in {tensor.storage: tensor for tensor in reversed(graph.tensors)}.values():
         if tensor.kind == "parameter":
-            path = next((path for path in paths if is_below(tensor.name, path)), "")
+            path = element_of(tensor.name, rows)
             rows[path][0] += tensor.nbytes
             rows[path][1] += tensor.nbytes * (tensor.name in trained or (not trained and tensor.trainable))
     return tuple(Block(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())

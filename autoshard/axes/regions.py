@@ -5,7 +5,7 @@ matrices; all that lies outside of such elements is one more region. What one re
 there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.axes.rules import is_pointwise
@@ -28,6 +28,12 @@ class Region:
 def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
     """Divide the forward ops of a graph into regions; equal ones appear once, with all their paths."""
     return _alike(graph, _owners(graph, _elements(graph)))
+
+
+def outside_ops(graph: ModelGraph) -> list[int]:
+    """The ops of the region outside of all repeated elements."""
+    owner, scaled = _owners(graph, _elements(graph)), _scaled(graph)
+    return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in scaled]
 
 
 def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
@@ -83,8 +89,13 @@ def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
     known: dict[str, str] = {}
     for call in graph.calls:
         if call.path not in known:
-            known[call.path] = next((path for path in (call.path, *above(call.path)) if path in elements), OUTSIDE)
+            known[call.path] = element_of(call.path, elements)
     return [known[call.path] for call in graph.calls]
+
+
+def element_of(path: str, elements: Collection[str]) -> str:
+    """The element that a module, or a tensor, is in."""
+    return next((one for one in (path, *above(path)) if one in elements), OUTSIDE)
 
 
 def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple[Region, ...]:

@@ -66,13 +66,16 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
         numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
         if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
             bound.add(tensor.storage)
-    while True:  # what is written later with something bound was bound from the start
-        before = len(bound)
-        for op in forward:
-            if draws(op) or any(graph.values[value].storage in bound for value in op.inputs):
-                bound.update(graph.values[value].storage for value in (*op.outputs, *op.mutates))
-        if len(bound) == before:
-            return frozenset(range(len(graph.storages))) - bound
+    of, known, left = [value.storage for value in graph.values], -1, list(forward)
+    while len(bound) > known:  # what is written later with something bound was bound from the start
+        known, rest = len(bound), []
+        for op in left:
+            if draws(op) or not bound.isdisjoint([of[value] for value in op.inputs]):
+                bound.update([of[value] for value in (*op.outputs, *op.mutates)])
+            else:
+                rest.append(op)
+        left = rest
+    return frozenset(range(len(graph.storages))) - bound
 
 
 def draws(op: Op) -> bool:

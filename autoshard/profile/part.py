@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.changed import changed
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.latest import Latest
 from autoshard.profile.profile import Profile
@@ -65,16 +66,16 @@ def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: fr
     carrying = carriers_of_rows(graph, batch) if carrying is None else carrying
     sizes = sizes_of_part(profile, part, carrying)
     values = tuple(
-        replace(value, nbytes=sizes.values[value.index],
+        changed(value, nbytes=sizes.values[value.index],
                 copy_bytes=ceil(value.copy_bytes * part) if value.copy_bytes > 0 else value.copy_bytes)
         if value.index in carrying else value for value in graph.values
     )  # fmt: skip
     storages = tuple(
-        storage if nbytes == storage.nbytes else replace(storage, nbytes=nbytes)
+        storage if nbytes == storage.nbytes else changed(storage, nbytes=nbytes)
         for storage, nbytes in zip(graph.storages, sizes.storages, strict=True)
     )
     ops = tuple(
-        op if flops == op.flops else replace(op, flops=flops)
+        op if flops == op.flops else changed(op, flops=flops)
         for op, flops in zip(graph.ops, sizes.flops, strict=True)
     )  # fmt: skip
     smaller = replace(graph, values=values, storages=storages, ops=ops)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from autoshard.axes.regions import repeated_elements
+from autoshard.axes.regions import element_of, repeated_elements
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
@@ -236,7 +236,8 @@ def gathered_blocks(graph: ModelGraph) -> list[str]:
     callable_paths = {module.path for module in graph.modules if module.callable and not module.aliases}
     called = {call.path for call in graph.calls}
     paths = [path for path in repeated_elements(graph) if path in callable_paths and path in called]
-    block_of = {name: next((path for path in paths if is_below(name, path)), "") for name in values.values()}
+    elements = frozenset(paths)
+    block_of = {name: element_of(name, elements) for name in values.values()}
     foreign: set[str] = set()
     for op in graph.ops:
         if op.backward:
@@ -254,7 +255,8 @@ def gathered_blocks(graph: ModelGraph) -> list[str]:
 
 def _beside_one_another(graph: ModelGraph, paths: Sequence[str]) -> set[str]:
     """Repeated modules of lists in which one does not need what the one before it made."""
-    of_call = [next((at for at, path in enumerate(paths) if is_below(call.path, path)), -1) for call in graph.calls]
+    place = {path: at for at, path in enumerate(paths)}
+    of_call = [place.get(element_of(call.path, place), -1) for call in graph.calls]
     needs: dict[int, int] = {}  # value -> the modules it was made with, one bit each
     seen = dict.fromkeys(range(len(paths)), 0)
     for op in graph.ops:
