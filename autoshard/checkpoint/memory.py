@@ -43,7 +43,7 @@ class Pages:
     def make(self, tensor: torch.Tensor) -> None:
         """Make the pages of a tensor in CPU memory; no harm where there are pages, or the system can't.
 
-        A tensor may be a part of a larger one: slices that begin in it are made whole, of the one before only its pages.
+        A tensor may be a part of a larger one: slices that begin in it are made whole, of that before only its pages.
         """
         advise = _madvise()
         if advise is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
