@@ -16,7 +16,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
-from autoshard.module_paths import join
+from autoshard.module_paths import above, join, parent
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
@@ -233,7 +233,8 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
-        handles.append(modules[block].register_forward_pre_hook(Dense(), prepend=True))
+    for path in _may_meet_nested(ready):
+        handles.append(modules[path].register_forward_pre_hook(Dense(), prepend=True))
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
@@ -245,6 +246,12 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         handles.append(model.register_load_state_dict_pre_hook(whole.divide))
     sum_gradients(model, ready.record.partial, ready.record.ranks)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
+
+
+def _may_meet_nested(ready: _Ready) -> set[str]:
+    """Blocks; of what is cut outside of blocks, the modules around it: code of the model may make nested tensors."""
+    outside = [shard.name for cut in ready.record.cuts if "" in cut.blocks for shard in cut.shards]
+    return {*ready.memos, *(path for name in outside for path in above(parent(name)))}
 
 
 def _kept(model: nn.Module, record: CutRecord, streamed: Mapping[str, str], loader: Loader | None) -> Kept:

@@ -65,6 +65,7 @@ def check_degrees(model, degrees):
         try:
             cuts = plan(degree).cuts
         except PlanError as error:
+            assert "Degrees that its sizes allow" in str(error)
             said[degree] = (False, str(error))
             continue
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.outsiders import Dense
 from autoshard.runtime.rank_tensor import collect
@@ -129,6 +130,7 @@ def test_padding_masks_that_were_not_planned():
         model(x, src_key_padding_mask=padding)
     with pytest.raises(ApplyError, match="given a padding mask"):
         model(x, src_key_padding_mask=padding)
+    assert any(isinstance(hook, Dense) for hook in torch_private.forward_pre_hooks(model.layers[0]))
     with pytest.raises(ApplyError, match="Linear is cut: a nested tensor"):  # in one of several processes
         Dense()(nn.Linear(8, 8), (torch.nested.nested_tensor([x[0], x[1, :2]]),))
 
