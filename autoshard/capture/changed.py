@@ -9,8 +9,9 @@ Row = TypeVar("Row")
 
 def changed(row: Row, **figures: Any) -> Row:
     """Return a row of a dataclass with slots with some of its fields changed; nothing is checked."""
-    made = object.__new__(type(row))
-    for name, get, put in _slots(type(row)):
+    kind: Any = type(row)
+    made: Row = object.__new__(kind)
+    for name, get, put in _slots(kind):
         put(made, figures[name] if name in figures else get(row))
     return made
 
