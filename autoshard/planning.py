@@ -199,7 +199,6 @@ def _auto(request: Request) -> Plan:
 
 def candidates_of(request: Request) -> "list[Candidate]":
     """The strategies in the order in which equals are taken, the simplest first."""
-    from autoshard.prove.prove import unproved
     from autoshard.strategies.compare import Candidate
 
     found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
@@ -212,6 +211,8 @@ def candidates_of(request: Request) -> "list[Candidate]":
     many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
+    from autoshard.prove.prove import unproved
+
     found.append(
         Candidate(
             name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request), usable=many

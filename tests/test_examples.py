@@ -55,9 +55,17 @@ def test_ddp_under_torchrun():
     assert SAYS["ddp.py"] in done.stdout, done.stdout
 
 
+COMMAND = """
+import atexit, gc, autoshard_command
+atexit.register(lambda: print("collecting" if gc.isenabled() else "not collecting"))
+autoshard_command.run()
+"""
+
+
 def test_embedded_example_is_planned_without_its_weights():
-    done = run("-m", "autoshard", "plan", "examples/model.py", "--devices", "2x4GiB,1x2GiB")
+    done = run("-c", COMMAND, "plan", "examples/model.py", "--devices", "2x4GiB,1x2GiB")
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.endswith("\ncollecting\n"), "the collector was off for the imports only"
     assert "cpu:0" in done.stdout or "cuda:0" in done.stdout, done.stdout
 
 
