@@ -72,16 +72,17 @@ def add_up(tensor: torch.Tensor, rank: int, size: int, group: Any) -> torch.Tens
 
 
 class _Sent:
-    """A contiguous tensor on its way to all other ranks, and theirs on their way to this one."""
+    """A contiguous tensor on its way to all other ranks, and theirs, as integers, on their way to this one."""
 
-    __slots__ = ("others", "parts", "rank", "works")
+    __slots__ = ("others", "parts", "rank", "tensor", "works")
 
     def __init__(self, tensor: torch.Tensor, rank: int, size: int, group: Any) -> None:
-        self.rank = rank
+        self.tensor, self.rank = tensor, rank
         self.others = [other for other in range(size) if other != rank]
-        self.parts = [torch.empty_like(tensor) for _ in self.others]
-        for end, unset in map(_end, self.parts):
-            end.fill_(unset)
+        dtype, unset = _UNSET[tensor.element_size()]
+        self.parts = [torch.empty(tensor.numel(), dtype=dtype) for _ in self.others]
+        for part in self.parts:
+            part[-1] = unset
         # First of all say that there is room: then what comes goes straight there.
         pairs = list(zip(self.parts, self.others, strict=True))
         self.works: list[Any] = [dist.irecv(part, group=group, group_src=other, tag=_TAG) for part, other in pairs]
@@ -91,20 +92,14 @@ class _Sent:
         """Return what came. Raises `RankError` for too little, of which gloo says nothing; too much ends a process."""
         for work in self.works:
             work.wait()
-        ends = map(_end, self.parts)
-        short = [str(other) for other, (end, unset) in zip(self.others, ends, strict=True) if end.item() == unset]
+        _, unset = _UNSET[self.tensor.element_size()]
+        short = [str(other) for part, other in zip(self.parts, self.others, strict=True) if part[-1].item() == unset]
         if short:
             raise RankError(
                 f"rank {self.rank} got less from rank {', '.join(short)} than it sent there: they run with inputs of "
                 "different shapes. Give all ranks the same inputs, and start them all again."
             )
-        return self.parts
-
-
-def _end(part: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The last number of a tensor as an integer, and what that is before anything came."""
-    dtype, unset = _UNSET[part.element_size()]
-    return part.view(-1)[-1:].view(dtype), unset
+        return [part.view(self.tensor.dtype).view(self.tensor.shape) for part in self.parts]
 
 
 @torch.library.custom_op("autoshard::exchange", mutates_args=())

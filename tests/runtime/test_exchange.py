@@ -103,8 +103,8 @@ def test_three_ranks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_is_unset_is_no_number_that_is_computed(dtype):
     """A NaN of arithmetic may end a tensor: that is not taken for nothing."""
-    for nan in (torch.full((1,), float("nan"), dtype=dtype), torch.zeros(1, dtype=dtype) / 0, -torch.zeros(1) / 0):
-        end, unset = exchange._end(nan.to(dtype))
-        assert end.item() != unset
-        end.fill_(unset)
-        assert nan.isnan().all()
+    integers, unset = exchange._UNSET[dtype.itemsize]
+    zeros = torch.zeros(1, dtype=dtype)
+    for nan in (torch.full((1,), float("nan"), dtype=dtype), zeros / 0, -zeros / 0, (zeros.double() / 0).to(dtype)):
+        assert nan.isnan().all() and nan.view(integers).item() != unset
+    assert torch.tensor([unset], dtype=integers).view(dtype).isnan().all()
