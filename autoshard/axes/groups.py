@@ -1,12 +1,12 @@
 """Axis groups: the leaves that can be cut, what is cut with each, and where its cut and uncut tensors meet."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves, local_size
 from autoshard.axes.places import Lookup, Places, Unplaceable
-from autoshard.axes.regions import Region, find_regions, leaf_regions, shared_tensors
+from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
@@ -92,45 +92,56 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
         groups += found
         blocked += refused
     alone: list[AxisGroup] = []
-    modules = leaf_regions(graph)
+    touching = _touching(graph, groups)
+    modules = leaf_regions(graph, {path for path, indices in touching.items() if indices})
     shared = shared_tensors(graph, modules)
     for region in modules:
         alone += _groups_of(lookup, region, shared, len(groups) + len(alone))[0]
-    return AxisGroups(groups=_excluding(graph, groups, alone), blocked=tuple(blocked), regions=regions)
+    return AxisGroups(groups=_excluding(groups, alone, touching), blocked=tuple(blocked), regions=regions)
 
 
-def _excluding(graph: ModelGraph, groups: list[AxisGroup], alone: list[AxisGroup]) -> tuple[AxisGroup, ...]:
-    """All groups; one of a module alone conflicts with those that have cut what the module reads or makes.
-
-    Only within the region of a group: what leaves it is gathered before anything outside reads it.
-    """
-    calls = _calls_at(graph, {place for one in alone for group in groups for place in _places(one, group)})
+def _excluding(
+    groups: list[AxisGroup], alone: list[AxisGroup], touching: Mapping[str, Collection[int]]
+) -> tuple[AxisGroup, ...]:
+    """All groups; one of a module alone conflicts with those that have cut what the module reads or makes."""
     conflicts: dict[int, set[int]] = {group.index: set(group.conflicts) for group in (*groups, *alone)}
     for one in alone:
-        for group in groups:
-            values = {
-                value
-                for place in _places(one, group)
-                for call in calls.get(place, ())
-                if not group.walk.ops.isdisjoint(range(call.begin, call.end))
-                for value in _touched(graph, call)
-            }
-            if any(group.walk.cut_dims(value, group.leaf) for value in values):
-                conflicts[one.index].add(group.index)
-                conflicts[group.index].add(one.index)
+        for index in {index for path in one.blocks for index in touching[path]}:
+            conflicts[one.index].add(index)
+            conflicts[index].add(one.index)
     return tuple(
         dataclasses.replace(group, conflicts=tuple(sorted(conflicts[group.index]))) for group in (*groups, *alone)
     )
 
 
-def _places(one: AxisGroup, group: AxisGroup) -> set[str]:
-    """Where in the first block of a group, which is the one that was analysed, modules of another are."""
-    found = set()
-    for path in one.blocks:
-        block = next((block for block in group.blocks if is_below(path, block)), None)
-        if block is not None:
-            found.add(join(group.blocks[0], relative(path, block)))
-    return found
+def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset[int]]:
+    """For every module of `leaf_modules`, the groups that have cut what it reads or makes.
+
+    Only those of its region: what leaves a region is gathered before anything outside reads it. It is looked up in the
+    first block of a group, which is the one that was analysed.
+    """
+    of_block: dict[str, list[AxisGroup]] = {}
+    for group in groups:
+        for block in group.blocks:
+            of_block.setdefault(block, []).append(group)
+    places: dict[str, tuple[str, str]] = {}  # module -> its block, and its path in the first block alike
+    for path in leaf_modules(graph):
+        block = element_of(path, of_block)
+        first = of_block[block][0].blocks[0] if block in of_block else block
+        places[path] = block, join(first, relative(path, block))
+    calls = _calls_at(graph, {place for _, place in places.values()})
+    found: dict[str, frozenset[int]] = {}
+    for block, place in places.values():
+        if place not in found:
+            rows = [(call, set(_touched(graph, call))) for call in calls.get(place, ())]
+            found[place] = frozenset(
+                group.index
+                for group in of_block.get(block, ())
+                for call, values in rows
+                if not group.walk.ops.isdisjoint(range(call.begin, call.end))
+                and any(group.walk.cut_dims(value, group.leaf) for value in values)
+            )
+    return {path: found[place] for path, (_, place) in places.items()}
 
 
 def _calls_at(graph: ModelGraph, paths: set[str]) -> dict[str, list[Call]]:

@@ -5,7 +5,7 @@ matrices; all that lies outside of such elements is one more region. What one re
 there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.axes.rules import is_pointwise
@@ -36,13 +36,17 @@ def outside_ops(graph: ModelGraph) -> list[int]:
     return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in scaled]
 
 
-def leaf_regions(graph: ModelGraph) -> tuple[Region, ...]:
-    """As `find_regions`, with every module that has parameters of its own and no children with any as an element.
+def leaf_regions(graph: ModelGraph, touched: Container[str] = ()) -> tuple[Region, ...]:
+    """As `find_regions`, with the modules of `leaf_modules` as elements.
 
     Equal ones count as one only where their paths differ in places of lists alone: one attention's queries, but not its
-    keys with them, since each may be cut in another way.
+    keys with them, since each may be cut in another way. `touched`: those that can also be cut together with others;
+    the rest is apart from them.
     """
-    return _alike(graph, _owners(graph, _leaf_modules(graph)), by_place=True)[1:]
+    numbered = _numbered(graph)
+    return _alike(graph, _owners(graph, leaf_modules(graph)), lambda path: (_place(path, numbered), path in touched))[
+        1:
+    ]
 
 
 def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[int]:
@@ -98,8 +102,10 @@ def element_of(path: str, elements: Collection[str]) -> str:
     return next((one for one in (path, *above(path)) if one in elements), OUTSIDE)
 
 
-def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple[Region, ...]:
-    """The regions of an ownership, equal ones once; what is outside comes first."""
+def _alike(
+    graph: ModelGraph, owner: list[str], kind: Callable[[str], object] = lambda path: None
+) -> tuple[Region, ...]:
+    """The regions of an ownership, equal ones of one kind once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
     scaled = _scaled(graph)
     for op in graph.ops:
@@ -110,10 +116,8 @@ def _alike(graph: ModelGraph, owner: list[str], by_place: bool = False) -> tuple
     for tensor in graph.tensors:
         names.setdefault(tensor.value, []).append(tensor.name)
     alike: dict[object, list[str]] = {}
-    numbered = _numbered(graph)
     for path, indices in ops.items():
-        place = _place(path, numbered) if by_place else ""
-        key = (place, _signature(graph, path, indices, first[path], names)) if path else OUTSIDE
+        key = (kind(path), _signature(graph, path, indices, first[path], names)) if path else OUTSIDE
         alike.setdefault(key, []).append(path)
     return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
 
@@ -158,7 +162,8 @@ def _elements(graph: ModelGraph) -> set[str]:
     return found
 
 
-def _leaf_modules(graph: ModelGraph) -> set[str]:
+def leaf_modules(graph: ModelGraph) -> set[str]:
+    """Modules that have parameters of their own and no children with any."""
     having = {tensor.module for tensor in graph.tensors if tensor.kind == "parameter"}
     return having - {path for module in having for path in above(module)} - {OUTSIDE}
 

@@ -286,6 +286,27 @@ def test_the_outside_of_a_large_model_is_proved_without_its_elements(monkeypatch
     torch.testing.assert_close(autoshard.apply(model, made)(ids), expected)
 
 
+class Unit(nn.Linear):
+    """Rows of weights are brought to one length, so the columns can't be cut."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias)
+
+
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Unit(24, 24), nn.ReLU(), Unit(24, 24))
+
+
+def test_modules_that_no_block_cuts_are_apart_from_those_that_one_does():
+    _, found, prover = analysed(Stack(Chain))
+    group = of_blocks(found, 24)
+    assert {shard.name for shard in group.shards} == {"2.weight", "2.bias"}
+    rest = next(one for one in found.groups if "blocks.0.0" in one.blocks)
+    assert rest.blocks == ("blocks.0.0", "blocks.1.0") and group.index not in rest.conflicts
+    assert isinstance(prover.prove(rest, (12, 12)), Cut)
+
+
 class Crossing(nn.Module):
     """Keys and values of another width than queries have weights of their own."""
 
