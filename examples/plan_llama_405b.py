@@ -5,12 +5,14 @@ H100-80GB do not, and the error says by how much. One of them with 200 GB of hos
 the layers are brought to it one after the other.
 
     pip install -e ".[hf]"
-    python examples/plan_llama_405b.py
+    python examples/plan_llama_405b.py                  # half a minute, most of it for the last two
+    python examples/plan_llama_405b.py 12xH100-80GB    # for other devices
 
 The same from the command line: autoshard plan examples/llama-3.1-405b/config.json --devices 16xH100-80GB
 """
 
 import pathlib
+import sys
 import time
 
 import torch
@@ -31,7 +33,7 @@ def main() -> None:
     print(f"{format_bytes(profile.parameter_bytes)} of parameters, profiled in {time.perf_counter() - started:.1f} s")
 
     one = {"cuda:0": "80GB", "cpu": "200GB", "disk": "2TB"}
-    for devices in ("16xH100-80GB", "8xH200", "8xH100-80GB", one):
+    for devices in sys.argv[1:] or ("16xH100-80GB", "8xH200", "8xH100-80GB", one):
         print(f"\n{devices}")
         objective = "latency" if devices is one else "throughput"
         try:

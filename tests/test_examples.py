@@ -34,11 +34,23 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
+# Arguments for the default tests; the whole of these runs with the slow ones.
+SHORTER = {"plan_llama_405b.py": ("16xH100-80GB", "8xH200")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORTER)
+def test_whole_example(name):
+    done = run(f"examples/{name}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS[name] in done.stdout and "does not fit" in done.stdout and "per forward" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
     if path.name == "lightning_strategies.py":
         pytest.importorskip("lightning", reason="lightning is not installed: pip install -e .[lightning]")
-    done = run(str(path))
+    done = run(str(path), *SHORTER.get(path.name, ()))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
 
