@@ -5,7 +5,7 @@ H100-80GB do not, and the error says by how much. One of them with 200 GB of hos
 the layers are brought to it one after the other.
 
     pip install -e ".[hf]"
-    python examples/plan_llama_405b.py                  # half a minute, most of it for the last two
+    python examples/plan_llama_405b.py                 # half a minute, most of it for the last two
     python examples/plan_llama_405b.py 12xH100-80GB    # for other devices
 
 The same from the command line: autoshard plan examples/llama-3.1-405b/config.json --devices 16xH100-80GB
