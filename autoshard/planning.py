@@ -211,7 +211,7 @@ def candidates_of(request: Request) -> "list[Candidate]":
     many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
-    from autoshard.prove.prove import unproved
+    from autoshard.axes.unproved import unproved
 
     found.append(
         Candidate(

@@ -9,6 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.axes.groups import find_groups
+from autoshard.axes.unproved import unproved
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
@@ -21,7 +22,6 @@ from autoshard.mesh_cost import Pricer, _Combined, estimate_mesh, in_one_piece
 from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.part import part_of_batch
-from autoshard.prove.prove import unproved
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload
 

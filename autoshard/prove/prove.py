@@ -20,6 +20,7 @@ from torch import nn
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import differentiable
 from autoshard.axes.regions import OUTSIDE
+from autoshard.axes.unproved import as_cut
 from autoshard.capture.capture import observe_calls
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
@@ -259,16 +260,8 @@ def _tried(work: Callable[[], Any]) -> str:
 
 
 def _cut(group: AxisGroup, shares: tuple[int, ...], scales: Scales) -> Cut:
-    return Cut(
-        blocks=group.blocks,
-        size=group.size,
-        shares=shares,
-        shards=group.shards,
-        actions=(*group.actions, *_lengths(scales)),
-        scales=_scales(scales, shares),
-        summed=group.summed,
-        training=True,  # the mode is that in which it was found
-    )
+    cut = as_cut(group, shares)
+    return replace(cut, actions=(*cut.actions, *_lengths(scales)), scales=_scales(scales, shares))
 
 
 def _lengths(scales: Scales) -> tuple[Action, ...]:
@@ -295,8 +288,3 @@ def make_prover(
     """Observe how the blocks of a model are called, and return what proves their groups."""
     paths = dict.fromkeys(group.blocks[0] for group in found.groups)
     return Prover(model, graph, found, observe_calls(model, inputs, workload, paths))
-
-
-def unproved(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
-    """Take all cuts for proved: to see whether it would pay to prove them. Their plan must not be applied."""
-    return [_cut(group, share, {}) for group, share in zip(groups, shares, strict=True)]

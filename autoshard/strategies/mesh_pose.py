@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.unproved import unproved
 from autoshard.batching import BatchAxis
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
@@ -19,7 +20,6 @@ from autoshard.module_paths import above
 from autoshard.plan import Mesh
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.prove.prove import unproved
 from autoshard.replica_cost import BUCKET_BYTES
 from autoshard.sharding import Cut, even_shares
 from autoshard.strategies.cut_choice import Option, choose

@@ -10,13 +10,13 @@ from torch import nn
 
 import autoshard
 from autoshard.axes.groups import find_groups
+from autoshard.axes.unproved import unproved
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import plan_device
 from autoshard.cluster.parse import parse_devices
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.scaling import find_scaling
-from autoshard.prove.prove import unproved
 from autoshard.report.whatif import what_if_data
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload

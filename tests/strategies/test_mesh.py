@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.axes.unproved import unproved
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
 from autoshard.mesh_cost import estimate_mesh
 from autoshard.module_paths import is_below
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
-from autoshard.prove.prove import unproved
 from autoshard.schedules.orders import make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.mesh import hybrid
