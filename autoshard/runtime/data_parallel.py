@@ -14,6 +14,7 @@ like.
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.chunks import bind, count_rows
@@ -68,6 +70,7 @@ def apply_replicas(
     `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
     """
     mark, error = Mark(), problem
+    _departed.clear()
     tensors = named_tensors(model)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     mesh = plan.mesh
@@ -238,12 +241,15 @@ class Parallel:
         if not torch.is_grad_enabled() or torch_private.autograd_node() is not None or not self._find_trained():
             return self.run(*args, **kwargs)
         engine = self._ready()
-        if not self.syncs:
-            with engine.no_sync():
-                return engine(*args, **kwargs)
-        if self._is_weighted():
+        if self.syncs and self._is_weighted():
             self._weigh(args, kwargs)
-        return engine(*args, **kwargs)
+        with contextlib.nullcontext() if self.syncs else engine.no_sync():
+            output = engine(*args, **kwargs)
+        for _, tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                kept: Any = tensor.grad_fn.metadata
+                kept[_MARK] = self  # a loss may outlive its model
+        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -271,7 +277,8 @@ class Parallel:
                 init_sync=first,
                 **buffers,
             )
-            self.engine.register_comm_hook(self, _average)
+            self.engine.register_comm_hook(weakref.ref(self), _average)  # its holder is none that Python can look into
+            _outlive(self.engine, self.engine.process_group)
             self.trained = trained
         return self.engine
 
@@ -312,12 +319,28 @@ class Parallel:
         )
 
 
+_MARK = "autoshard_replica"
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
-def _average(parallel: Parallel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+_departed: list[Any] = []
+"""Process groups whose engines are gone; let go of when the next model becomes a replica."""
+
+
+def _outlive(engine: DistributedDataParallel, group: Any) -> None:
+    """Keep a process group until its engine is gone, after `destroy_process_group`, too.
+
+    Torch's reducer would end it while it holds the interpreter's lock, which gloo's threads may need to end: now and
+    then a process would wait for good. Python's own handle of a group ends it without the lock.
+    """
+    weakref.finalize(engine, _departed.append, group).atexit = False
+
+
+def _average(reference: "weakref.ref[Parallel]", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the replicas, each with its weight."""
+    parallel = reference()
+    assert parallel is not None  # its backward is running
     ranks = parallel.record.replicas
     if bucket.index() == 0:  # torch would make an error of its own of what is raised in a hook: raise it afterwards
         parallel.sums.clear()

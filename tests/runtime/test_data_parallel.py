@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from autoshard.batching import BatchAxis, BatchInput
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.runtime import data_parallel
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES
@@ -211,12 +214,22 @@ def habits():
     other.zero_grad()
     other(**mine)["loss"].backward()
     seen["copied"] = torch.equal(other.out.weight.grad, model.out.weight.grad) and other.out is not model.out
+    weight, loss, engine = other.out.weight, other(**mine)["loss"], weakref.ref(vars(other)["forward"].engine)
+    weight.grad = None
+    del other
+    gc.collect()
+    loss.backward()  # it outlives its model
+    seen["late"] = torch.equal(weight.grad, model.out.weight.grad)
+    del loss
+    gc.collect()
+    seen["freed"] = engine() is None and data_parallel._departed[-1] is dist.group.WORLD  # and its group is not
     return seen
 
 
 def test_what_people_do_with_replicas():
     for seen in run_ranks(habits, 2):
         assert seen["accumulated"] < 1e-6 and seen["norms"] < 1e-6 and seen["frozen"] and seen["copied"], seen
+        assert seen["late"] and seen["freed"], seen
 
 
 def sharded_steps(names):
