@@ -175,6 +175,9 @@ class Plan:
     ) -> "Plan":
         """Import a `device_map` dict: module path -> device index, device string or `torch.device`.
 
+        Modules on "disk" stay in their file and are brought, for each call, to the first device of the map that is
+        neither "cpu" nor "disk", else to the CPU, as Accelerate does; modules on "cpu" compute there.
+
         `profile` gives the workload and the fingerprint, if there is one. `devices` describes the devices as far as
         they are known; the others are added with 0 bytes. Raises `PlanError` if a key or a device makes no sense, if
         keys overlap, or if the profiled model has no such part.
@@ -183,17 +186,22 @@ class Plan:
             raise PlanError(f"a device map is a dict such as {{'': 'cuda:0'}}, got {type(device_map).__name__}.")
         placements = {path: _device_name(path, device) for path, device in device_map.items()}
         check_placements(placements)
+        streamed = {path: name for path, name in placements.items() if name == "disk"}
+        computing = next((name for name in placements.values() if name not in ("cpu", "disk")), "cpu")
+        placements |= dict.fromkeys(streamed, computing)
         if profile is not None:
             check_known_in(placements, profile.graph)
             workload, fingerprint = workload or profile.workload, fingerprint or profile.graph.fingerprint
         known = {device.name: device for device in devices}
-        used = {name: known.get(name, PlanDevice(name=name, memory_bytes=0)) for name in placements.values()}
+        names = (*placements.values(), *streamed.values())
+        used = {name: known.get(name, PlanDevice(name=name, memory_bytes=0)) for name in names}
         return cls(
             strategy="device_map",
             objective="memory",
             workload=workload or Workload(assumed=True),
             devices=(*devices, *(device for name, device in used.items() if name not in known)),
             placements=placements,
+            streamed=streamed,
             reasons=("the device map was given by hand",),
             fingerprint=fingerprint,
         )

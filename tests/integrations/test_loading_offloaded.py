@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.runtime.mapped import region_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,3 +27,26 @@ def test_fused_experts_are_not_planned_on_disk(tmp_path):
         assert torch.equal(model(ids).logits, original(ids).logits)
     with pytest.raises(autoshard.PlanError, match="too little"):  # nowhere to keep the experts
         autoshard.load(tmp_path, {"cpu": int(whole * 0.5), "disk": "1GiB"}, workload=workload, progress=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rest", ["cpu", "cpu:0"])
+def test_a_device_map_with_modules_on_disk(tmp_path, rest):
+    """Of another tool, by hand, or what a plan with streamed modules gives; they compute where the others do."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    original = transformers.LlamaForCausalLM(config).eval()
+    original.save_pretrained(tmp_path)
+    ids = torch.arange(8).reshape(1, 8)
+    layers = {f"model.layers.{i}": "disk" if i % 2 else rest for i in range(4)}
+    given = {"model.embed_tokens": "disk", **layers, "model.norm": rest, "model.rotary_emb": rest, "lm_head": "cpu"}
+    with autoshard.simulate({"cpu:0": "1MiB"}):
+        model = autoshard.load(tmp_path, plan=given, progress=False)
+        assert torch.equal(model(ids).logits, original(ids).logits)
+        assert rest == "cpu" or str(model.model.layers[0].mlp.up_proj.weight.device) == rest
+        assert region_of(model.model.layers[1].mlp.up_proj.weight) is not None
+        assert autoshard.Plan.from_device_map(given).device_map == given
+        autoshard.remove(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
