@@ -87,7 +87,7 @@ def is_pointwise(target: Any) -> bool:
 def unknown(walk: Context, inputs: Iterable[Seen], shapes: Iterable[tuple[int, ...]]) -> list[Axes]:
     """What is done for an op without a rule: nothing that it reads or makes can be cut."""
     for seen in inputs:
-        walk.block(seen.axes)
+        walk.block(seen.axes, "how it could be cut is not known")
     return [lost(walk, shape) for shape in shapes]
 
 

@@ -307,6 +307,11 @@ def test_modules_that_no_block_cuts_are_apart_from_those_that_one_does():
     assert isinstance(prover.prove(rest, (12, 12)), Cut)
 
 
+def test_what_can_not_be_followed_says_so():
+    _, found, _ = analysed(nn.GRUCell(24, 24), X[0])
+    assert {row.reason for row in found.blocked} == {"gru_cell in the model itself: how it could be cut is not known"}
+
+
 class Crossing(nn.Module):
     """Keys and values of another width than queries have weights of their own."""
 
