@@ -11,12 +11,13 @@ by `from_pretrained(tp_plan="auto")`, and whole. They take turns:
 
     prefill    a forward of 128, or 512, tokens    decode    one token with a cache of 64, mean of 16 steps
     alone      the whole model on rank 0 only      together  the whole model on both ranks at once, each its own copy
+    silent     autoshard's cut model with nothing said between ranks: wrong numbers, in the time that computing takes
 
 "together" is the control of what the machine can do: two ranks that need nothing of each other. Half of it is the time
-of ideal halves. Prints medians with quartiles over rounds, and the medians of the ratios within a round; the same of
-the least times, which a busy machine disturbs least; and the processor time of rank 0, which it hardly does. And what
-of the processor time of a prefill the collectives take, all threads of the process counted: two ranks on two
-processors have none left to hide it behind.
+of ideal halves; "silent" is what would be left of this cut if its collectives took no time. Prints medians with
+quartiles over rounds, and the medians of the ratios within a round; the same of the least times, which a busy machine
+disturbs least; and the processor time of rank 0, which it hardly does. And what of the processor time of a prefill the
+collectives take, all threads of the process counted: two ranks on two processors have none left to hide it behind.
 
 "olmo2" does the same with two layers of an Olmo 2 of hidden size 1,024, whose queries and keys are normalised over all
 heads: the written plan gathers queries, keys and values for that, ours sums two numbers per row.
@@ -26,6 +27,7 @@ heads: the written plan gathers queries, keys and values for that, ours sums two
 more is the hook, the all-reduce of a rank with itself, and the addition of the bias.
 """
 
+import contextlib
 import copy
 import functools
 import os
@@ -34,7 +36,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,27 +87,44 @@ RUNS: dict[str, Callable[[torch.nn.Module], tuple[float, float]]] = {
 def measure(models: dict[str, torch.nn.Module], seconds: float) -> dict[str, Times]:
     """Seconds on rank 0, by what is run and on which model. Rounds are run until the time is up."""
     times: dict[str, Times] = {kind: {} for kind in RUNS}
-    names = ["autoshard", "tp_plan", "together", "alone"]
+    names = ["autoshard", "tp_plan", "silent", "together", "alone"]
     end = time.monotonic() + seconds
     index, going = 0, torch.ones(1)
     with torch.no_grad():
         while going:
             turn = index % len(names)
             for name in names[turn:] + names[:turn]:
-                model = models.get(name, models["whole"])
+                model = models["autoshard" if name == "silent" else name if name in models else "whole"]
                 for kind, run in RUNS.items():
                     dist.barrier()
                     if name == "alone" and dist.get_rank():
                         if kind == "decode":
                             dist.barrier()  # the one within
                         continue
-                    found = run(model)
+                    with silent() if name == "silent" else contextlib.nullcontext():
+                        found = run(model)
                     if index:  # the first round warms up
                         times[kind].setdefault(name, []).append(found)
             index += 1
             going[0] = index <= LEAST_ROUNDS or time.monotonic() < end
             dist.broadcast(going, 0)
     return times
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Let ranks go on with what they have, as if others had the same."""
+    methods = ProcessRanks.all_reduce, ProcessRanks.gather
+
+    def all_reduce(ranks: ProcessRanks, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def gather(ranks: ProcessRanks, tensor: torch.Tensor, dim: int, *_: Any) -> torch.Tensor:
+        return torch.cat([tensor] * ranks.size, dim)
+
+    ProcessRanks.all_reduce, ProcessRanks.gather = all_reduce, gather  # type: ignore[method-assign,assignment]
+    yield
+    ProcessRanks.all_reduce, ProcessRanks.gather = methods  # type: ignore[method-assign]
 
 
 def of_collectives(model: torch.nn.Module) -> str:
@@ -162,8 +181,8 @@ def rank_main(rank: int, folder: str, dtype: torch.dtype, seconds: float) -> Non
 
 
 def report(times: dict[str, Times]) -> None:
-    print("| | alone | together | tp_plan | autoshard | autoshard / tp_plan | of ideal |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| | alone | together | tp_plan | autoshard | silent | autoshard / tp_plan | of ideal | silent of ideal |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for kind, found in times.items():
         wall = {name: [seconds for seconds, _ in rows] for name, rows in found.items()}
         busy = {name: statistics.median(seconds for _, seconds in rows) for name, rows in found.items()}
@@ -172,16 +191,20 @@ def report(times: dict[str, Times]) -> None:
         cells = {name: f"{m * 1e3:.1f} ms ({a * 1e3:.1f} to {b * 1e3:.1f})" for name, (a, m, b) in spread.items()}
         # pairs of the same round: a slow moment of the machine hits both
         against = statistics.median(a / b for a, b in zip(wall["autoshard"], wall["tp_plan"], strict=True))
-        ideal = statistics.median(b / 2 / a for a, b in zip(wall["autoshard"], wall["together"], strict=True))
+        ideal = {
+            name: statistics.median(b / 2 / a for a, b in zip(wall[name], wall["together"], strict=True))
+            for name in ("autoshard", "silent")
+        }
         _row(kind, cells, against, ideal)
         for what, row in (("least", least), ("processor", busy)):
             cells = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in row.items()}
-            _row(f"{kind}, {what}", cells, row["autoshard"] / row["tp_plan"], row["together"] / 2 / row["autoshard"])
+            ideal = {name: row["together"] / 2 / row[name] for name in ("autoshard", "silent")}
+            _row(f"{kind}, {what}", cells, row["autoshard"] / row["tp_plan"], ideal)
 
 
-def _row(title: str, cells: dict[str, str], against: float, ideal: float) -> None:
-    listed = " | ".join(cells[name] for name in ("alone", "together", "tp_plan", "autoshard"))
-    print(f"| {title} | {listed} | {against:.3f} | {ideal:.0%} |")
+def _row(title: str, cells: dict[str, str], against: float, ideal: dict[str, float]) -> None:
+    listed = " | ".join(cells[name] for name in ("alone", "together", "tp_plan", "autoshard", "silent"))
+    print(f"| {title} | {listed} | {against:.3f} | {ideal['autoshard']:.0%} | {ideal['silent']:.0%} |")
 
 
 def one_process(rounds: int = 40) -> None:
