@@ -11,7 +11,13 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.offload import Offloaded, offload
-from autoshard.strategies.offload_words import explain_offload, may_stream, offload_refusal, why_not_streamed
+from autoshard.strategies.offload_words import (
+    explain_offload,
+    may_stream,
+    not_on_disk,
+    offload_refusal,
+    why_not_streamed,
+)
 from autoshard.strategies.paths import pins_of_units
 from autoshard.strategies.placing import STRATEGIES, Checked, fits, place
 from autoshard.strategies.reasons import explain
@@ -62,7 +68,7 @@ def make_plan(
             computing=computing, strategy=strategy, objective=goal, in_memory=in_memory,
         )  # fmt: skip
         if found is None and not isinstance(streamed, Offloaded):
-            raise PlanError(offload_refusal(streamed, every, computing))
+            raise PlanError(offload_refusal(streamed, every, computing) + not_on_disk(in_memory, every))
         if isinstance(streamed, Offloaded) and (
             found is None or streamed.value < value_of(found.estimate, goal, training=False)
         ):

@@ -1,6 +1,6 @@
 """Sentences about streamed modules: why these, what bounds the pass, and what would help where nothing fits."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.profile.profile import Profile
@@ -73,6 +73,17 @@ def explain_offload(
     over = found.value / figures.lower_bound_seconds - 1 if figures.lower_bound_seconds else 0.0
     reasons.append(f"at most {over:.2%} above the fastest plan with streamed modules (proved by a lower bound)")
     return tuple(reasons)
+
+
+def not_on_disk(in_memory: Collection[str], cluster: Cluster) -> str:
+    """Say which parameters a disk is no help for; "" without a disk, or if there are none."""
+    if not in_memory or "disk" not in cluster.names:
+        return ""
+    names = sorted(in_memory)
+    return (
+        f" {len(names)} parameters can't be kept on disk, as no file has them the way the model does (packed, of "
+        f"another dtype, or made of several): {', '.join(names[:2])}{' and more' if len(names) > 2 else ''}."
+    )
 
 
 def offload_refusal(lack: Lack, cluster: Cluster, computing: Sequence[str]) -> str:

@@ -25,7 +25,9 @@ def test_fused_experts_are_not_planned_on_disk(tmp_path):
     with autoshard.simulate({"cpu:0": int(whole * 0.65)}), torch.no_grad():
         model = autoshard.load(tmp_path, devices, workload=workload, progress=False)
         assert torch.equal(model(ids).logits, original(ids).logits)
-    with pytest.raises(autoshard.PlanError, match="too little"):  # nowhere to keep the experts
+    with pytest.raises(
+        autoshard.PlanError, match=r"too little.* can't be kept on disk, as no file has"
+    ):  # nowhere to keep the experts
         autoshard.load(tmp_path, {"cpu": int(whole * 0.5), "disk": "1GiB"}, workload=workload, progress=False)
 
 
