@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.errors import PlanError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import join
 from autoshard.packed import is_packed, repacked
 from autoshard.runtime.collectives import Ranks, layout
@@ -148,7 +148,16 @@ def merge_tensors(
 def replace_all(
     tensors: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor], log: list[Undo]
 ) -> None:
-    """Give each tensor what `change` makes of it, tied ones together; `log` takes what undoes it, last things first."""
+    """Give each tensor what `change` makes of it, tied ones together; `log` takes what undoes it, last things first.
+
+    Raises `ApplyError` for a buffer that can't be exchanged now; nothing is changed then.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_leaf and torch_private.is_held(tensor):
+            raise ApplyError(
+                f"{name} was written by a forward whose graph is still there, so it can't be exchanged. Run the "
+                "backward of that forward, or call detach_() on the buffer."
+            )
     with torch.no_grad():
         for names in tied_groups(tensors):
             group = list({id(tensors[name]): tensors[name] for name in names}.values())

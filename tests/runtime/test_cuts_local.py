@@ -376,3 +376,33 @@ def test_a_graph_from_before_the_cut_does_not_fill_gradients():
     with pytest.raises(RuntimeError, match="Run the forward again"):
         loss.backward()
     model(*case.inputs).sum().backward()
+
+
+class Seen(nn.Module):
+    """Writes what it computes into a buffer, with its history."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(2, 8), persistent=False)
+
+    def forward(self, x):
+        self.seen.copy_(self.up(x))
+        return self.down(self.seen * self.seen)
+
+
+def test_a_buffer_that_a_graph_holds_is_refused_before_anything_is_put_together():
+    model, x = nn.Sequential(Seen(), Seen()), torch.randn(2, 4)
+    expected = model(x)
+    plan = autoshard.plan(model, "2x1GiB", inputs=x, strategy="column-parallel", objective="memory")
+    for block in model:
+        block.seen.detach_()
+    apply_cuts(model, plan.cuts, LocalRanks.of(("cpu", "cpu")))
+    model(x)
+    with pytest.raises(ApplyError, match=r"0.seen was written by a forward .* detach_\(\)"):
+        autoshard.remove(model)
+    torch.testing.assert_close(model(x), expected)
+    for block in model:
+        block.seen.detach_()
+    autoshard.remove(model)
+    torch.testing.assert_close(model(x), expected)
