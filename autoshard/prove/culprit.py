@@ -9,7 +9,11 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.prove.copied import Trial
+from autoshard.prove.draws import TooLargeError
 from autoshard.prove.parts import Division, Mixed, find_output, run, ways
+
+MOST_ELEMENTS = 1 << 27
+"""Elements that are kept of what modules are given and make, 1 GiB in double precision: above, no module is named."""
 
 Key = tuple[str, int]
 """(module path, how-manieth call of it)"""
@@ -17,7 +21,7 @@ Seen = dict[Key, dict[str, torch.Tensor]]
 
 
 def find_mixer(division: Division) -> tuple[Key, bool] | None:
-    """The innermost call of a module that is given rows of their own and mixes them; None if there is none.
+    """The innermost call of a module that is given rows of their own and mixes them; None if none is found.
 
     False beside it: what it is given is mixed already, by code of the module around it.
     """
@@ -48,12 +52,16 @@ def _watched(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> tuple[Seen, S
 def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
     handles = []
     times: dict[str, int] = {}
+    sizes: dict[int, int] = {}  # by object: what one module makes the next is given
     for path, module in model.named_modules():
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
             key = path, times.get(path, 0)
             times[path] = key[1] + 1
             given[key], made[key] = dict(nested.tensors_in((args, kwargs))), dict(nested.tensors_in(output))
+            sizes.update((id(tensor), tensor.numel()) for kind in (given, made) for tensor in kind[key].values())
+            if sum(sizes.values()) > MOST_ELEMENTS:
+                raise TooLargeError("the model makes more than can be kept to compare")
 
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:

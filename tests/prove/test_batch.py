@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
+from autoshard.prove import culprit
 from autoshard.prove.batch import find_batch_axis
 from autoshard.prove.stand_ins import StandIns
 from autoshard.runtime.chunks import merge, split
@@ -288,6 +289,17 @@ def test_statistics_of_the_batch_are_named():
     batch = found(model.eval(), torch.randn(4, 6))
     assert batch.frozen == ("1",)
     assert found(nn.Linear(6, 6).eval(), torch.randn(4, 6)).frozen == ()
+
+
+def test_a_model_that_makes_much_is_refused_without_a_name(monkeypatch):
+    monkeypatch.setattr(culprit, "MOST_ELEMENTS", 40)
+    said = refused(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train(), torch.randn(4, 6))
+    assert "can't be divided" in said and "BatchNorm" not in said
+
+
+def test_statistics_over_processes_are_named():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train())
+    assert "1 (SyncBatchNorm) mixes its rows (batch_norm in 1" in refused(model, torch.randn(4, 6))
 
 
 @pytest.mark.parametrize(
