@@ -23,8 +23,8 @@ from autoshard.profile.units import Units
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 Array = np.ndarray
-MAX_CELLS = 4e7
-"""Intervals times moments up to which all of them are looked at (some 5 ns each)."""
+MAX_CELLS = 6e7
+"""Units times units times ops up to which all intervals are looked at (some 2 ns each)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

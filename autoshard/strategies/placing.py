@@ -54,7 +54,7 @@ _MANY_CUTS = 400
 _ROOM = (1.0, 1.1, 1.3, 1.7)
 """Factors on the capacity of the chain: its memory is the sum of what may be live, the exact figure can be less."""
 _ROUNDS = 24
-"""Most placements that are checked to find the emptiest one, where memory is the objective."""
+"""Most placements that are checked by what intervals really hold: where memory is the objective, or nothing fits."""
 _CHECKED_OPS = 12_000
 """Ops of the run, times such placements."""
 _NEXT_BEST = 12
@@ -146,11 +146,13 @@ def place(
     """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
     task = _Task(profile=profile, cluster=cluster, units=units, strategy=strategy, objective=objective)
     best = _first(task, chain)
-    if best is None or strategy in ("sequential", "balanced_low_0"):
+    if strategy in ("sequential", "balanced_low_0"):
         return best
+    if best is None:  # the chain thinks that nothing fits, or what it finds never does
+        return _by_peaks(task, chain, None)
     if objective != "memory":
         return _next_best(task, chain, best)
-    return _emptiest(task, chain, best)
+    return _by_peaks(task, chain, best)
 
 
 def fits(
@@ -299,33 +301,34 @@ def _next_best(task: _Task, chain: Chain, best: Checked) -> Checked:
     return replace(best, solution=replace(best.solution, bound=min(bound, best.solution.value)))
 
 
-def _emptiest(task: _Task, chain: Chain, best: Checked) -> Checked:
-    """The emptiest placement by what intervals really hold; where a check finds otherwise that is noted, and again.
+def _by_peaks(task: _Task, chain: Chain, best: Checked | None) -> Checked | None:
+    """The best placement by what intervals really hold; where a check finds otherwise that is noted, and again.
 
-    Of those that are as empty the one with cuts between the largest modules is taken.
+    Of those that are as good the one with cuts between the largest modules is taken. `best`: what is known already.
     """
-    rounds = min(_ROUNDS, _CHECKED_OPS // max(len(task.profile.graph.ops), 1))
-    if chain.pins or not rounds:
+    ops = max(len(task.profile.graph.ops), 1)
+    levels = [cuts for cuts in _levels(chain) if ops * int(cuts.sum()) ** 2 <= MAX_CELLS]
+    if chain.pins or not levels:
         return best
     peaks = find_peaks(task.profile, task.cluster.devices, task.units)
-    levels = [cuts for cuts in _levels(chain) if peaks.moments * int(cuts.sum()) ** 2 <= MAX_CELLS]
     budget = np.array([device.budget_bytes for device in task.cluster.devices], float)
     posed = replace(chain, peaks=peaks)
     for found in task.known.values():
         peaks.learn(found.solution.assignment, _held(found))
-    for _ in range(rounds if levels else 0):
+    for _ in range(min(_ROUNDS, _CHECKED_OPS // ops)):
         finest = task.solve(posed, levels[-1], budget)
         if finest is None:
             break
         every = (task.solve(posed, cuts, budget) for cuts in levels)
         least = finest.solution.value * (1 + _SAME)
         solved = next(one for one in every if one is not None and one.solution.value <= least)
+        seen = solved.assignment in task.known
         found = task.check(solved)
         peaks.learn(solved.assignment, _held(found))
         if found.estimate.fits and task.is_better(found, best):
             solution = replace(found.solution, bound=finest.solution.bound)
             best = replace(found, solution=solution, chain=replace(solved.joined, peaks=None))
-        if found.estimate.fits and task.value(found) <= least:
+        if seen or (found.estimate.fits and task.value(found) <= least):
             break
     return best
 

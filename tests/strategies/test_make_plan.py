@@ -204,6 +204,14 @@ def test_a_model_without_tensors_is_one_entry() -> None:
     assert dict(make_plan(profile, devices(cpu_0="1MiB", cpu_1="1MiB")).placements) == {"": "cpu:0"}
 
 
+@pytest.mark.parametrize("objective", ["latency", "throughput", "memory"])
+def test_what_fits_by_the_exact_figures_alone_is_found(profiles, objective: str) -> None:
+    """The chain counts the optimizer's step alike for the CPU and for accelerators: no solution of it fits."""
+    cluster = parse_devices({"cuda:0": 463849, "cpu": 210493})
+    plan = make_plan(profiles["training"], cluster, objective=objective)
+    assert estimate(plan, profiles["training"], cluster).fits
+
+
 @pytest.mark.parametrize("objective", ["latency", "memory"])
 def test_a_device_of_which_nothing_may_be_used_is_left_alone(profiles, objective: str) -> None:
     cluster = parse_devices({"cpu:0": "1GiB", "cpu:1": "1GiB"})
