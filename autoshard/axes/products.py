@@ -16,6 +16,18 @@ def _linear(walk: Context, x: Seen, weight: Seen, bias: Seen | None = None) -> l
     return [(*x.axes[:-1], *weight.axes[:-1])]
 
 
+@rule("bilinear")
+def _bilinear(walk: Context, x: Seen, y: Seen, weight: Seen, bias: Seen | None = None) -> list[Axes]:
+    """Of the weight (made, summed with x, summed with y)."""
+    for factor, axis in zip((x, y), weight.axes[1:], strict=True):
+        walk.unify(factor.axes[-1], axis)
+        walk.contract(axis, addend=bias)
+    if bias is not None:
+        walk.unify(bias.axes[0], weight.axes[0])
+    batch = broadcast(walk, [x.axes[:-1], y.axes[:-1]], [x.shape[:-1], y.shape[:-1]])
+    return [(*batch, weight.axes[0])]
+
+
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot")
 def _matmul(walk: Context, x: Seen, y: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [_product(walk, x, y, None)]

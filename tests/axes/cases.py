@@ -41,6 +41,8 @@ PRODUCTS = [
     ("a,ba->b", F.linear, (4,), (6, 4)),
     ("abc,c->ab", F.linear, (2, 3, 4), (4,)),
     ("abc,c,->ab", F.linear, (2, 3, 4), (4,), ()),
+    ("abc,abd,ecd->abe", F.bilinear, (2, 3, 4), (2, 3, 5), (6, 4, 5)),
+    ("ab,ac,dbc,d->ad", F.bilinear, (3, 4), (3, 5), (6, 4, 5), (6,)),
     ("ab,bc->ac", torch.matmul, (3, 4), (4, 6)),
     ("a,ab->b", torch.matmul, (4,), (4, 6)),
     ("ab,b->a", torch.matmul, (3, 4), (4,)),
