@@ -50,6 +50,8 @@ class Carried:
         for module in model.modules():
             for name, item in vars(module).items():
                 if name not in _TABLES and isinstance(item, _HOLDERS):
+                    if not isinstance(item, torch.Tensor) and not item:
+                        continue  # tables of hooks, a dozen in every module
                     tensors = flat_tensors(list(item) if isinstance(item, deque) else item)
                     values = [value for tensor in tensors if (value := self._ledger.find(tensor)) is not None]
                     kept += [(value, self._set.get((id(module), name))) for value in values]
