@@ -7,6 +7,9 @@ estimate walks the recorded run. So a solution may not fit, or take longer than 
     at first                     0 0 0 0 1 1 1     c of cuda:0 becomes h - 8 MiB, until something fits
     then, of small models        0 0 0 0 0 1 1     c becomes h - 1 byte: what comes next, from the best on, until the
                                                    chain promises nothing better than what was found
+
+Where memory is the objective, or the chain finds nothing that fits, what intervals really hold (`peaks.py`) takes the
+place of its sums.
 """
 
 import heapq
