@@ -160,6 +160,22 @@ def test_pages_are_made_for_memory_that_is_filled():
     assert int(fresh.sum(dtype=torch.int64)) == 3 * (40 << 20)
 
 
+def test_that_pages_should_be_huge_is_said_once_for_a_tensor(monkeypatch):
+    """It waits for every thread that makes pages; tensors of less than a slice get their pages ahead, too."""
+    said = []
+    monkeypatch.setattr("autoshard.checkpoint.memory._madvise", lambda: lambda *arguments: said.append(arguments[2]))
+    pages = Pages()
+    pages.seconds, pages.next_trial = {True: 0.0, False: 1e9}, 1 << 60
+    memory = torch.empty(40 << 20, dtype=torch.uint8)
+    pages.make(memory[: 16 << 20])
+    pages.make(memory[16 << 20 :])
+    huge, populate = 14, 23
+    assert said.count(huge) == 1 and said.count(populate) >= 10
+    said.clear()
+    pages.make(torch.empty(1 << 20, dtype=torch.uint8))
+    assert set(said) == {populate}
+
+
 def test_pieces_fill_one_tensor_from_many(tmp_path):
     """Fused experts: gate and up of each expert one above the other, transposed, behind each other."""
     gates = {f"{kind}.{i}": torch.randn(5, 4) for i in range(3) for kind in ("gate", "up")}
