@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from autoshard.errors import RankError
 
+_as_array = torch.Tensor.numpy  # seen by no mode; another may stand there while a module of a pipeline is watched
+
 MOST_BYTES = 2**20
 """What a rank gets at most from all others together, to be summed."""
 _TAG = 0x5A5D
@@ -38,7 +40,9 @@ def can_exchange(group: Any) -> bool:
 
 
 def is_exchanged(tensor: torch.Tensor) -> bool:
-    """Whether the functions below are for a tensor."""
+    """Whether the functions below are for a tensor. What stands for one sees ops of torch, such as collectives."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
     known = tensor.device.type == "cpu" and tensor.dtype.is_floating_point and tensor.element_size() in _UNSET
     return known and tensor.numel() > 0
 
@@ -82,7 +86,7 @@ class _Sent:
         dtype, unset = _UNSET[tensor.element_size()]
         self.parts = [torch.empty(tensor.numel(), dtype=dtype) for _ in self.others]
         for part in self.parts:
-            part[-1] = unset
+            _as_array(part)[-1] = unset
         # First of all say that there is room: then what comes goes straight there.
         pairs = list(zip(self.parts, self.others, strict=True))
         self.works: list[Any] = [dist.irecv(part, group=group, group_src=other, tag=_TAG) for part, other in pairs]
@@ -93,7 +97,9 @@ class _Sent:
         for work in self.works:
             work.wait()
         _, unset = _UNSET[self.tensor.element_size()]
-        short = [str(other) for part, other in zip(self.parts, self.others, strict=True) if part[-1].item() == unset]
+        short = [
+            str(other) for part, other in zip(self.parts, self.others, strict=True) if _as_array(part)[-1] == unset
+        ]
         if short:
             raise RankError(
                 f"rank {self.rank} got less from rank {', '.join(short)} than it sent there: they run with inputs of "
