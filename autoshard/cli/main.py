@@ -239,7 +239,13 @@ def verify_command(
 @reports_errors
 def devices_command(
     spec: Annotated[str, typer.Argument(metavar="[SPEC]", help="As --devices of plan.", show_default=True)] = "auto",
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure rates, at most 2 s per device.")] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure rates, at most 2 s per device; of a disk by a file without a name in this directory.",
+        ),
+    ] = False,
     known: Annotated[bool, typer.Option("--known", help="List the hardware that has a name.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write a cluster file for --devices.")

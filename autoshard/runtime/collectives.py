@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from autoshard.errors import RankError
 from autoshard.runtime.departed import Process, find_departed
-from autoshard.runtime.exchange import add_up, can_exchange, exchange, is_exchanged
 from autoshard.sharding import coordinates_of, kept, resized
 
 
@@ -96,14 +95,12 @@ class ProcessRanks:
     """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`.
 
     The group belongs to torch: a model that kept it would keep its threads, too, after it was destroyed.
-    `exchanges`: whether tensors are sent to all at once (`exchange.py`). `processes`: by rank, once they have
-    met (`agreement.agree`).
+    `processes`: by rank, once they have met (`agreement.agree`).
     """
 
     known: "weakref.ref[Any]"
     rank: int
     size: int
-    exchanges: bool = False
     processes: list[Process] = field(default_factory=list)
 
     @classmethod
@@ -114,8 +111,7 @@ class ProcessRanks:
                 "this process belongs to no group. Start with torchrun and call torch.distributed.init_process_group()."
             )
         group = dist.group.WORLD if group is None else group
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return cls(known=weakref.ref(group), rank=rank, size=size, exchanges=can_exchange(group))
+        return cls(known=weakref.ref(group), rank=dist.get_rank(group), size=dist.get_world_size(group))
 
     @property
     def group(self) -> Any:
@@ -130,8 +126,6 @@ class ProcessRanks:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
-        if self.exchanges and is_exchanged(tensor):
-            return self._call(add_up, tensor, self.rank, self.size)
         self._call(dist.all_reduce, tensor)
         return tensor
 
@@ -141,9 +135,6 @@ class ProcessRanks:
             shape[dim] = where.width - tensor.shape[dim]
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
         part = tensor.contiguous()
-        if self.exchanges and is_exchanged(part):
-            whole = torch.cat(self._call(exchange, part, self.rank, self.size), dim)
-            return whole if where.in_order else whole.index_select(dim, order)
         parts = part.new_empty(self.size * part.numel())
         # Its name since torch 2.13, and before.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -162,11 +153,12 @@ class ProcessRanks:
         self._call(dist.all_gather_object, values, value)
         return values
 
-    def _call(self, collective: Callable[..., Any], *tensors: Any, **options: int) -> Any:
+    def _call(self, collective: Callable[..., Any], *tensors: Any, **options: int) -> None:
         if torch.compiler.is_compiling():
-            return collective(*tensors, group=self.group, **options)
+            collective(*tensors, group=self.group, **options)
+            return
         try:
-            return collective(*tensors, group=self.group, **options)
+            collective(*tensors, group=self.group, **options)
         except RuntimeError as error:
             raise lost(self, error) from error
 
