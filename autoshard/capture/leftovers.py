@@ -37,8 +37,8 @@ def forget(left: Callable[[], list[torch.Tensor]], *, failed: bool = False) -> N
     for cache in [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]:
         if _holds(cache, ours):
             cache.cache_clear()
-    while found:
-        _take_out(found.pop())
+    _take_out(found)
+    del found
     if not failed and (rest := left()):
         raise LeftBehind(
             f"a tensor of shape {tuple(rest[0].shape)} without values is kept outside of the model's modules, so the "
@@ -61,17 +61,28 @@ def _is_entry(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, tuple, list, dict)) or type(item).__name__ == "_lru_list_elem"
 
 
-def _take_out(item: Any, depth: int = 2) -> None:
-    """Delete the entries of dicts that are an object, or a tuple or list with it; attributes stay."""
-    for holder in gc.get_referrers(item):
-        if isinstance(holder, dict) and not _are_attributes(holder):
-            for key in [key for key, value in holder.items() if value is item]:
-                del holder[key]
-        elif isinstance(holder, (tuple, list)) and depth:
-            _take_out(holder, depth - 1)
+def _take_out(items: list[Any], depth: int = 2) -> None:
+    """Delete the entries of dicts that are one of some objects, or a tuple or list with one; attributes stay.
+
+    To find what refers to objects Python looks at all there are: at once for all of them.
+    """
+    ours = {id(item) for item in items}
+    holders = [holder for holder in gc.get_referrers(*items) if holder is not items]
+    tables = [holder for holder in holders if isinstance(holder, dict)]
+    attributes = _attributes_among(tables)
+    for table in tables:
+        if id(table) not in attributes:
+            for key in [key for key, value in table.items() if id(value) in ours]:
+                del table[key]
+    around = [holder for holder in holders if isinstance(holder, (tuple, list))]
+    if around and depth:
+        _take_out(around, depth - 1)
 
 
-def _are_attributes(table: dict) -> bool:
-    """Whether a dict is what an object, a class or a module file has."""
-    owners = gc.get_referrers(table)
-    return any(isinstance(owner, type) or getattr(owner, "__dict__", None) is table for owner in owners)
+def _attributes_among(tables: list[dict]) -> set[int]:
+    """Addresses of the dicts that are what an object, a class or a module file has."""
+    found = set[int]()
+    for owner in gc.get_referrers(*tables) if tables else ():
+        own = gc.get_referents(owner) if isinstance(owner, type) else [getattr(owner, "__dict__", None)]
+        found.update(map(id, own))
+    return found
