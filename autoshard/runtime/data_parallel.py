@@ -11,6 +11,7 @@ unequal shares of them. Without gradients a forward concerns nobody else: proces
 like.
 """
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -156,6 +157,7 @@ def stop_averaging(model: nn.Module) -> None:
     if vars(model).get("no_sync") == parallel.no_sync:
         del vars(model)["no_sync"]
     parallel.engine = None
+    _departed.clear()
 
 
 def replica_record(model: nn.Module) -> ReplicaRecord | None:
@@ -325,7 +327,9 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS 
 
 
 _departed: list[Any] = []
-"""Process groups whose engines are gone; let go of when the next model becomes a replica."""
+"""Process groups whose engines are gone, or are just going; let go of at the next occasion."""
+_waiting: "weakref.WeakKeyDictionary[DistributedDataParallel, weakref.finalize]" = weakref.WeakKeyDictionary()
+"""What waits for an engine to go, with its group."""
 
 
 def _outlive(engine: DistributedDataParallel, group: Any) -> None:
@@ -334,7 +338,16 @@ def _outlive(engine: DistributedDataParallel, group: Any) -> None:
     Torch's reducer would end it while it holds the interpreter's lock, which gloo's threads may need to end: now and
     then a process would wait for good. Python's own handle of a group ends it without the lock.
     """
-    weakref.finalize(engine, _departed.append, group).atexit = False
+    _waiting[engine] = weakref.finalize(engine, _departed.append, group)
+    _waiting[engine].atexit = False
+
+
+@atexit.register
+def _keep_nothing() -> None:
+    """Let go of all groups before the interpreter ends: threads of one that is alive then abort the process."""
+    for waiting in list(_waiting.values()):
+        waiting.detach()
+    _departed.clear()
 
 
 def _average(reference: "weakref.ref[Parallel]", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
