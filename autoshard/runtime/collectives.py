@@ -306,10 +306,8 @@ class Axis:
         if ranks.rank is not None and len(where.kept[ranks.rank]):
             one = where.kept[ranks.rank]
             begin = int(one[0]) if one[-1] - one[0] + 1 == len(one) else None
-        order, (own, first, place) = (
-            torch.from_numpy(where.order),
-            [ranks.own(tuple(x)) for x in (index, owned, places)],
-        )
+        own, first, place = [ranks.own(tuple(x)) for x in (index, owned, places)]
+        order = torch.from_numpy(where.order).to(own.device)  # in one process: where parts are put together
         return cls(
             text=axis, shares=shares, ranks=ranks, where=where, begin=begin, order=order, index=own, owned=first,
             places=place,

@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.rank_tensor import RanksMode, RankTensor
+from autoshard.runtime.rank_tensor import RanksMode, RankTensor, spread
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder
 
@@ -127,6 +128,18 @@ def test_on_simulated_devices(decoder):
         remove_cuts(decoder)
     decoder.zero_grad()
     assert torch.equal(decoder(ids).logits, expected)
+
+
+def test_parts_that_are_not_in_order_are_put_together_where_they_are():
+    """Ordinary indices would be on the CPU, and no part is."""
+    with autoshard.simulate("2x1MiB") as names:
+        devices = tuple(torch.device(name) for name in names)
+        ranks = LocalRanks.of(devices)
+        axis = Axis.of(ranks, "2x*4", (2, 2))
+        whole = torch.arange(8.0, device=devices[0])
+        part = axis.take(spread(whole, devices), 0)
+        assert [one.tolist() for one in part.parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+        assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
 
 
 def test_recomputed_layers_have_the_same_gradients(decoder):
