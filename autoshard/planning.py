@@ -76,16 +76,23 @@ class Request:
         values = self.profile.graph.values
         return any(values[value].shape[0] > 1 for value in self.profile.graph.inputs if values[value].shape)
 
-    @cached_property
+    @property
     def composite(self) -> "ModelGraph":
         """A forward with composite ops, which the axis analysis walks. Raises `PlanError` if there is none."""
+        if isinstance(self._recorded, str):
+            raise PlanError(self._recorded)
+        return self._recorded
+
+    @cached_property
+    def _recorded(self) -> "ModelGraph | str":
+        """The graph, or why there is none: as words, since an error keeps the tensors of its frames alive."""
         from autoshard.capture.capture import capture as record
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
         try:
             return record(self.model, self.inputs, workload=forward, composite=True)
         except CaptureError as error:  # though it could be measured: other strategies may do
-            raise PlanError(str(error)) from error
+            return str(error)
 
     @cached_property
     def groups(self) -> "AxisGroups":
