@@ -22,7 +22,6 @@ import numpy as np
 
 from autoshard.axes.regions import element_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.module_paths import above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +88,7 @@ class _Timeline:
         self.blocks = {block.path: block for block in blocks[:-1]}
         self.changes = np.zeros((3, self.end + 3), np.int64)
         self.gradients = {graph.values[value].storage: name for name, value in graph.gradients}
-        self.around = [next((path for path in (call.path, *above(call.path)) if path in self.blocks), "")
-                       for call in graph.calls]  # fmt: skip
+        self.around = [element_of(call.path, self.blocks) for call in graph.calls]
 
     def add(self, kind: int, first: int, last: int, nbytes: int) -> None:
         """Count bytes from one time to another, which is the last."""
@@ -132,8 +130,7 @@ class _Timeline:
         self.add(_SCATTERED, self.end + 1, self.end + 1, self.outside.gradient_bytes)
         for storage, name in self.gradients.items():
             row = self.graph.storages[storage]
-            path = next((path for path in above(name) if path in ran), "")
-            self.add(_USED, 2 * row.born, made.get(path, self.end), row.nbytes)
+            self.add(_USED, 2 * row.born, made.get(element_of(name, ran), self.end), row.nbytes)
 
     def _ran_back(self) -> dict[str, tuple[int, int]]:
         """Block -> its first and last op in backward, in the order in which they begin."""
