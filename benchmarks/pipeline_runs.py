@@ -1,11 +1,13 @@
 """The simulator of schedules against real runs: `python benchmarks/pipeline_runs.py`. Two processes over gloo.
 
 What is compared is the time from the first action of a step to its last one, on any rank: torch's schedules run it, and
-the simulator is given seconds per stage from other steps, with another number of micro-batches (and for 1F1B of another
-schedule). In these every forward and backward is timed where it happens:
+the simulator is given seconds from other steps, with another number of micro-batches (and for 1F1B of another
+schedule). In these every forward and backward is timed where it happens, and what passes before it:
 
-    rank 0   ─F0─┐ F1 …                      seconds of F of stage 1: from when it could have begun (its input was made,
-    rank 1       └──▸ ─F0─                   and its rank had finished what came before) until it is done
+    rank 0   ─F0─ ┐ ─F1─ …            between   after the rank's action before, where all that it needs was there
+    rank 1        └──▸ ─F0─           handed    after the neighbour's, where that was waited for: goes to the copy
+
+A step is as long as its actions on the way from begin to end add up to, so means are taken, of ordinary steps.
 
 Stages are of two kinds. "waiting" stages let a fixed time pass, as the host does while an accelerator computes: each
 has a device of its own, as the simulator takes it. "computing" ones multiply matrices, and their ranks take cache,
@@ -14,7 +16,7 @@ seconds then depend on what the other rank does at that time.
 
 A machine is not as fast from one minute to the next, least of all a virtual one, so all runs of a case take turns, a
 few steps at a time, those that are calibrated on, too. "again" is how far two halves of the measured steps are apart,
-each by its median: nothing that is predicted from other steps can be expected to be nearer. Takes five minutes on a
+each by its median: nothing that is predicted from other steps can be expected to be nearer. Takes eight minutes on a
 machine that does nothing else; with other work on the cores the ratios of computing stages say nothing.
 """
 
@@ -37,7 +39,7 @@ from autoshard.schedules.orders import Action, Order, make_order
 from autoshard.schedules.simulate import Ran, Times, simulate
 
 RANKS, ROWS, HIDDEN = 2, 128, 512
-TURNS, STEPS = 8, 3
+TURNS, STEPS = 12, 3
 """Every run of a case takes so many turns of so many steps."""
 WIDTHS = {"equal stages": (512, 512, 512, 512), "unequal stages": (256, 768, 512, 384)}
 SECONDS_OF_WIDTH = 20e-6
@@ -142,31 +144,53 @@ def makespan(ran: Iterable[Ran]) -> float:
 
 
 class Calibration(NamedTuple):
-    """Seconds of each (kind, stage) by itself, and by what part they are longer while the other rank works, too."""
+    """Seconds of the actions of a (kind, stage).
+
+    Attributes:
+        alone: of the action itself, while the other rank does nothing; `slower`: by what part more while it works.
+        between: from the end of the rank's action before, where all was there.
+        handed: from the end of the neighbour's action, where that was waited for, beyond `between`.
+    """
 
     alone: dict[tuple[str, int], float]
+    between: dict[tuple[str, int], float]
+    handed: dict[tuple[str, int], float]
     slower: float
 
 
 def calibrate(steps: list[list[Ran]], last: int) -> Calibration:
-    """Find the seconds of actions, from when they could have begun; `slower` is what explains them best."""
-    samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for ran in steps:
+    """Find the seconds of actions in ordinary steps; `slower` is what explains them best."""
+    own: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    between: dict[tuple[str, int], list[float]] = {}
+    handed: dict[tuple[str, int], list[float]] = {}
+    for ran in ordinary(steps):
         ended = {one.action: one.end for one in ran}
         free: dict[int, float] = {}
         for one in sorted(ran, key=lambda one: one.begin):
             kind, stage, number = one.action
             neighbour = stage - 1 if kind == "F" else stage + 1
             needed = ended.get(Action(kind, neighbour, number), 0.0) if 0 <= neighbour <= last else 0.0
-            begin = max(free.get(one.device, 0.0), needed) or one.begin
+            if one.device in free:
+                waited = needed > free[one.device]
+                (handed if waited else between).setdefault((kind, stage), []).append(
+                    one.begin - (needed if waited else free[one.device])
+                )
             free[one.device] = one.end
-            samples.setdefault((kind, stage), []).append((one.end - begin, together(one, ran)))
+            own.setdefault((kind, stage), []).append((one.end - one.begin, together(one, ran)))
     best = (float("inf"), 0.0, {})
     for slower in (step / 50 for step in range(51)):
-        alone = {key: statistics.median(s / (1 + slower * part) for s, part in rows) for key, rows in samples.items()}
-        off = [abs(s / (alone[key] * (1 + slower * part)) - 1) for key, rows in samples.items() for s, part in rows]
+        alone = {key: statistics.fmean(s / (1 + slower * part) for s, part in rows) for key, rows in own.items()}
+        off = [abs(s / (alone[key] * (1 + slower * part)) - 1) for key, rows in own.items() for s, part in rows]
         best = min(best, (statistics.fmean(off), slower, alone), key=lambda one: one[:2])
-    return Calibration(best[2], best[1])
+    gaps = {key: statistics.fmean(between.get(key, [0.0])) for key in own}
+    beyond = {key: max(0.0, statistics.fmean(handed.get(key, [0.0])) - gaps[key]) for key in own}
+    return Calibration(best[2], gaps, beyond, best[1])
+
+
+def ordinary(steps: list[list[Ran]]) -> list[list[Ran]]:
+    """The half of the steps that took neither least nor longest: their means add up to what a median step takes."""
+    ordered = sorted(steps, key=makespan)
+    return ordered[len(ordered) // 4 : -(len(ordered) // 4) or None]
 
 
 def together(one: Ran, ran: Iterable[Ran]) -> float:
@@ -188,11 +212,16 @@ class Sharing(Times):
 
 def predict(order: Order, known: Calibration, count: int) -> float:
     """Simulated seconds of a step; what ranks take from each other depends on the outcome, so it is done some times."""
-    sharing = Sharing(forward=[0.0] * count, backward=[0.0] * count, sends=[0.0] * count, returns=[0.0] * count)
+    sends = [known.handed.get(("F", stage + 1), 0.0) for stage in range(count - 1)]
+    returns = [known.handed.get(("B", stage), 0.0) for stage in range(count - 1)]
+    sharing = Sharing(forward=[0.0] * count, backward=[0.0] * count, sends=sends, returns=returns)
     actions = [action for row in order for action in row]
     parts = dict.fromkeys(actions, 1.0)
     for _ in range(8):
-        seconds = {a: known.alone[a.kind, a.stage] * (1 + known.slower * parts[a]) for a in actions}
+        seconds = {
+            a: known.alone[a.kind, a.stage] * (1 + known.slower * parts[a]) + known.between[a.kind, a.stage]
+            for a in actions
+        }
         object.__setattr__(sharing, "seconds", seconds)
         found = simulate(order, sharing)
         parts = {one.action: (parts[one.action] + together(one, found.ran)) / 2 for one in found.ran}
