@@ -145,6 +145,21 @@ def _distances(walk: Context, x: Seen, y: Seen, *args: Any) -> list[Axes]:
     return [(*batch, x.axes[-2], y.axes[-2])]
 
 
+@rule(
+    "linalg_solve_triangular", "_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex",
+    "linalg_qr", "linalg_matrix_exp", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd",
+)  # fmt: skip
+def _matrices(walk: Context, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]] | None:
+    """Each matrix of a batch for itself. Of what has other dimensions, a solution may be one of vectors: not known."""
+    given = [item for item in args if isinstance(item, Seen)]
+    if len({len(seen.shape) for seen in given}) != 1 or any(isinstance(item, Seen) for item in kwargs.values()):
+        return None
+    for seen in given:
+        walk.block(seen.axes[-2:], "elements of a matrix depend on each other")
+    batch = broadcast(walk, [seen.axes[:-2] for seen in given], [seen.shape[:-2] for seen in given])
+    return [(*batch, *[None] * (len(shape) - len(batch))) for shape in walk.shapes]
+
+
 @rule("histc", "bincount")
 def _counted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     """How many elements there are of each kind; what it is made of can't be cut, nor can the kinds."""

@@ -282,6 +282,23 @@ NORMS = [
     ("..a,11a->..a", lambda v, g: torch._weight_norm(v, g, 2), (4, 3, 2), (1, 1, 2)),
 ]
 
+MATRICES = [
+    ("ab..,ab..->ab..", lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), (2, 4, 3, 3), (2, 4, 3, 5)),
+    ("1a..,ba..->ba..", lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), (1, 4, 3, 3), (2, 4, 3, 5)),
+    ("a..,a..->a..,a..,a.,a", aten._linalg_solve_ex, (4, 3, 3), (4, 3, 5)),
+    ("...,..->..,...,..,.", aten._linalg_solve_ex, (4, 3, 3), (4, 3)),
+    ("ab..->ab..,ab", aten.linalg_inv_ex, (2, 4, 3, 3)),
+    ("a..->a..,a", aten.linalg_cholesky_ex, (4, 3, 3)),
+    ("a..->a..,a.,a", aten.linalg_lu_factor_ex, (4, 3, 3)),
+    ("a..->a..,a..", torch.linalg.qr, (4, 3, 5)),
+    ("a..->a..", aten.linalg_matrix_exp, (4, 3, 3)),
+    ("a..->a,a..,a.", aten._linalg_det, (4, 3, 3)),
+    ("a..->a,a,a..,a.", aten._linalg_slogdet, (4, 3, 3)),
+    ("a..->a.,a..", aten._linalg_eigh, (4, 3, 3)),
+    ("a..->a..,a.,a..", aten._linalg_svd, (4, 3, 5)),
+    ("..->..", aten.linalg_matrix_exp, (3, 3)),
+]
+
 POOLS = [
     ("ab.->ab.", lambda x: F.avg_pool1d(x, 2), (2, 4, 8)),
     ("ab..->ab..", lambda x: F.avg_pool2d(x, 2), (2, 4, 6, 8)),
