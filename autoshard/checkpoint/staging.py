@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -23,6 +24,8 @@ STREAMED_BUFFER_BYTES = 16 << 20
 _SLOTS = 2
 _ALONE_ELEMENTS = 32_000
 """What torch copies in one thread, and a cache holds (at::internal::GRAIN_SIZE is 32,768)."""
+_ITEM_BYTES = 2**31 - 1
+"""The largest item of numpy."""
 
 
 def is_streamed(device: torch.device) -> bool:
@@ -126,8 +129,9 @@ def copy_alone(into: torch.Tensor, value: torch.Tensor) -> None:
     """Copy in this thread: of larger tensors torch divides the work over threads of its own, for every reader."""
     if into.is_contiguous() and value.is_contiguous():
         into, value = into.reshape(-1), value.reshape(-1)
-    into, value = _by_words(into, value)
-    if into.dim() == 0 or into.numel() <= _ALONE_ELEMENTS:
+    if _copy_rows(into, value):
+        return
+    if into.dim() == 0 or into.numel() <= _ALONE_ELEMENTS or torch.get_num_threads() == 1:
         into.copy_(value)
         return
     rows = max(1, _ALONE_ELEMENTS * len(into) // into.numel())
@@ -135,14 +139,17 @@ def copy_alone(into: torch.Tensor, value: torch.Tensor) -> None:
         mine.copy_(its)
 
 
-def _by_words(into: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """View both as integers of 8 bytes if nothing is converted and rows allow it: so more is copied at once."""
-    if into.dtype != value.dtype or any(one.data_ptr() % 8 for one in (into, value)):
-        return into, value
-    try:
-        return into.view(torch.int64), value.view(torch.int64)
-    except RuntimeError:  # rows that are not as long, or do not begin, at a multiple
-        return into, value
+def _copy_rows(into: torch.Tensor, value: torch.Tensor) -> bool:
+    """Copy innermost rows that are stretches of memory in both; False if they are not.
+
+    numpy copies each as one item, in 0.7 to 0.9 of the time that torch takes for rows of 512 bytes to 28 KiB.
+    """
+    nbytes = into.shape[-1] * into.element_size() if into.dim() else 0
+    if into.dtype != value.dtype or not 0 < nbytes <= _ITEM_BYTES or into.stride(-1) != 1 or value.stride(-1) != 1:
+        return False
+    items = f"V{nbytes}"
+    numpy.copyto(into.view(torch.uint8).numpy().view(items), value.view(torch.uint8).numpy().view(items))
+    return True
 
 
 def _value(copy: Copy, data: torch.Tensor, position: int) -> torch.Tensor:

@@ -377,6 +377,19 @@ def test_what_is_copied_in_one_thread_is_all_there(shape, strided):
     assert torch.equal(into, value.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64])
+@pytest.mark.parametrize("width", [0, 1, 3, 400])
+def test_rows_are_copied_as_they_are(dtype, width):
+    """Bit for bit, also those of numbers that are none, from and to the middle of others."""
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (5, 70, 500 * dtype.itemsize), dtype=torch.uint8)
+    value, wanted = bits.view(dtype), torch.zeros_like(bits)
+    into = wanted.clone().view(dtype)
+    copy_alone(into[1:, 3:9, 7 : 7 + width], value[1:, 4:10, 50 : 50 + width])
+    first, start, nbytes = 7 * dtype.itemsize, 50 * dtype.itemsize, width * dtype.itemsize
+    wanted[1:, 3:9, first : first + nbytes] = bits[1:, 4:10, start : start + nbytes]
+    assert torch.equal(into.view(torch.uint8), wanted)
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_columns_of_more_than_is_mapped_at_once(ranks, tmp_path):
     weight = torch.randint(-100, 100, (3_000, 6_400), dtype=torch.int16)
