@@ -377,6 +377,10 @@ def test_what_is_copied_in_one_thread_is_all_there(shape, strided):
     assert torch.equal(into, value.bfloat16())
 
 
+def test_rows_for_a_device_without_streams_are_left_to_torch():
+    copy_alone(torch.empty(30, 40, device="meta"), torch.randn(30, 50)[:, :40])
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64])
 @pytest.mark.parametrize("width", [0, 1, 3, 400])
 def test_rows_are_copied_as_they_are(dtype, width):
