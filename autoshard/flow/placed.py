@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
+from autoshard.flow.alone import flow_alone
 from autoshard.flow.data import Flow
 from autoshard.flow.walk import Walk
 from autoshard.placement import resolve_homes, tensor_devices
@@ -30,6 +31,9 @@ def _walk(graph: ModelGraph, placements: Mapping[str, str], watched: bool) -> Fl
     homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
     devices = tensor_devices(homes, graph.tied())
     stages = tuple(dict.fromkeys(placements.values()))
+    alone = flow_alone(graph, homes, devices, *stages) if len(stages) == 1 else None
+    if alone is not None:
+        return alone
     found = Walk(graph, homes, devices, stages).run()
     if watched and len(stages) > 1 and graph.backward_begin < len(graph.ops) and (found.aligned or found.unfolded):
         # Watched modules give each use of a copy a way back of its own; which ones are watched is known now.

@@ -1,0 +1,79 @@
+"""What the ops of a run touch, as arrays: sums over the tensors of every op are made without a loop over the ops."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.latest import Latest
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column:
+    """Values that ops read, or make, one op after the other: `op[i]` touches `value[i]`. There are `ops` of them."""
+
+    op: Array
+    value: Array
+    ops: int
+
+    def sums(self, of_value: Array) -> Array:
+        """[ops] sums over what each op touches, as floats: exact for whole numbers up to 2^53."""
+        return np.bincount(self.op, of_value[self.value], self.ops)
+
+    def has(self, mask: Array) -> Array:
+        """[ops] whether an op touches any of these values."""
+        found = np.zeros(self.ops, bool)
+        found[self.op[mask[self.value]]] = True
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """A run as arrays.
+
+    Attributes:
+        inputs, outputs, touched: what ops read, make, and both.
+        value_bytes: [values] and the storage of each. first: [storages] the first value in each, -1 if there is none.
+    """
+
+    inputs: Column
+    outputs: Column
+    touched: Column
+    value_bytes: Array
+    storage: Array
+    first: Array
+
+
+_LATEST = Latest[Columns]()
+
+
+def columns_of(graph: ModelGraph) -> Columns:
+    """Return a run as arrays."""
+    return _LATEST.of(graph, None, lambda: _columns(graph))
+
+
+def take_columns(graph: ModelGraph, of: ModelGraph) -> None:
+    """Let a graph that differs in sizes alone have the arrays of another."""
+    nbytes = np.array([value.nbytes for value in graph.values], np.int64)
+    _LATEST.of(graph, None, lambda: replace(columns_of(of), value_bytes=nbytes))
+
+
+def _columns(graph: ModelGraph) -> Columns:
+    storage = np.array([value.storage for value in graph.values], np.int64)
+    first = np.full(len(graph.storages), -1)
+    first[storage[::-1]] = np.arange(len(storage))[::-1]  # of several the last one written stays
+    return Columns(
+        inputs=_column([op.inputs for op in graph.ops]),
+        outputs=_column([op.outputs for op in graph.ops]),
+        touched=_column([op.inputs + op.outputs for op in graph.ops]),
+        value_bytes=np.array([value.nbytes for value in graph.values], np.int64),
+        storage=storage,
+        first=first,
+    )
+
+
+def _column(rows: list[tuple[int, ...]]) -> Column:
+    op = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    return Column(op=op, value=np.array([value for row in rows for value in row], np.int64), ops=len(rows))
