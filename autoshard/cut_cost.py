@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, prod
 
+import numpy as np
 import torch
 
 from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
-from autoshard.axes.regions import OUTSIDE, outside_ops
+from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
 from autoshard.axes.walk import MOST_NUMBERS, Walk
 from autoshard.capture.changed import changed
@@ -24,8 +25,9 @@ from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
-from autoshard.module_paths import above, join
+from autoshard.module_paths import join
 from autoshard.plan import Plan
+from autoshard.profile.part import smaller_sizes, with_sizes
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, coordinates_of, kept
 
@@ -117,33 +119,11 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
 
 def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
     """The recorded run as one rank sees it: the same ops, with the sizes, FLOPs and bytes of its tensors."""
-    graph = profile.graph
-    parts = {value: part[rank] for value, part in traced.parts.items()}
-    values = tuple(
-        changed(value, nbytes=ceil(value.nbytes * parts[value.index]))
-        if value.index in parts else value for value in graph.values
-    )  # fmt: skip
-    first: dict[int, int] = {}
-    for value in graph.values:
-        first.setdefault(value.storage, value.index)
-    storages = tuple(
-        changed(storage, nbytes=ceil(storage.nbytes * parts[first[storage.index]]))
-        if first.get(storage.index) in parts else storage for storage in graph.storages
-    )  # fmt: skip
-    tensors = tuple(
-        changed(tensor, nbytes=ceil(tensor.nbytes * parts[tensor.value])) if tensor.value in parts else tensor
-        for tensor in graph.tensors
-    )
-    ops, moved = [], []
-    before, after = [value.nbytes for value in graph.values], [value.nbytes for value in values]
-    for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
-        touched = op.inputs + op.outputs
-        share = min([parts.get(value, 1.0) for value in touched], default=1.0)
-        whole, local = sum([before[value] for value in touched]), sum([after[value] for value in touched])
-        ops.append(changed(op, flops=ceil(op.flops * share)) if share < 1 and op.flops else op)
-        moved.append(nbytes * local // whole if local < whole else nbytes)
-    smaller = replace(graph, values=values, storages=storages, tensors=tensors, ops=tuple(ops))
-    return replace(profile, graph=smaller, op_bytes=tuple(moved))
+    parts = np.ones(len(profile.graph.values))
+    parts[list(traced.parts)] = [part[rank] for part in traced.parts.values()]
+    tensors = profile.graph.tensors
+    smaller = changed(tensors, nbytes=[ceil(tensor.nbytes * float(parts[tensor.value])) for tensor in tensors])
+    return with_sizes(profile, smaller_sizes(profile, parts), tensors=smaller)
 
 
 def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
@@ -246,7 +226,7 @@ class _Blocks:
         if OUTSIDE in known:
             inner.update(outside_ops(graph))
         paths = {call.path for call in graph.calls}
-        of_path = {at: next((one for one in (at, *above(at)) if one and one in known), None) for at in paths}
+        of_path = {at: element_of(at, known) or None for at in paths}
         self.of_op: list[str | None] = []
         self.ops: dict[str, list[int]] = {block: [] for block in known}
         for op in graph.ops:

@@ -1,23 +1,37 @@
-"""Rows of a graph with other figures: `dataclasses.replace` in half of its time, for thousands of them."""
+"""Rows of a graph with other figures: as `dataclasses.replace`, column by column, for thousands of them."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 Row = TypeVar("Row")
 
 
-def changed(row: Row, **figures: Any) -> Row:
-    """Return a row of a dataclass with slots with some of its fields changed; nothing is checked."""
-    kind: Any = type(row)
-    made: Row = object.__new__(kind)
-    for name, get, put in _slots(kind):
-        put(made, figures[name] if name in figures else get(row))
-    return made
+def changed(rows: Sequence[Row], **columns: Sequence[Any]) -> tuple[Row, ...]:
+    """Return rows of a dataclass with slots with other values in some columns; equal rows are kept. Nothing is checked.
+
+    changed(graph.values, nbytes=[…])
+    """
+    found = list(rows)
+    before = zip(*(map(attrgetter(name), rows) for name in columns), strict=True)
+    after = zip(*columns.values(), strict=True)
+    at = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    if at:
+        kind: Any = type(rows[0])
+        made = [object.__new__(kind) for _ in at]
+        for name, put in _slots(kind):
+            column = columns.get(name)
+            get = attrgetter(name)
+            values = [get(rows[i]) if column is None else column[i] for i in at]
+            deque(map(put, made, values), maxlen=0)  # does nothing but call it for all of them
+        for i, row in zip(at, made, strict=True):
+            found[i] = row
+    return tuple(found)
 
 
 @cache
-def _slots(kind: type) -> tuple[tuple[str, Callable[[Any], Any], Callable[[Any, Any], None]], ...]:
-    """What reads and what writes each field."""
-    slots = [(name, kind.__dict__[name]) for name in kind.__dict__["__slots__"]]
-    return tuple((name, slot.__get__, slot.__set__) for name, slot in slots)
+def _slots(kind: type) -> tuple[tuple[str, Callable[[Any, Any], None]], ...]:
+    """What writes each field."""
+    return tuple((name, kind.__dict__[name].__set__) for name in kind.__dict__["__slots__"])

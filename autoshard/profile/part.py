@@ -8,22 +8,27 @@ number of elements can be divided by theirs, and so has what is repeated for eve
 rows if that of which it is the gradient has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+import numpy as np
+
 from autoshard.batching import BatchAxis
 from autoshard.capture.changed import changed
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.columns import columns_of, take_columns
+from autoshard.capture.graph import ModelGraph, Op, TensorInfo
 from autoshard.capture.latest import Latest
 from autoshard.profile.profile import Profile
 from autoshard.sharding import coordinates_of
 
+Array = np.ndarray
 _LATEST = Latest[frozenset[int]]()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartSizes:
-    """Bytes of every value and storage of a graph in a part of the batch, FLOPs of every op and bytes it moves."""
+class Sizes:
+    """Bytes of every value and storage of a graph, FLOPs of every op and bytes it moves, where they are smaller."""
 
     values: list[int]
     storages: list[int]
@@ -31,26 +36,54 @@ class PartSizes:
     moved: list[int]
 
 
-def sizes_of_part(profile: Profile, part: float, carrying: frozenset[int]) -> PartSizes:
-    """Return the sizes of the run with so large a part of the batch; `carrying`: as `carriers_of_rows` says."""
+def smaller_sizes(profile: Profile, parts: Array) -> Sizes:
+    """Return the sizes of a run of whose values there are only these parts ([values], 1 for those that are whole).
+
+    A storage shrinks with the first value in it, the FLOPs of an op with the smallest part of what it touches, and the
+    bytes it moves as all that it touches does.
+    """
+    graph, columns = profile.graph, columns_of(profile.graph)
+    touched, whole = columns.touched, columns.value_bytes
+    values = np.ceil(whole * parts).astype(np.int64)
+    of_storage = np.where(columns.first >= 0, parts[columns.first], 1.0)
+    storages = np.ceil(np.array([row.nbytes for row in graph.storages], np.int64) * of_storage)
+    of_op = np.ones(touched.ops)
+    np.minimum.at(of_op, touched.op, parts[touched.value])
+    before, after = (touched.sums(nbytes).astype(np.int64).tolist() for nbytes in (whole, values))
+    return Sizes(
+        values=values.tolist(),
+        storages=storages.astype(np.int64).tolist(),
+        flops=[ceil(op.flops * part) if part < 1 else op.flops
+               for op, part in zip(graph.ops, of_op.tolist(), strict=True)],
+        moved=[nbytes * new // old if new < old else nbytes  # in Python's numbers, which are as large as they must be
+               for nbytes, old, new in zip(profile.op_bytes, before, after, strict=True)],
+    )  # fmt: skip
+
+
+def with_sizes(
+    profile: Profile, sizes: Sizes, *, copy_bytes: Sequence[int] | None = None,
+    tensors: tuple[TensorInfo, ...] | None = None,
+) -> Profile:  # fmt: skip
+    """Return the profile of the same run with these sizes; the figures per module stay those of the whole.
+
+    `copy_bytes`: of every value; `tensors`: of the graph, where they change.
+    """
     graph = profile.graph
-    first: dict[int, int] = {}
-    for value in graph.values:
-        first.setdefault(value.storage, value.index)
-    bytes_of = [value.nbytes for value in graph.values]
-    values = [ceil(nbytes * part) if index in carrying else nbytes for index, nbytes in enumerate(bytes_of)]
-    storages = [
-        ceil(storage.nbytes * part) if first.get(storage.index) in carrying else storage.nbytes
-        for storage in graph.storages
-    ]
-    flops, moved = [], []
-    for op, nbytes in zip(graph.ops, profile.op_bytes, strict=True):
-        touched = (*op.inputs, *op.outputs)
-        small = not carrying.isdisjoint(touched)
-        flops.append(ceil(op.flops * part) if small and op.flops else op.flops)
-        whole = sum([bytes_of[value] for value in touched]) if small else 0
-        moved.append(nbytes * sum([values[value] for value in touched]) // whole if whole else nbytes)
-    return PartSizes(values=values, storages=storages, flops=flops, moved=moved)
+    copied = [value.copy_bytes for value in graph.values] if copy_bytes is None else copy_bytes
+    smaller = replace(
+        graph,
+        values=changed(graph.values, nbytes=sizes.values, copy_bytes=copied),
+        storages=changed(graph.storages, nbytes=sizes.storages),
+        ops=changed(graph.ops, flops=sizes.flops),
+        tensors=graph.tensors if tensors is None else tensors,
+    )
+    take_columns(smaller, graph)
+    return replace(profile, graph=smaller, op_bytes=tuple(sizes.moved))
+
+
+def sizes_of_part(profile: Profile, part: float, carrying: frozenset[int]) -> Sizes:
+    """Return the sizes of the run with so large a part of the batch; `carrying`: as `carriers_of_rows` says."""
+    return smaller_sizes(profile, _parts(profile.graph, part, carrying))
 
 
 def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None) -> Profile:
@@ -61,25 +94,17 @@ def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: fr
     """
     if rows == batch.size:
         return profile
-    graph = profile.graph
-    part = rows / batch.size
-    carrying = carriers_of_rows(graph, batch) if carrying is None else carrying
-    sizes = sizes_of_part(profile, part, carrying)
-    values = tuple(
-        changed(value, nbytes=sizes.values[value.index],
-                copy_bytes=ceil(value.copy_bytes * part) if value.copy_bytes > 0 else value.copy_bytes)
-        if value.index in carrying else value for value in graph.values
-    )  # fmt: skip
-    storages = tuple(
-        storage if nbytes == storage.nbytes else changed(storage, nbytes=nbytes)
-        for storage, nbytes in zip(graph.storages, sizes.storages, strict=True)
-    )
-    ops = tuple(
-        op if flops == op.flops else changed(op, flops=flops)
-        for op, flops in zip(graph.ops, sizes.flops, strict=True)
-    )  # fmt: skip
-    smaller = replace(graph, values=values, storages=storages, ops=ops)
-    return replace(profile, graph=smaller, op_bytes=tuple(sizes.moved))
+    carrying = carriers_of_rows(profile.graph, batch) if carrying is None else carrying
+    parts = _parts(profile.graph, rows / batch.size, carrying)
+    copies = [value.copy_bytes if value.copy_bytes <= 0 else ceil(value.copy_bytes * part)
+              for value, part in zip(profile.graph.values, parts.tolist(), strict=True)]  # fmt: skip
+    return with_sizes(profile, smaller_sizes(profile, parts), copy_bytes=copies)
+
+
+def _parts(graph: ModelGraph, part: float, carrying: frozenset[int]) -> Array:
+    parts = np.ones(len(graph.values))
+    parts[list(carrying)] = part
+    return parts
 
 
 def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:

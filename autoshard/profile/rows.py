@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.columns import columns_of
+from autoshard.capture.latest import Latest
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
@@ -77,30 +79,31 @@ def live_between(born: np.ndarray, died: np.ndarray, nbytes: np.ndarray, times: 
     return np.cumsum(change)[:times]
 
 
+_LATEST = Latest[Rows]()
+
+
 def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     """Read off a profile what grows with the rows of the batch."""
-    graph = profile.graph
+    asked = batch, profile.workload, profile.op_bytes
+    return _LATEST.of(profile.graph, asked, lambda: _by_rows(profile, batch))
+
+
+def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
+    graph, columns = profile.graph, columns_of(profile.graph)
     carrying = carriers_of_rows(graph, batch)
+    carries = np.zeros(len(graph.values), bool)
+    carries[list(carrying)] = True
+    of_storage = carries[columns.first] & (columns.first >= 0)
     end, uncounted = len(graph.ops), graph.uncounted
     held = {graph.values[value].storage for value in graph.held}
     state = {graph.values[value].storage for value in graph.state}
     saved = {graph.values[save.value].storage for save in graph.saves}
     sent = {graph.values[value].storage for value in graph.outputs} - saved - state
-    first: dict[int, int] = {}
-    for value in graph.values:
-        first.setdefault(value.storage, value.index)
     lives = [(s, born, died) for s, born, died in graph.lives() if s.born not in uncounted and s.died > max(s.born, 0)]
     rows = [s for s, _, _ in lives]
     own = [graph.storages[s] for s in dict.fromkeys(tensor.storage for tensor in graph.tensors)]
     flops = np.array([0 if op.index in uncounted else op.flops for op in graph.ops], np.float64)
-    nbytes = [value.nbytes for value in graph.values]
-    with_rows, part = np.zeros(end, bool), np.zeros(end)
-    for op in graph.ops:
-        touched = op.inputs + op.outputs
-        small = [nbytes[value] for value in touched if value in carrying]
-        if small:
-            with_rows[op.index] = True
-            part[op.index] = sum(small) / max(sum([nbytes[value] for value in touched]), 1)
+    small, all_bytes = (columns.touched.sums(columns.value_bytes * mask) for mask in (carries, 1))
     moved = np.array(profile.op_bytes, np.float64)
     outputs = dict.fromkeys(graph.values[value].storage for value in graph.outputs if value in carrying)
     inputs = dict.fromkeys(graph.values[value].storage for value in graph.inputs if value in carrying)
@@ -110,16 +113,16 @@ def by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         storage_bytes=np.array([s.nbytes for s in rows], np.float64),
         born=np.array([born for _, born, _ in lives], np.int64),
         died=np.array([died for _, _, died in lives], np.int64),
-        carries=np.array([first.get(s.index) in carrying for s in rows], bool),
+        carries=np.array([of_storage[s.index] for s in rows], bool),
         sent=np.array([s.index in sent and s.kind == "activation" for s in rows], bool),
         gradient=np.array(
             [graph.backward_begin <= s.born and s.died >= end and s.index not in held for s in rows], bool
         ),
         cache=np.array([s.index in state for s in rows], bool),
         flops=flops,
-        with_rows=with_rows,
+        with_rows=columns.touched.has(carries),
         moved_bytes=moved,
-        moved_part=part,
+        moved_part=small / np.maximum(all_bytes, 1.0),
         dtypes=profile.op_dtypes,
         end=end,
         backward_begin=graph.backward_begin,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import optimizer_seconds, tensor_units
@@ -16,6 +17,7 @@ from autoshard.module_paths import above
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
+from autoshard.profile.rows import by_rows
 from autoshard.profile.units import Units
 from autoshard.stage_cost import weight_ops
 from autoshard.strategies.levels import cut_depths
@@ -54,19 +56,9 @@ class Lines:
 
     def _ops(self) -> None:
         """Per op: FLOPs and bytes, and the part of both that shrinks with the micro-batch."""
-        graph, carrying, nbytes = self.graph, self.carrying, [value.nbytes for value in self.graph.values]
-        self.flops = np.array([op.flops for op in graph.ops], float)
-        self.flops[graph.uncounted.start : graph.uncounted.stop] = 0.0
-        self.moved = np.array(self.profile.op_bytes, float)
-        small, part = np.zeros(len(graph.ops), bool), np.zeros(len(graph.ops))
-        for op in graph.ops:
-            touched = (*op.inputs, *op.outputs)
-            if not carrying.isdisjoint(touched):
-                small[op.index] = True
-                whole = sum(nbytes[value] for value in touched)
-                carried = sum(nbytes[value] for value in touched if value in carrying)
-                part[op.index] = carried / whole if whole else 0.0
-        self.small, self.part = small, part
+        graph, rows = self.graph, by_rows(self.profile, self.batch)
+        self.flops, self.small = rows.flops, rows.with_rows
+        self.moved, self.part = rows.moved_bytes, rows.moved_part
         self.is_forward = np.arange(len(graph.ops)) < graph.backward_begin
         self.for_weights = weight_ops(graph)
         names = sorted(set(self.profile.op_dtypes))
@@ -75,12 +67,9 @@ class Lines:
     def _storages(self) -> None:
         """Per storage: bytes, whether they shrink, when it lives, who makes it and who keeps it."""
         graph = self.graph
-        first: dict[int, int] = {}
-        for value in graph.values:
-            first.setdefault(value.storage, value.index)
-        rows, end = graph.storages, len(graph.ops)
+        first, rows, end = columns_of(graph).first.tolist(), graph.storages, len(graph.ops)
         self.bytes = np.array([row.nbytes for row in rows], float)
-        self.shrinks = np.array([first.get(row.index) in self.carrying for row in rows], bool)
+        self.shrinks = np.array([first[row.index] in self.carrying for row in rows], bool)
         self.born = np.array([min(max(row.born, 0), end) for row in rows], np.int64)
         self.died = np.array([min(row.died, end) for row in rows], np.int64)
         activation = np.array([row.kind == "activation" for row in rows], bool)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.columns import columns_of
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import tensor_units
@@ -50,13 +51,8 @@ class MeshLines(Lines):
     def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
         super().__init__(profile, cluster, batch, units)
         self.kinds = [device.speed for device in cluster.devices]
-        self.value_bytes = np.array([value.nbytes for value in self.graph.values], float)
-        self.first = np.full(len(self.graph.storages), -1)
-        for value in reversed(self.graph.values):
-            self.first[value.storage] = value.index
-        touched = [(*op.inputs, *op.outputs) for op in self.graph.ops]
-        self.touched = np.array([value for row in touched for value in row], np.int64)
-        self.op_of_touched = np.repeat(np.arange(len(touched)), [len(row) for row in touched])
+        columns = columns_of(self.graph)
+        self.value_bytes, self.first, self.touched = columns.value_bytes, columns.first, columns.touched
         self.parts = np.ones(len(self.value_bytes))
         self.sums: tuple[Sum, ...] = ()
         self._weigh()
@@ -82,20 +78,16 @@ class MeshLines(Lines):
         made = object.__new__(MeshLines)
         made.__dict__.update(self.__dict__)
         parts = made.parts = np.ones(len(self.value_bytes))
-        for value, part in traced.parts.items():
-            parts[value] = part[rank]
-        ops = len(self.flops)
-        share = np.ones(ops)
-        np.minimum.at(share, self.op_of_touched, parts[self.touched])
-        nbytes = self.value_bytes[self.touched]
+        parts[list(traced.parts)] = [part[rank] for part in traced.parts.values()]
+        share = np.ones(self.touched.ops)
+        np.minimum.at(share, self.touched.op, parts[self.touched.value])
         carried = np.zeros(len(self.value_bytes), bool)
         carried[list(self.carrying)] = True
-        whole = np.bincount(self.op_of_touched, nbytes, ops)
-        local = np.bincount(self.op_of_touched, nbytes * parts[self.touched], ops)
-        with_rows = np.bincount(self.op_of_touched, (nbytes * parts[self.touched]) * carried[self.touched], ops)
+        own = self.value_bytes * parts
+        whole, local, with_rows = map(self.touched.sums, (self.value_bytes, own, own * carried))
         made.flops = self.flops * share
-        made.moved = self.moved * np.divide(local, whole, out=np.ones(ops), where=whole > 0)
-        made.part = np.divide(with_rows, local, out=np.zeros(ops), where=local > 0)
+        made.moved = self.moved * np.divide(local, whole, out=np.ones(len(whole)), where=whole > 0)
+        made.part = np.divide(with_rows, local, out=np.zeros(len(local)), where=local > 0)
         made.bytes = self.bytes * np.where(self.first >= 0, parts[self.first], 1.0)
         rows: Counter[tuple[int, bool, int, bool]] = Counter()
         for one in traced.collectives:
