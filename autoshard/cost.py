@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
@@ -86,8 +87,15 @@ def of_every_device(found: Mapping[str, DeviceEstimate], cluster: Cluster) -> tu
     return tuple(found.get(d.name) or DeviceEstimate.unused(d.name, d.memory_bytes) for d in cluster.devices)
 
 
+_LATEST = Latest[np.ndarray]()
+
+
 def op_seconds(profile: Profile, device: Device) -> np.ndarray:
-    """Return the roofline seconds of every op of the graph on a device."""
+    """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
+    return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), lambda: _op_seconds(profile, device))
+
+
+def _op_seconds(profile: Profile, device: Device) -> np.ndarray:
     moved = np.array(profile.op_bytes, np.float64)
     flops = np.array([op.flops for op in profile.graph.ops], np.float64)
     flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
@@ -96,7 +104,9 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     rates = np.array([device.flops(name) for name in names] or [1.0])
     rate = rates[np.array([code[name] for name in profile.op_dtypes], np.int64)]
     busy = np.maximum(flops / rate, moved / device.bytes_per_second)
-    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+    found = np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+    found.setflags(write=False)
+    return found
 
 
 def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:

@@ -1,22 +1,25 @@
 """Dotted paths of modules and tensors: "layers.0.norm.weight"; the root of a model is ""."""
 
 import inspect
-from collections.abc import Iterator
+from functools import lru_cache
 
 from torch import nn
 from torch.jit import ScriptModule
 
+_REMEMBERED = 1 << 16
+"""Paths of which the modules around them are remembered: planning asks for those of a model dozens of times."""
 
+
+@lru_cache(_REMEMBERED)
 def parent(path: str) -> str:
     """Return the path of the module that holds `path`; the root is ""."""
     return path.rpartition(".")[0]
 
 
-def above(path: str) -> Iterator[str]:
-    """Yield the modules around `path`, the innermost first: "a.b.weight" -> "a.b", "a", ""; none around the root."""
-    while path:
-        path = parent(path)
-        yield path
+@lru_cache(_REMEMBERED)
+def above(path: str) -> tuple[str, ...]:
+    """Return the modules around `path`, the innermost first: "a.b.weight" -> "a.b", "a", ""; none around the root."""
+    return (parent(path), *above(parent(path))) if path else ()
 
 
 def is_below(path: str, top: str) -> bool:

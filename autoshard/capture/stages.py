@@ -10,6 +10,7 @@ something it reads was made there.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,11 +67,12 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
         numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
         if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
             bound.add(tensor.storage)
+    random = {target for target in {op.target for op in forward} if _draws(target)}
     of, known, left = [value.storage for value in graph.values], -1, list(forward)
     while len(bound) > known:  # what is written later with something bound was bound from the start
         known, rest = len(bound), []
         for op in left:
-            if draws(op) or not bound.isdisjoint([of[value] for value in op.inputs]):
+            if op.target in random or not bound.isdisjoint([of[value] for value in op.inputs]):
                 bound.update([of[value] for value in (*op.outputs, *op.mutates)])
             else:
                 rest.append(op)
@@ -80,7 +82,11 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
 
 def draws(op: Op) -> bool:
     """Whether an op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in op.target.tags
+    return _draws(op.target)
+
+
+def _draws(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def stage_of_ops(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> list[int]:
