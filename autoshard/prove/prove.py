@@ -110,7 +110,7 @@ class Prover:
         else:
             ways = check_equal(self._sample(path), tuple(replace(cut, blocks=("",)) for cut in cuts))
             how = f"equal on {cuts[0].degree} ranks"
-        proof = f"{how} with random values, {'forward and backward' if ways else 'forward'}"
+        proof = f"{how} with random values, {ways}"
         training = all(part.training for part in self._model.get_submodule(path).modules())
         return [replace(cut, training=training, proof=proof) for cut in cuts]
 

@@ -35,6 +35,7 @@ from tests.prove.blocks import (
     Plain,
     Rescaled,
     Scaled,
+    Sharp,
     Stack,
     Tied,
 )
@@ -100,6 +101,16 @@ def test_masks_of_cut_tensors_are_proved_in_training():
 def test_a_model_in_double_precision_is_proved_in_it():
     _, found, prover = analysed(Stack(Fused).double(), X.double())
     assert isinstance(prover.prove(of_blocks(found, 4), (2, 2)), Cut)
+
+
+def test_double_precision_tells_rounding_from_faults():
+    _, found, prover = analysed(Stack(Sharp))
+    group = of_blocks(found, 48)
+    cut = prover.prove(group, (24, 24))
+    assert isinstance(cut, Cut) and cut.proof.endswith("forward and backward, in double precision")
+    _, _, prover = analysed(Stack(Sharp))
+    wrong = prover.prove(replace(group, actions=()), (24, 24))
+    assert isinstance(wrong, Refusal) and "differs by" in wrong.reason
 
 
 def test_a_list_of_sizes_is_scaled_item_by_item():
