@@ -72,11 +72,11 @@ def stage_figures(
     With `processes` every device has a process of its own, which runs the `schedule`: outputs stay on the last stage,
     and a parameter that several stages read is held by each. In one process outputs go to the root's home, and such a
     parameter is lent.
-    Raises `PlanError` if the stages don't have all parameters, or can't be cut from the run.
+    Raises `PlanError` if the stages don't have all parameters, or, with processes, can't be cut from the run.
     """
     graph = part.graph
     staged = divide(graph, [stage.paths for stage in stages])
-    if staged.problems:
+    if processes and staged.problems:  # one process has what all stages write
         raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
     forward, backward, weight = _seconds(part, staged, devices)
     memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule)

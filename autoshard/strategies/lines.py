@@ -52,7 +52,7 @@ class Lines:
         self._storages()
         self.segments = _segments(graph, units.paths)
         self.depths = cut_depths(units.paths)
-        self.forbidden = self._written_across()
+        self.forbidden = np.zeros(self.count + 1, bool) if one_thread else self._written_across()
 
     def _ops(self) -> None:
         """Per op: FLOPs and bytes, and the part of both that shrinks with the micro-batch."""
