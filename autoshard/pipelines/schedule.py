@@ -17,7 +17,7 @@ from autoshard.pipelines.engine import Engine
 from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import Mark, agree, agree_in_step
 from autoshard.runtime.chunks import Part, merge, split, split_rows
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, check_reduction, factors_of, own_factors
@@ -103,7 +103,7 @@ class RankSchedule:
                         check_reduction(batch, self.loss, self.reduction, finish.outputs, moved, parts, self._steps)
                 except Exception as found:
                     error = found
-                agree(self._record.across, Mark(), error)
+                agree_in_step(self._record.across, error, self._record.device)
             aside.add_up()
         except BaseException:
             aside.put_back()

@@ -85,6 +85,18 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
         raise error
 
 
+def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
+    """As `agree`, for every step: while no rank has an error one number is summed, which takes half as long."""
+    if isinstance(ranks, ProcessRanks):
+        try:
+            failed = ranks.all_reduce(torch.tensor([float(error is not None)], device=device))
+        except RankError as problem:
+            raise (error or problem) from problem
+        if not failed.item():
+            return
+    agree(ranks, Mark(), error)
+
+
 def _compare(marks: list[Mark]) -> None:
     for rank, mark in enumerate(marks):
         if mark.error:
