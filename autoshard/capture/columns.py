@@ -22,6 +22,12 @@ class Column:
         """[ops] sums over what each op touches, as floats: exact for whole numbers up to 2^53."""
         return np.bincount(self.op, of_value[self.value], self.ops)
 
+    def least(self, of_value: Array) -> Array:
+        """[ops] the smallest of what each op touches, at most 1."""
+        found = np.ones(self.ops)
+        np.minimum.at(found, self.op, of_value[self.value])
+        return found
+
     def has(self, mask: Array) -> Array:
         """[ops] whether an op touches any of these values."""
         found = np.zeros(self.ops, bool)
@@ -44,6 +50,10 @@ class Columns:
     value_bytes: Array
     storage: Array
     first: Array
+
+    def of_storages(self, of_value: Array, without: float) -> Array:
+        """[storages] what is true of the first value in each; `without`: of storages that have none."""
+        return np.where(self.first >= 0, of_value[self.first], of_value.dtype.type(without))
 
 
 _LATEST = Latest[Columns]()

@@ -45,16 +45,13 @@ def smaller_sizes(profile: Profile, parts: Array) -> Sizes:
     graph, columns = profile.graph, columns_of(profile.graph)
     touched, whole = columns.touched, columns.value_bytes
     values = np.ceil(whole * parts).astype(np.int64)
-    of_storage = np.where(columns.first >= 0, parts[columns.first], 1.0)
-    storages = np.ceil(np.array([row.nbytes for row in graph.storages], np.int64) * of_storage)
-    of_op = np.ones(touched.ops)
-    np.minimum.at(of_op, touched.op, parts[touched.value])
+    storages = np.ceil(np.array([row.nbytes for row in graph.storages], np.int64) * columns.of_storages(parts, 1.0))
     before, after = (touched.sums(nbytes).astype(np.int64).tolist() for nbytes in (whole, values))
     return Sizes(
         values=values.tolist(),
         storages=storages.astype(np.int64).tolist(),
         flops=[ceil(op.flops * part) if part < 1 else op.flops
-               for op, part in zip(graph.ops, of_op.tolist(), strict=True)],
+               for op, part in zip(graph.ops, touched.least(parts).tolist(), strict=True)],
         moved=[nbytes * new // old if new < old else nbytes  # in Python's numbers, which are as large as they must be
                for nbytes, old, new in zip(profile.op_bytes, before, after, strict=True)],
     )  # fmt: skip

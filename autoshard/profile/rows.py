@@ -93,7 +93,7 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     carrying = carriers_of_rows(graph, batch)
     carries = np.zeros(len(graph.values), bool)
     carries[list(carrying)] = True
-    of_storage = carries[columns.first] & (columns.first >= 0)
+    of_storage = columns.of_storages(carries, False)
     end, uncounted = len(graph.ops), graph.uncounted
     held = {graph.values[value].storage for value in graph.held}
     state = {graph.values[value].storage for value in graph.state}

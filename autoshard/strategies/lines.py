@@ -48,6 +48,8 @@ class Lines:
         self.count = len(units.paths)
         self.training = graph.backward_begin < len(graph.ops)
         self.carrying = carriers_of_rows(graph, batch)
+        self.carries = np.zeros(len(graph.values), bool)
+        self.carries[list(self.carrying)] = True
         self._ops()
         self._storages()
         self.segments = _segments(graph, units.paths)
@@ -67,9 +69,9 @@ class Lines:
     def _storages(self) -> None:
         """Per storage: bytes, whether they shrink, when it lives, who makes it and who keeps it."""
         graph = self.graph
-        first, rows, end = columns_of(graph).first.tolist(), graph.storages, len(graph.ops)
+        rows, end = graph.storages, len(graph.ops)
         self.bytes = np.array([row.nbytes for row in rows], float)
-        self.shrinks = np.array([first[row.index] in self.carrying for row in rows], bool)
+        self.shrinks = columns_of(graph).of_storages(self.carries, False)
         self.born = np.array([min(max(row.born, 0), end) for row in rows], np.int64)
         self.died = np.array([min(row.died, end) for row in rows], np.int64)
         activation = np.array([row.kind == "activation" for row in rows], bool)
@@ -225,7 +227,7 @@ class Lines:
         makers = units.maker
         other = self.segments[np.maximum(makers[rows], 0)] != self.segments[at] if len(rows) else np.zeros(0, bool)
         np.minimum.at(reader, rows[other], at[other])
-        carried = np.array([value in self.carrying for value in units.value.tolist()], bool)
+        carried = self.carries[units.value]
         nbytes = np.where(carried, units.nbytes * part, units.nbytes) if len(carried) else np.zeros(0)
         made = np.array([self.graph.values[value].op >= 0 for value in units.value.tolist()], bool)
         crosses = made & (last > makers) & (makers >= 0) if len(made) else np.zeros(0, bool)

@@ -51,8 +51,8 @@ class MeshLines(Lines):
     def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
         super().__init__(profile, cluster, batch, units)
         self.kinds = [device.speed for device in cluster.devices]
-        columns = columns_of(self.graph)
-        self.value_bytes, self.first, self.touched = columns.value_bytes, columns.first, columns.touched
+        self.columns = columns_of(self.graph)
+        self.value_bytes, self.touched = self.columns.value_bytes, self.columns.touched
         self.parts = np.ones(len(self.value_bytes))
         self.sums: tuple[Sum, ...] = ()
         self._weigh()
@@ -79,16 +79,12 @@ class MeshLines(Lines):
         made.__dict__.update(self.__dict__)
         parts = made.parts = np.ones(len(self.value_bytes))
         parts[list(traced.parts)] = [part[rank] for part in traced.parts.values()]
-        share = np.ones(self.touched.ops)
-        np.minimum.at(share, self.touched.op, parts[self.touched.value])
-        carried = np.zeros(len(self.value_bytes), bool)
-        carried[list(self.carrying)] = True
         own = self.value_bytes * parts
-        whole, local, with_rows = map(self.touched.sums, (self.value_bytes, own, own * carried))
-        made.flops = self.flops * share
+        whole, local, with_rows = map(self.touched.sums, (self.value_bytes, own, own * self.carries))
+        made.flops = self.flops * self.touched.least(parts)
         made.moved = self.moved * np.divide(local, whole, out=np.ones(len(whole)), where=whole > 0)
         made.part = np.divide(with_rows, local, out=np.zeros(len(local)), where=local > 0)
-        made.bytes = self.bytes * np.where(self.first >= 0, parts[self.first], 1.0)
+        made.bytes = self.bytes * self.columns.of_storages(parts, 1.0)
         rows: Counter[tuple[int, bool, int, bool]] = Counter()
         for one in traced.collectives:
             outputs = self.graph.ops[one.op].outputs
