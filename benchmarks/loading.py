@@ -1,6 +1,6 @@
 """Loading decoders of random bf16 weights to CPU memory, against other tools and against the machine itself.
 
-    python benchmarks/loading.py --quick                 what the bars need, 2 GB warm and cold, 3 rounds: 5 minutes
+    python benchmarks/loading.py --quick                 what the bars need, 2 GB warm and cold, 3 rounds: 7 minutes
     python benchmarks/loading.py --quick --gigabytes 6   the same of 6 GB, less of it
     python benchmarks/loading.py                         2 GB and 6 GB, warm and cold, all ways, 5 rounds
     python benchmarks/loading.py --gigabytes 2 --rounds 3 --only raw,autoshard

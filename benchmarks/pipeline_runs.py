@@ -16,7 +16,7 @@ seconds then depend on what the other rank does at that time.
 
 A machine is not as fast from one minute to the next, least of all a virtual one, so all runs of a case take turns, a
 few steps at a time, those that are calibrated on, too. "again" is how far two halves of the measured steps are apart,
-each by its median: nothing that is predicted from other steps can be expected to be nearer. Takes eight minutes on a
+each by its median: nothing that is predicted from other steps can be expected to be nearer. Takes ten minutes on a
 machine that does nothing else; with other work on the cores the ratios of computing stages say nothing.
 """
 

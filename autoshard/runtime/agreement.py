@@ -86,7 +86,7 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
 
 
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
-    """As `agree`, for every step: while no rank has an error one number is summed, which takes half as long."""
+    """As `agree`, for every step: while no rank has an error one number is summed, in one collective."""
     if isinstance(ranks, ProcessRanks):
         try:
             failed = ranks.all_reduce(torch.tensor([float(error is not None)], device=device))
