@@ -14,8 +14,11 @@ import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.capture.decode import NO_TOKEN
 from autoshard.capture.replay import replay
+from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.placement import resolve_homes
+from autoshard.profile.profile import Profile
+from autoshard.strategies import make_plan
 
 SEED = 7
 
@@ -128,16 +131,21 @@ def unequal(total_bytes: int) -> Iterator[dict[str, int]]:
         yield {f"cpu:{index}": max(4096, int(nbytes)) for index, nbytes in enumerate(shares)}
 
 
-def plan_tightly(
-    make: Callable[[], nn.Module], inputs: Any, strategy: str, workload: autoshard.Workload | None = None
-) -> tuple[autoshard.Plan, autoshard.Estimate]:
-    """Plan with zero hints on three unequal devices, as small as the strategy can do with."""
+def profiled(make: Callable[[], nn.Module], inputs: Any, workload: autoshard.Workload | None = None) -> Profile:
+    """Profile a model as it runs when it is measured: from the same random numbers, see `measured_peaks`."""
     model = make()
-    seed()  # see `measured_peaks`
-    profile = autoshard.profile(model, inputs, workload=workload)
+    seed()
+    return autoshard.profile(model, inputs, workload=workload)
+
+
+def plan_tightly(profile: Profile, strategy: str) -> tuple[autoshard.Plan, autoshard.Estimate]:
+    """Plan with zero hints on three unequal devices, as small as the strategy can do with.
+
+    What would help where nothing fits is not looked for: that takes as long as several plans.
+    """
     for memory in unequal(profile.peak_bytes):
         try:
-            plan = autoshard.plan(model, memory, inputs=inputs, strategy=strategy, workload=workload)
+            plan = make_plan(profile, parse_devices(memory), strategy=strategy, advise=False)
         except autoshard.PlanError:
             continue
         return plan, autoshard.estimate(plan, profile)

@@ -12,7 +12,7 @@ from autoshard.errors import PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Stage
 from autoshard.prove.batch import find_batch_axis
-from tests.conformance.checks import loss_of, plan_tightly, seed
+from tests.conformance.checks import loss_of, plan_tightly, profiled, seed
 from tests.models import WORKING_CASES
 
 ROWS, PARTS = 8, 4
@@ -25,7 +25,7 @@ NOISE = 1e-6
 def in_parts(case, inputs, workload, **stage):
     """A balanced plan on devices too small for the model, with the batch divided."""
     batch = find_batch_axis(case.model(), inputs, workload)
-    plan, _ = plan_tightly(case.model, inputs, "balanced", workload)
+    plan, _ = plan_tightly(profiled(case.model, inputs, workload), "balanced")
     stages = {}
     for path, device in plan.placements.items():
         stages.setdefault(device, []).append(path)

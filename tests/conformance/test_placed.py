@@ -12,6 +12,7 @@ from tests.conformance.checks import (
     forward,
     measured_peaks,
     plan_tightly,
+    profiled,
     random_map,
     split_before,
     train,
@@ -36,10 +37,15 @@ def named(cases: list[Case]):
 
 
 @functools.cache
+def profile_of(name: str, training: bool):
+    case = by_name(name)
+    return profiled(case.model, case.example(), TRAINING if training else None)
+
+
+@functools.cache
 def tight_plan(name: str, strategy: str, training: bool = False):
     """The plan of a case, made once for all tests that look at it."""
-    case = by_name(name)
-    return plan_tightly(case.model, case.example(), strategy, TRAINING if training else None)
+    return plan_tightly(profile_of(name, training), strategy)
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "balanced"])
@@ -104,7 +110,7 @@ def test_predicted_peak_of_generation(case, new_tokens):
         return model
 
     inputs.pop("use_cache", None)
-    plan, estimate = plan_tightly(build, inputs, "balanced", autoshard.Workload(new_tokens=new_tokens))
+    plan, estimate = plan_tightly(profiled(build, inputs, autoshard.Workload(new_tokens=new_tokens)), "balanced")
     measured = measured_peaks(build(), plan, inputs, False, new_tokens)
     predicted = {device.name: device.peak_bytes for device in estimate.devices}
     off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
@@ -157,6 +163,6 @@ def test_training_with_checkpointing(case):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    plan, _ = plan_tightly(build, case.example(), "balanced", TRAINING)
+    plan, _ = plan_tightly(profiled(build, case.example(), TRAINING), "balanced")
     difference = difference_when_placed(build, plan, [lambda model: train(model, case.example())])
     assert not difference

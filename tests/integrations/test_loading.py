@@ -14,7 +14,7 @@ from autoshard.errors import CheckpointError, PlanError, SpecError
 from autoshard.fingerprint import fingerprint
 from autoshard.integrations.huggingface import load_model
 from autoshard.runtime.moves import named_tensors, tied_groups
-from tests.conformance.checks import plan_tightly
+from tests.conformance.checks import plan_tightly, profiled
 from tests.models import by_name
 from tests.ranks import run_ranks
 
@@ -63,7 +63,7 @@ def test_loaded_is_from_pretrained(name, dtype, tmp_path):
 @pytest.mark.parametrize("strategy", ["sequential", "balanced"])
 def test_loaded_to_devices(name, strategy, tmp_path):
     expected, inputs = saved(name, tmp_path), by_name(name).example()
-    plan, _ = plan_tightly(lambda: copy.deepcopy(expected), inputs, strategy)
+    plan, _ = plan_tightly(profiled(lambda: copy.deepcopy(expected), inputs), strategy)
     devices = {device.name: device.memory_bytes for device in plan.devices}
     with autoshard.simulate(devices), torch.no_grad():
         model = autoshard.load(tmp_path, devices, strategy=strategy, inputs=inputs)
