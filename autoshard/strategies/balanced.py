@@ -11,12 +11,12 @@ _STEPS = 12
 """Halvings of the first device's share in balanced_low_0: it is known to 1/4096 of the device's memory."""
 
 
-def balanced(chain: Chain, objective: Objective = "latency") -> Solution | None:
+def balanced(chain: Chain, objective: Objective = "latency", *, any_equal: bool = False) -> Solution | None:
     """Minimise latency, the busiest device's seconds (throughput) or the largest share of memory in use (memory).
 
-    Where no speed is known the memory is evened out. One device is a valid answer for latency.
+    Where no speed is known the memory is evened out. One device is a valid answer for latency. `any_equal`: see `solve`.
     """
-    return solve(chain, objective if chain.seconds.any() else "memory")
+    return solve(chain, objective if chain.seconds.any() else "memory", any_equal=any_equal)
 
 
 def balanced_low_0(chain: Chain, objective: Objective = "latency") -> Solution | None:

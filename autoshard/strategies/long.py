@@ -7,7 +7,7 @@ that come from after it, minus what a short stage inside a gap does not need (p 
 
 Stages shorter than the longest such gap are priced exactly in a band of `width`; the others need no correction. Gaps
 beyond `MAX_BAND` are left uncorrected, which prices stages inside them too high, and the memory of what a loop brings
-back is rounded up; `exact` says that there are no such gaps and loops.
+back, or a pinned unit is given, is rounded up; `exact` says that there are no such gaps, loops and pins.
 For a start i the stages that fit end at i+1..reach[i], so a start is painted onto a range of ends: a sparse table
 upside down, 2 log m vector operations.
 """
@@ -71,7 +71,7 @@ class LongTables:
         length = np.where(found.j_high == self.size, found.j_low - 1 - found.i_low, found.j_high - found.i_high - 1)
         long = inner & (length > MAX_BAND)
         loops = (found.j_high < self.size) & (found.i_high > 0) & (found.i_high < self.size)
-        self.exact = not (long | loops).any()
+        self.exact = not (long | loops).any() and not any(problem.pinned)
         self.width = int(length[inner & ~long].max(initial=0)) + 1
 
     def seconds(self, device: int) -> Sums:

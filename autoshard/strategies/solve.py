@@ -27,6 +27,8 @@ MAX_WORK = 4e9
 """Most sums (edges of the lattice times cells of a table) that are made for all orders of the devices."""
 MAX_DENSE = 2000
 """Longest chain that is solved with dense tables."""
+MIN_LONG = 200
+"""Shortest chain on which the search without dense tables is the faster one."""
 SEARCH_BUDGET = 4_000_000
 """Labels times units that the search over unequal links may make before it settles for a proven gap."""
 MAX_TIES = 6
@@ -48,11 +50,13 @@ def value_of(cost: Cost, objective: Objective) -> float:
     return {"latency": cost.latency, "throughput": cost.bottleneck, "memory": cost.load}[objective]
 
 
-def solve(chain: Chain, objective: Objective = "latency", order: Order = "any") -> Solution | None:
+def solve(
+    chain: Chain, objective: Objective = "latency", order: Order = "any", *, any_equal: bool = False
+) -> Solution | None:
     """Find the best feasible assignment; None if there is none.
 
     Among equals in latency the one with the fewest devices, then the most even memory; among equals in the other
-    objectives the one with the least latency.
+    objectives the one with the least latency. With `any_equal` whichever is found first, for who wants the value alone.
     """
     best: Solution | None = None
     bound = np.inf
@@ -60,7 +64,7 @@ def solve(chain: Chain, objective: Objective = "latency", order: Order = "any") 
         problem = make_problem(chain, merged)
         if problem is None:
             continue
-        found = _solve_problem(problem, objective, order)
+        found = _solve_problem(problem, objective, order, any_equal)
         if found is None:
             continue
         bound = min(bound, found.bound)
@@ -110,10 +114,15 @@ def _off_diagonal(links: Array) -> Array:
     return links[rows, np.arange(size)]
 
 
-def _solve_problem(problem: Problem, objective: Objective, order: Order) -> Solution | None:
+def _solve_problem(problem: Problem, objective: Objective, order: Order, any_equal: bool) -> Solution | None:
     links = links_into(problem.chain)
     if problem.size > MAX_DENSE:
-        return _solve_long(problem, objective, order, links)
+        return _solve_long(problem, objective, order, LongTables(problem, links or cheapest_links(problem)))
+    few = problem.size >= MIN_LONG and count_nodes(problem.kinds) <= MAX_LONG_NODES and problem.chain.peaks is None
+    if any_equal and objective == "latency" and few and links is not None:
+        tables = LongTables(problem, links)
+        if tables.exact:
+            return _solve_long(problem, objective, order, tables)
     if links is not None:
         return _solve_uniform(problem, objective, order, links)
     return _solve_pairs(problem, objective, order)
@@ -209,11 +218,8 @@ def _any_order_bound(chain: Chain, objective: Objective) -> float:
     return relaxed_bound(chain.seconds, held, capacity, objective)
 
 
-def _solve_long(
-    problem: Problem, objective: Objective, order: Order, links: tuple[Array, Array] | None
-) -> Solution | None:
-    """Solve a chain too long for dense tables; exact but for gaps and links that it prices too high or too low."""
-    tables = LongTables(problem, links or cheapest_links(problem))
+def _solve_long(problem: Problem, objective: Objective, order: Order, tables: LongTables) -> Solution | None:
+    """Solve a chain without dense tables; exact but for gaps and links that it prices too high or too low."""
     kinds, devices = problem.kinds, tuple(range(problem.chain.num_devices))
     whole = order == "given" or count_nodes(kinds) <= MAX_LONG_NODES
     lattice = make_line(devices) if order == "given" or not whole else make_grid(kinds)
