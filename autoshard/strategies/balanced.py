@@ -14,7 +14,8 @@ _STEPS = 12
 def balanced(chain: Chain, objective: Objective = "latency", *, any_equal: bool = False) -> Solution | None:
     """Minimise latency, the busiest device's seconds (throughput) or the largest share of memory in use (memory).
 
-    Where no speed is known the memory is evened out. One device is a valid answer for latency. `any_equal`: see `solve`.
+    Where no speed is known the memory is evened out. One device is a valid answer for latency. `any_equal`: as for
+    `solve`.
     """
     return solve(chain, objective if chain.seconds.any() else "memory", any_equal=any_equal)
 

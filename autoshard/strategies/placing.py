@@ -181,7 +181,8 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
         posed = replace(chain, capacity_bytes=limit)
         if best is None and not _has_room(posed) and not can_fit(posed):
             continue
-        finest = sequential(posed, objective) if strategy == "sequential" else balanced(posed, objective, any_equal=True)
+        given = strategy == "sequential"
+        finest = sequential(posed, objective) if given else balanced(posed, objective, any_equal=True)
         if finest is None or (best is not None and finest.value >= best.solution.value * (1 - _SAME)):
             continue
         found = _over_depths(task, posed, finest, _TRIES if limit is limits[0] else 2)
