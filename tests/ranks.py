@@ -12,9 +12,9 @@ import time
 import traceback
 from datetime import timedelta
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # what is missing is left out without a word
-_context.set_forkserver_preload(["torch", "torch.distributed", "autoshard", "transformers.models.llama.modeling_llama"])
+context.set_forkserver_preload(["torch", "torch.distributed", "autoshard", "transformers.models.llama.modeling_llama"])
 
 
 class RankFailed(AssertionError):
@@ -30,8 +30,8 @@ def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, grou
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(count):
-            receive, send = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank, args=(send, folder, rank, count, function, args, group_seconds), daemon=True
             )
             process.start()

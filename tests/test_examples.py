@@ -1,13 +1,13 @@
 """Every example runs to its end and says that the split model equals the unsplit one."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.scripts import ROOT, run_script
+
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "model.py")
 # What each prints if it is right; they assert it themselves too.
 SAYS = {
@@ -36,6 +36,9 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 # Arguments for the default tests; the whole of these runs with the slow ones.
 SHORTER = {"plan_llama_405b.py": ("16xH100-80GB", "8xH200")}
+# What starts processes itself: they are forked in the default tests. restart.py is about its launcher.
+LAUNCHES = {"column_parallel_by_hand.py", "ddp.py", "lightning_strategies.py"}
+REAL = {"restart.py"}
 
 
 @pytest.mark.slow
@@ -46,17 +49,26 @@ def test_whole_example(name):
     assert SAYS[name] in done.stdout and "does not fit" in done.stdout and "per forward" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LAUNCHES))
+def test_example_launches_processes(name):
+    done = run(f"examples/{name}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS[name] in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
     if path.name == "lightning_strategies.py":
         pytest.importorskip("lightning", reason="lightning is not installed: pip install -e .[lightning]")
-    done = run(str(path), *SHORTER.get(path.name, ()))
+    start = run if path.name in REAL else run_script
+    done = start(str(path), *SHORTER.get(path.name, ()))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
 
 
 def test_column_parallel_on_two_processes():
-    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/column_parallel.py")
+    done = run_script("examples/column_parallel.py", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS["column_parallel.py"] in done.stdout, done.stdout
 
