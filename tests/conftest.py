@@ -26,6 +26,14 @@ def _same_start():
     assert torch.is_grad_enabled(), "a test left gradients switched off"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Give workers stretches of tests, for neighbours share fixtures and plans; who is done takes from the others."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `slow` tests unless -m names them, and skip `gpu` tests where there is no accelerator."""
     if "slow" not in config.getoption("-m"):

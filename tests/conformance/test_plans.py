@@ -15,12 +15,15 @@ MODELS, STRATEGIES = ("llama", "unet", "three-way-tie", "mixtral"), ("sequential
 
 def plans() -> list[str]:
     """Plans of some models, as their files have them."""
-    cases = [by_name(name) for name in MODELS]
-    return [
-        autoshard.plan(case.model(), "2x1MiB,1x512KiB", inputs=case.example(), strategy=strategy).to_json()
-        for case in cases
-        for strategy in STRATEGIES
-    ]
+    made = []
+    for case in map(by_name, MODELS):
+        model, inputs = case.model(), case.example()
+        profile = autoshard.profile(model, inputs)
+        made += [
+            autoshard.plan(model, "2x1MiB,1x512KiB", inputs=inputs, strategy=strategy, profile=profile).to_json()
+            for strategy in STRATEGIES
+        ]
+    return made
 
 
 def test_byte_identical_in_another_process():
