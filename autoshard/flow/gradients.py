@@ -154,7 +154,7 @@ class Gradients:
         lasting = [(value, end) for value in graph.lasting if graph.values[value].op >= self.begin]
         for value, time in [*((value, end - _MOMENT) for _, value in graph.gradients), *lasting]:
             if self.objects.current[value] >= 0:
-                self._use(self.objects.current[value], time)
+                self.objects.use(self.objects.current[value], time)
 
     def _set_time(self, time: int) -> None:
         if time != self._time:
@@ -185,7 +185,7 @@ class Gradients:
             objects.current[value] = obj
             died = self.graph.storages[self.graph.values[value].storage].died
             last = (died if node.begin < died < node.end else node.end) - 1
-            self._use(obj, last if node.end > node.begin else self._now)
+            self.objects.use(obj, last if node.end > node.begin else self._now)
 
     def _device_of_node(self, index: int) -> int:
         node = self.nodes[index]
@@ -218,9 +218,9 @@ class Gradients:
             obj = next((obj for value, obj in read if value == edge.read), -1) if edge.reader >= 0 else -1
             obj = self.walk.given.get((edge.reader, edge.read), obj)
         else:
-            obj = objects.source[after]
+            obj = objects.source.get(after, -1)
         made = self.nodes[edge.node].made
-        while obj >= 0 and objects.source[obj] >= 0 and made < self._made(obj):  # else it was written since
+        while obj in objects.source and made < self._made(obj):  # else it was written since
             yield obj
             obj = objects.source[obj]
 
@@ -240,11 +240,11 @@ class Gradients:
             total = self.nodes[edge.node].incoming[edge.slot]
             row = self.graph.values[total]
             for term in (waiting, obj):
-                self._use(term, when)
+                self.objects.use(term, when)
             obj = objects.new_object(total, objects.new_buffer(row.storage, device, row.nbytes, when))
             self._pass_on(obj)
         self._slots[target] = obj
-        self._use(obj, self._now)
+        self.objects.use(obj, self._now)
         return target
 
     def _go_back(self, run: int, made: int) -> None:
@@ -276,7 +276,7 @@ class Gradients:
         """Do what a node that fills a `.grad` was recorded to do: keep the gradient, or a copy of it, or add to one."""
         objects, values = self.objects, self.graph.values
         now = self._now if node.begin == node.end else self._moment()
-        self._use(obj, now)
+        self.objects.use(obj, now)
         for op in self.graph.ops[node.begin : node.end]:
             for value in op.outputs:
                 if values[value].storage == values[op.inputs[0]].storage and not op.mutates:
@@ -288,7 +288,7 @@ class Gradients:
                     self._pass_on(objects.current[value])
 
     def _copy(self, obj: int, device: int, time: float, path: str) -> int:
-        self._use(obj, time)
+        self.objects.use(obj, time)
         copy = self.objects.copy(obj, device, time, "backward", path)
         self._pass_on(obj)
         self._pass_on(copy)
@@ -298,9 +298,6 @@ class Gradients:
         buffer = self.objects.buffer[obj]
         if self.objects.buffer_born[buffer] > self.begin - 1:  # not a tensor of the forward that is its own gradient
             self.passed_on.add(buffer)
-
-    def _use(self, obj: int, time: float) -> None:
-        self.objects.used[obj] = max(self.objects.used[obj], time)
 
 
 def _outlived(graph: ModelGraph) -> set[int]:

@@ -12,6 +12,7 @@ Copies with autograd history share their memory and have a way back for gradient
     layers.8 is called with it     object 11 in buffer B       an alias of object 9; its gradient goes to object 7
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -28,13 +29,14 @@ class Objects:
     """Objects and buffers as rows of parallel lists; devices are indices into `devices`, -1 is the host.
 
     Attributes:
-        value, buffer: of each object. source: the object it is a copy of, else -1.
-        base: the object that a view keeps alive, else -1.
-        saved: time at which autograd lets go of the memory, 0 if it never had it; held: of this very object. A node
-            keeps its inputs as they are, but of outputs with history the memory alone (torch's saved_variable.cpp).
-        used: last op that read it, -1 if none.
+        value, buffer: of each object.
+        source: copy -> the object it is a copy of. base: view -> the object that it keeps alive.
+        saved: object -> time at which autograd lets go of the memory; held: of this very object. A node keeps its
+            inputs as they are, but of outputs with history the memory alone (torch's saved_variable.cpp).
+        used: object -> the last op that read it.
         way_back: alias of a copy -> the time it was made, at which its gradient goes back.
-        until: time at which whoever made a copy drops it, whatever becomes of its source; -1 if the source decides.
+        until: copy -> time at which whoever made it drops it, whatever becomes of its source.
+        buffer_version: buffer -> how often it was written.
         current: per value, its original object, -1 if there is none yet.
         elsewhere: (value, device) -> the latest copy there.
         in_forward: a forward of the root is running, so copies are remembered.
@@ -45,18 +47,18 @@ class Objects:
         self.grad = graph.backward_begin < len(graph.ops)
         self.value: list[int] = []
         self.buffer: list[int] = []
-        self.source: list[int] = []
-        self.base: list[int] = []
-        self.saved: list[int] = []
-        self.held: list[int] = []
-        self.used: list[float] = []
-        self.until: list[float] = []
+        self.source: dict[int, int] = {}
+        self.base: dict[int, int] = {}
+        self.saved: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.used: dict[int, float] = {}
+        self.until: dict[int, float] = {}
         self.buffer_storage: list[int] = []
         self.buffer_device: list[int] = []
         self.buffer_bytes: list[int] = []
         self.buffer_born: list[float] = []
-        self.buffer_version: list[int] = []
-        self.buffer_copied: list[bool] = []
+        self.buffer_version: Counter[int] = Counter()
+        self.buffer_copied: set[int] = set()
         self.original_buffer = [-1] * len(graph.storages)
         self.current = [-1] * len(graph.values)
         self.elsewhere: dict[tuple[int, int], int] = {}
@@ -81,20 +83,24 @@ class Objects:
         self.buffer_device.append(device)
         self.buffer_bytes.append(nbytes)
         self.buffer_born.append(born)
-        self.buffer_version.append(0)
-        self.buffer_copied.append(copied)
-        return len(self.buffer_storage) - 1
+        buffer = len(self.buffer_born) - 1
+        if copied:
+            self.buffer_copied.add(buffer)
+        return buffer
 
     def new_object(self, value: int, buffer: int, source: int = -1, view_of: int = -1) -> int:
         self.value.append(value)
         self.buffer.append(buffer)
-        self.source.append(source)
-        self.base.append(view_of if view_of < 0 or self.base[view_of] < 0 else self.base[view_of])
-        self.saved.append(0)
-        self.held.append(0)
-        self.used.append(-1)
-        self.until.append(-1)
-        return len(self.value) - 1
+        obj = len(self.value) - 1
+        if source >= 0:
+            self.source[obj] = source
+        if view_of >= 0:
+            self.base[obj] = self.base.get(view_of, view_of)
+        return obj
+
+    def use(self, obj: int, time: float) -> None:
+        """Note that an object is read."""
+        self.used[obj] = max(self.used.get(obj, -1), time)
 
     def original(self, value: int, device: int, born: float) -> int:
         """Make the original object of a value, in the buffer of its storage if there is one already."""
@@ -243,24 +249,27 @@ def buffer_deaths(
     """
     graph, copies, to_the_end = objects.graph, objects.copies, objects.graph.held
     after = len(graph.ops) + 1
-    of_object, source, until = np.array(objects.buffer, int), np.array(objects.source, int), objects.until
-    held, used, saved = (np.array(column, float) for column in (objects.held, objects.used, objects.saved))
-    of_value = np.array([after if value.index in to_the_end else value.died for value in graph.values], float)
+    of_object, source, until = np.array(objects.buffer, int), objects.source, objects.until
+    held, used, saved = np.zeros(len(of_object)), np.full(len(of_object), -1.0), np.zeros(len(of_object))
+    for column, known_of in ((held, objects.held), (used, objects.used), (saved, objects.saved)):
+        column[list(known_of)] = list(known_of.values())
+    of_value = np.array([value.died for value in graph.values], float)
+    of_value[list(to_the_end)] = after
     last = of_value[objects.value]
     for obj, time in left.items():
-        last[obj] = time if source[obj] < 0 else last[obj]
+        last[obj] = last[obj] if obj in source else time
     # `known`: until when Python or autograd holds the very object: so long copies are kept
     known, outputs = np.maximum(last, held), {copy.buffer for copy in copies if copy.reason == "output"}
-    for obj in np.flatnonzero(source >= 0).tolist():  # a source comes before its copies
-        kept_by = last[obj] if objects.buffer[obj] in outputs else known[source[obj]]
-        last[obj] = min(kept_by, until[obj]) if until[obj] >= 0 else kept_by
+    for obj, made_of in source.items():  # a source comes before its copies
+        kept_by = last[obj] if objects.buffer[obj] in outputs else known[made_of]
+        last[obj] = min(kept_by, until.get(obj, np.inf))
         known[obj] = max(last[obj], held[obj])
 
     last_read, storage = np.array(objects.buffer_born, float), np.array(objects.buffer_storage, int)
     died = last_read + 1
     np.maximum.at(died, of_object, np.maximum(np.maximum(last, used + 1), saved))
     np.maximum.at(last_read, of_object, used)
-    rows, copied = graph.storages, np.array(objects.buffer_copied, bool)
+    rows, copied = graph.storages, np.isin(np.arange(len(storage)), list(objects.buffer_copied))
     fixed = np.array([row.kind in ("parameter", "buffer", "input") for row in rows], bool)[storage]
     stays = fixed | np.isin(storage, [graph.values[value].storage for value in to_the_end])
     recorded = np.where(stays, after, np.maximum(np.array([row.died for row in rows], float)[storage], last_read + 1))
@@ -277,18 +286,15 @@ def buffer_deaths(
 
 def columns(objects: Objects, died: Sequence[float]) -> tuple[Buffers, tuple[Copy, ...]]:
     """Return the buffers on planned devices as columns, and the copies with their rows in them."""
-    keep = [row for row, device in enumerate(objects.buffer_device) if device >= 0]
-    number = {row: i for i, row in enumerate(keep)}
-
-    def column(rows: Sequence[float], kind: type = np.int64) -> np.ndarray:
-        return np.array([rows[row] for row in keep], kind)
-
+    device = np.array(objects.buffer_device, np.int64)
+    keep = np.flatnonzero(device >= 0)
+    number = {row: i for i, row in enumerate(keep.tolist())}
     buffers = Buffers(
-        storage=column(objects.buffer_storage),
-        device=column(objects.buffer_device),
-        nbytes=column(objects.buffer_bytes),
-        born=column(objects.buffer_born, np.float64),
-        died=column(died, np.float64),
-        copied=column(objects.buffer_copied, np.bool_),
+        storage=np.array(objects.buffer_storage, np.int64)[keep],
+        device=device[keep],
+        nbytes=np.array(objects.buffer_bytes, np.int64)[keep],
+        born=np.array(objects.buffer_born, np.float64)[keep],
+        died=np.array(died, np.float64)[keep],
+        copied=np.isin(keep, list(objects.buffer_copied)),
     )
     return buffers, tuple(replace(copy, buffer=number.get(copy.buffer, -1)) for copy in objects.copies)

@@ -14,6 +14,7 @@ class Views:
         self.function: dict[int, int] = {}
         self._objects = objects
         self._levels: list[tuple[int, dict[int, int]]] = [(0, {})]  # (depth of the call, value -> object it sees)
+        self._all: list[dict[int, int]] = [{}]  # per level, what it and those around it see
 
     def given(self, depth: int, view: dict[int, int]) -> None:
         """The call at this depth, from now on the innermost that does, sees these objects."""
@@ -21,12 +22,17 @@ class Views:
             return
         if self._levels[-1][0] == depth:
             self._levels[-1][1].update(view)
+            self._all[-1].update(view)
         else:
             self._levels.append((depth, view))
+            self._all.append(self._all[-1] | view)
 
     def left(self, depth: int) -> dict[int, int]:
         """The call at this depth returned: what it saw, which nobody does any more."""
-        return self._levels.pop()[1] if self._levels[-1][0] == depth else {}
+        if self._levels[-1][0] != depth:
+            return {}
+        self._all.pop()
+        return self._levels.pop()[1]
 
     def depth_of(self, buffer: int) -> int:
         """How deep the innermost call is that sees an object in this buffer; 0 if there is none."""
@@ -36,12 +42,20 @@ class Views:
                 return depth
         return 0
 
-    def sees(self, value: int, depth: int = -1) -> int:
-        """The object that the running call means by a value, or the one around it at this depth."""
-        if depth < 0 and value in self.function:
-            return self.function[value]
+    def sees(self, value: int) -> int:
+        """The object that the running call means by a value."""
+        obj = self.function.get(value, -1)
+        if obj < 0:
+            obj = self._all[-1].get(value, -1)
+        return obj if obj >= 0 else self._of_nobody(value)
+
+    def sees_at(self, value: int, depth: int) -> int:
+        """The object that the call around it at this depth means by a value."""
         for level, view in reversed(self._levels):
-            if value in view and (depth < 0 or level <= depth):
+            if value in view and level <= depth:
                 return view[value]
+        return self._of_nobody(value)
+
+    def _of_nobody(self, value: int) -> int:
         obj = self._objects.current[value]
         return obj if obj >= 0 else self._objects.original(value, HOST_DEVICE, 0)

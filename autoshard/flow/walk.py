@@ -63,6 +63,7 @@ class Walk:
         self._next_call = 0
         self._functions = iter(sorted(graph.functions, key=lambda function: function.begin))
         self._function: Function | None = next(self._functions, None)
+        self._event = 0  # the next op before which a call or a function begins or ends
 
     def run(self) -> Flow:
         self._place_givens()
@@ -77,19 +78,20 @@ class Walk:
                 if edge.reader >= 0 and node.call not in (-1, graph.ops[edge.reader].call):
                     outer.setdefault(edge.reader, []).append((edge.read, node.call))
         for op in graph.ops:
-            self._advance(op.index)
+            if op.index >= self._event:
+                self._advance(op.index)
             if gradients is not None and op.backward and not self._recomputes(op):
                 read, device = gradients.inputs_of(op)
             else:
                 read, device = self._inputs_of(op)
                 for value, call in outer.get(op.index, ()):
-                    self.given[op.index, value] = self.sees(value, self._stack.index(call) + 1)
+                    self.given[op.index, value] = self._views.sees_at(value, self._stack.index(call) + 1)
                 if gradients is not None and not op.backward:
                     self._uses.note_op(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:
-                objects.used[obj] = max(objects.used[obj], op.index)
+                objects.use(obj, op.index)
             if op.mutates:
                 self._mark_written(op, read)
             for save in saves.get(op.index, ()):
@@ -114,8 +116,8 @@ class Walk:
         # The root's hook does not look into lists and dicts: what is in them stays with the caller.
         contained = set(graph.calls[0].contained) if graph.calls else set()
         for value in graph.values:
-            kind = graph.storages[value.storage].kind
-            if value.op >= 0 or kind == "activation":
+            kind = "activation" if value.op >= 0 else graph.storages[value.storage].kind
+            if kind == "activation":
                 continue
             if kind == "input":
                 device = HOST_DEVICE if value.index in contained else self.root_device
@@ -143,8 +145,14 @@ class Walk:
             self._next_call += 1
         while self._stack and calls[self._stack[-1]].end <= time:
             self._leave(time)
-        if self._function is not None and self._function.begin == time:
-            self._enter_function(self._function)
+        events = [calls[index].begin for index in (self._next_call,) if index < len(calls)]
+        events += [calls[index].end for index in self._stack[-1:]]
+        if self._function is not None:
+            begin, end = self._function.begin, self._function.end
+            if begin == time:
+                self._enter_function(self._function)
+            events.append(begin if begin > time else end)
+        self._event = min(events, default=self.end)
 
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)
@@ -168,7 +176,7 @@ class Walk:
 
     def _hold(self, copy: int, time: int) -> None:
         """A copy that no memo holds lives as long as the call it was made for."""
-        if self.objects.until[copy] >= 0:
+        if copy in self.objects.until:
             self.objects.until[copy] = max(self.objects.until[copy], time)
 
     def _leave(self, time: int) -> None:
@@ -214,10 +222,11 @@ class Walk:
                 self.left[obj] = time + 1  # the caller gets the copy only
                 buffer = self.objects.buffer[obj]
                 gone[buffer] = min(values[value].died, gone.get(buffer, values[value].died))
-        for obj, value in enumerate(self.objects.value if gone else ()):
-            output_died = gone.get(self.objects.buffer[obj], self.end + 1)
-            if value not in call.outputs and values[value].died >= output_died:  # only views held it
-                self.left[obj] = time + 1
+        for obj, buffer in enumerate(self.objects.buffer if gone else ()):
+            if buffer in gone:
+                value = self.objects.value[obj]
+                if value not in call.outputs and values[value].died >= gone[buffer]:  # only views held it
+                    self.left[obj] = time + 1
         self._views.given(0, home)
 
     # ---- ops
@@ -243,8 +252,7 @@ class Walk:
 
     def _inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Objects a forward op reads, brought together if they are on several devices, and the device it runs on."""
-        device_of = self.objects.device_of
-        given = tuple([self.sees(value) for value in op.inputs])
+        given = tuple(map(self.sees, op.inputs))
         if not given:
             return given, self._named_device(op)
         if self._watching and self.objects.grad and not self._views.function:
@@ -253,9 +261,10 @@ class Walk:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
             self.aligned[self.graph.calls[op.call].path] = None
-        devices = [device_of(obj) for obj in given]
-        if devices[0] >= 0 and devices.count(devices[0]) == len(devices):
-            return given, devices[0]
+        device_of = self.objects.device_of
+        devices = set(map(device_of, given))
+        if len(devices) == 1 and HOST_DEVICE not in devices:
+            return given, devices.pop()
         if not self._all_together(given):
             if _is_copy_into(op):  # the one op that takes two devices as they are
                 return given, device_of(given[0])
@@ -345,7 +354,7 @@ class Walk:
                 continue
             buffer = objects.buffer[obj]
             objects.buffer_version[buffer] += 1
-            if objects.buffer_copied[buffer] and not op.backward and self._read_later(value, op.index):
+            if buffer in objects.buffer_copied and not op.backward and self._read_later(value, op.index):
                 depth = self._views.depth_of(buffer)
                 if depth:
                     self.written_back[self.graph.calls[self._stack[depth - 1]].path] = None
@@ -365,14 +374,13 @@ class Walk:
         obj = next((obj for obj, given in zip(read, op.inputs, strict=True) if given == save.value), -1)
         around = save.call != op.call and save.call in self._stack
         if obj < 0 or around:
-            obj = self.sees(save.value, self._stack.index(save.call) + 1 if around else len(self._stack))
+            obj = self._views.sees_at(save.value, self._stack.index(save.call) + 1 if around else len(self._stack))
         self.saved[op.index, save.value] = obj
-        objects.saved[obj] = max(objects.saved[obj], save.released)
+        objects.saved[obj] = max(objects.saved.get(obj, 0), save.released)
         memory_alone = save.value in op.outputs and self.graph.values[save.value].requires_grad
-        for held in () if memory_alone else (obj, objects.base[obj]):
-            if held >= 0:
-                objects.saved[held] = max(objects.saved[held], save.released)
-                objects.held[held] = max(objects.held[held], save.released)
+        for held in () if memory_alone else (obj, objects.base.get(obj, obj)):
+            objects.saved[held] = max(objects.saved.get(held, 0), save.released)
+            objects.held[held] = max(objects.held.get(held, 0), save.released)
 
     # ---- the end
 
