@@ -15,7 +15,7 @@ class Finish:
     """Called by the last stage with the outputs of one part after the other.
 
     Attributes:
-        outputs: per part, nested as the model returns them, without history; `losses`: of the parts that had one.
+        losses: of the parts that had one.
     """
 
     def __init__(
@@ -24,9 +24,13 @@ class Finish:
     ) -> None:  # fmt: skip
         self.loss, self.ways, self.targets, self.factors = loss, ways, targets, factors
         self.training, self.wanted = training, wanted
-        self.outputs: list[Any] = [None] * len(targets)
+        self._made: list[tuple[torch.Tensor, ...]] = [()] * len(targets)
         self._losses: list[torch.Tensor | None] = [None] * len(targets)
         self.device = torch.device("cpu")
+
+    def outputs(self) -> list[Any]:
+        """Per part what the model returns, without history; for when all have run."""
+        return [_kept(way.output(made)) for way, made in zip(self.ways, self._made, strict=True)]
 
     @property
     def losses(self) -> list[torch.Tensor]:
@@ -34,10 +38,13 @@ class Finish:
 
     def __call__(self, number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return what backward begins with, of shape [1]."""
-        output = self.ways[number].output(made)
         self.device = made[0].device if made else self.device
-        loss = self._loss_of(output, number) if self.training or self.wanted else None
-        self.outputs[number] = _kept(output)
+        output = loss = None
+        if self.training or self.wanted:
+            output = self.ways[number].output(made)
+            loss = self._loss_of(output, number)
+        # cloned: a view would keep what it is part of, and what a module has for itself is written to in the next part
+        self._made[number] = tuple(tensor.detach().clone() for tensor in made)
         if loss is None:
             return torch.zeros(1, device=self.device)
         self._losses[number] = loss.detach().clone()
@@ -59,12 +66,11 @@ class Finish:
 
 
 def _kept(output: Any) -> Any:
-    """The output without history. Cloned, since it may be a view of what the next step receives into."""
+    """The output, in which objects with state say that they belong to one part."""
 
     def light(path: str, leaves: list[Any]) -> Any:
         leaf = leaves[0]
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
-        return leaf if isinstance(leaf, (*PLAIN, Unmerged)) else Unmerged(path, type(leaf).__name__)
+        known = isinstance(leaf, (torch.Tensor, *PLAIN, Unmerged))
+        return leaf if known else Unmerged(path, type(leaf).__name__)
 
     return join_leaves([output], light)

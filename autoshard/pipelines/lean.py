@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+_META = torch.device("meta")
+
 
 class LeanStage(PipelineStage):
     """A stage that takes and gives back its memory for each part; the rest is torch's."""
@@ -31,7 +33,7 @@ class LeanStage(PipelineStage):
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
         """Inside, torch makes its buffers of all parts as shapes only."""
-        device, self.device = self.device, torch.device("meta")
+        device, self.device = self.device, _META
         try:
             yield
         finally:
@@ -75,11 +77,16 @@ class LeanStage(PipelineStage):
     def _provide(self, table: str, number: int) -> None:
         for info in getattr(self, table).get(number, ()):
             if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+                info.buffer = _like(info.buffer, self.device)
 
 
 def _let_go(infos: Iterable[Any]) -> None:
     """Keep the shapes of buffers only."""
     for info in infos:
         if info.buffer is not None:
-            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+            info.buffer = _like(info.buffer, _META)
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # from or to meta, empty_like takes a tenth of a millisecond: it is written in Python there
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

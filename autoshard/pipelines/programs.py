@@ -73,9 +73,14 @@ def write_program(
 def write_readings(found: Recorded, model: nn.Module, device: torch.device) -> tuple[Program, list[Reading]]:
     """Write the program that makes what was read out of tensors when the model was recorded, and list the readings.
 
-    Those of invented values are left out.
+    Those of invented values are left out, and those that are the same in every run.
     """
-    readings = [one for one in found.tape.readings if one.function is not None and _is_free(found, one)]
+    may_vary = _varying(found)
+    readings = [
+        one
+        for one in found.tape.readings
+        if one.function is not None and _is_free(found, one) and not may_vary.isdisjoint(_storages(found, one))
+    ]
     values = tuple(dict.fromkeys(ref.value for one in readings for ref in one.args if isinstance(ref, Ref)))
     steps = [
         Step(
@@ -93,9 +98,23 @@ def write_readings(found: Recorded, model: nn.Module, device: torch.device) -> t
     return _write(found, _closed(found, steps, set(values)), (), values, model, device), readings
 
 
+def _varying(found: Recorded) -> set[int]:
+    """Storages made from inputs or from tensors of the model: all others are the same whenever shapes are."""
+    graph = found.graph
+    of = [value.storage for value in graph.values]
+    varying = {of[value] for value in graph.inputs} | {tensor.storage for tensor in graph.tensors}
+    for op in graph.ops:
+        if not varying.isdisjoint(of[value] for value in op.inputs):
+            varying.update(of[value] for value in (*op.outputs, *op.mutates))
+    return varying
+
+
+def _storages(found: Recorded, reading: Reading) -> list[int]:
+    return [found.graph.values[ref.value].storage for ref in reading.args if isinstance(ref, Ref)]
+
+
 def _is_free(found: Recorded, reading: Reading) -> bool:
-    values = [ref.value for ref in reading.args if isinstance(ref, Ref)]
-    return all(found.graph.values[value].storage in found.free for value in values)
+    return found.free.issuperset(_storages(found, reading))
 
 
 def _with_free(found: Recorded, own: list[Step], wanted: set[int]) -> list[Step]:

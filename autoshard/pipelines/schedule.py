@@ -68,14 +68,13 @@ class RankSchedule:
         finish = Finish(self.loss, ways, targets, factors, training, losses is not None)
         inputs = [input_tensors(part, record.device) for part in parts]
         if training:
-            self._train(engine, ways, inputs, finish, batch, parts, targets)
+            output = self._train(engine, ways, inputs, finish, batch, parts, targets)
         else:
             engine.run(ways, inputs, finish)
-        if not engine.has_last:
-            return None
-        if losses is not None:
+            output = merge(batch, finish.outputs(), parts) if engine.has_last else None
+        if losses is not None and engine.has_last:
             losses.extend(finish.losses)
-        return merge(batch, finish.outputs, parts)
+        return output
 
     def _applied(self) -> nn.Module:
         model = self._model()
@@ -86,8 +85,8 @@ class RankSchedule:
     def _train(
         self, engine: Engine, ways: list[Prepared], inputs: list, finish: Finish, batch: BatchAxis,
         parts: Sequence[Part], targets: list,
-    ) -> None:  # fmt: skip
-        """Run all forwards and backwards, and sum gradients over those who share parameters."""
+    ) -> Any:  # fmt: skip
+        """Run all forwards and backwards, and sum gradients over those who share parameters; returns the output."""
         model = self._applied()
         cuts = cut_record(model)
         if cuts is not None:  # hooks of the root see no forward here
@@ -95,20 +94,27 @@ class RankSchedule:
         aside = Aside(engine.parameters, self._sums)
         try:
             engine.run(ways, inputs, finish)
-            if self.loss is not None:
-                error: Exception | None = None
-                try:
-                    if engine.has_last and len(parts) > 1:
-                        moved = [finish.moved(target) for target in targets]
-                        check_reduction(batch, self.loss, self.reduction, finish.outputs, moved, parts, self._steps)
-                except Exception as found:
-                    error = found
-                agree_in_step(self._record.across, error, self._record.device)
+            output, error = None, None
+            try:
+                if engine.has_last:  # while the other ranks are in their last backwards
+                    output = self._finished(finish, batch, parts, targets)
+            except Exception as found:
+                error = found
+            agree_in_step(self._record.across, error, self._record.device)
             aside.add_up()
         except BaseException:
             aside.put_back()
             raise
         self._steps += 1
+        return output
+
+    def _finished(self, finish: Finish, batch: BatchAxis, parts: Sequence[Part], targets: list) -> Any:
+        """The output of a training step. Raises `PlanError` if parts can't be joined, or a loss reduces otherwise."""
+        outputs = finish.outputs()
+        if self.loss is not None and len(parts) > 1:
+            moved = [finish.moved(target) for target in targets]
+            check_reduction(batch, self.loss, self.reduction, outputs, moved, parts, self._steps)
+        return merge(batch, outputs, parts)
 
     def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[list[Prepared], Engine]:
         """The way that each part goes, and the schedule for parts of this shape.

@@ -16,6 +16,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -232,11 +233,18 @@ def piece_of(tensor: torch.Tensor, item: BatchInput | BatchOutput, shares: tuple
             f"{item.path} has {tensor.shape[item.dim]} in its dimension {item.dim}, which does not go with a batch of "
             f"{sum(shares)} rows: at planning it was {item.axis}."
         )
+    where = _indices(axis, shares, part)
+    if isinstance(where, tuple):
+        return tensor.narrow(item.dim, *where)
+    return tensor.index_select(item.dim, torch.from_numpy(where).to(tensor.device))
+
+
+@lru_cache(maxsize=1024)  # every step divides its batch in the same way
+def _indices(axis: str, shares: tuple[int, ...], part: int) -> tuple[int, int] | numpy.ndarray:
+    """What one part of a dimension has: (begin, length) where its indices follow one another."""
     indices = kept(axis, shares, part)
-    if len(indices) == 0 or indices[-1] - indices[0] + 1 == len(indices):
-        begin = int(indices[0]) if len(indices) else 0
-        return tensor[(*[slice(None)] * item.dim, slice(begin, begin + len(indices)))]
-    return tensor.index_select(item.dim, torch.from_numpy(indices).to(tensor.device))
+    begin = int(indices[0]) if len(indices) else 0
+    return (begin, len(indices)) if len(indices) == 0 or indices[-1] - begin + 1 == len(indices) else indices
 
 
 def _axis_with(axis: str, rows: int, size: int) -> str | None:

@@ -11,7 +11,7 @@ import autoshard
 from autoshard.plan import Mesh
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.staged import check_stages
-from tests.pipelines.models import Tied, decoder, tied
+from tests.pipelines.models import Tied, decoder, shared, tied
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import token_loss
 from tests.ranks import run_ranks
@@ -112,7 +112,21 @@ def refused():
     halves = dataclasses.replace(plan, mesh=Mesh(data=2, pipeline=2, sharded=True), devices=plan.devices * 2)
     attempt("sharded", lambda: check_stages(halves, named_tensors(model)))
     said["rank"] = rank
+    said["unknown"] = unknown_output()
     return said
+
+
+def unknown_output():
+    """What an output raises that only the rank of the last stage has, and that the plan doesn't know."""
+    model, stages, inputs = shared()
+    plan = plan_of(model, [stages[0] + stages[1], stages[2] + stages[3]], 2, inputs, parts=4)
+    known = tuple(one for one in plan.batch.outputs if one.path == "loss")
+    autoshard.apply(model, dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, outputs=known)))
+    try:
+        autoshard.schedule(model).step(**inputs)
+    except autoshard.AutoshardError as error:
+        return str(error) if all(p.grad is None for p in model.parameters()) else "gradients"
+    return ""
 
 
 def test_what_is_refused_is_refused_by_all():
@@ -126,3 +140,4 @@ def test_what_is_refused_is_refused_by_all():
         assert "has no parameters" in said["stages"]
         assert "for 3 devices, and 2 processes run" in said["ranks"]
         assert "shard them over replicas, too" in said["sharded"]
+        assert "the output x was not there at planning" in said["unknown"]

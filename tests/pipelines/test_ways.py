@@ -8,7 +8,7 @@ import autoshard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.stages import divide
 from autoshard.errors import PlanError
-from autoshard.pipelines.programs import find_traffic, write_program
+from autoshard.pipelines.programs import find_traffic, write_program, write_readings
 from autoshard.pipelines.steps import find_steps
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import unlike
@@ -54,6 +54,23 @@ class Decides(nn.Module):
     def forward(self, x):
         x = self.first(x)
         return self.second(x if x.sum() > 0 else -x)
+
+
+class Reads(nn.Module):
+    """Asks the same of positions, which are always the same, of a buffer, and of what an input was written into."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("order", torch.arange(3))
+
+    def forward(self, x, mask):
+        written = torch.arange(3)
+        written[1:] = mask[0, 1:] + 1
+        for positions in (torch.arange(3), self.order, written):
+            if (positions.diff() == 1).all():
+                x = x + 1
+        return self.layer(x)
 
 
 def masked():
@@ -110,3 +127,13 @@ def test_programs_run_modules_whole_and_ops_between():
     model, inputs = masked()
     (output,) = chained(model, inputs, [["first"], ["second"], ["third"]])
     assert torch.equal(output, model(**inputs))
+
+
+def test_what_is_the_same_in_every_run_is_not_read_again():
+    model, (_, inputs) = Reads(), masked()
+    graph, tape = record_forward(model, (), inputs, grad=True)
+    found = find_steps(graph, tape, divide(graph, [["layer"], ["order"]]))
+    program, readings = write_readings(found, model, torch.device("cpu"))
+    assert sum(one.function is not None for one in tape.readings) == 3
+    assert [bool(one.result) for one in readings] == [True, False]
+    assert [bool(value) for value in program.run((), tuple(inputs.values()))] == [True, False]
