@@ -104,6 +104,18 @@ def are_functions_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, …) has wrapped a tensor for the function that it runs."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ops below the transforms of `torch.func` see; the same one where none has wrapped it."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def sequence_number() -> int:
     """The number the next autograd node made in this thread will get; forward and backward are matched by it."""
     return torch._C._autograd._get_sequence_nr()

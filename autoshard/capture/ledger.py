@@ -65,7 +65,6 @@ class Ledger:
         row = len(self._values)
         ref = _Ref(tensor, self._tensor_died)
         ref.key, ref.row = id(tensor), row
-        self._tensor_refs[ref.key] = ref
         if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
             shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
             whole = tensor.untyped_storage()
@@ -78,6 +77,7 @@ class Ledger:
             nbytes = stored_bytes(tensor)
             storage = self._storage_of(tensor, nbytes, born, kind, name)
             copied = _copy_bytes(tensor, nbytes)
+        self._tensor_refs[ref.key] = ref
         self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, copied])
         self.nodes.append(node)
         return row

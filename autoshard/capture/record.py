@@ -34,6 +34,7 @@ from autoshard.torch_private import (
     no_modes,
     node_sequence,
     run_composite,
+    untransformed,
 )
 
 _DEVICE = torch.ops.prim.device.default
@@ -163,10 +164,14 @@ class Recorder(TorchDispatchMode):
         return out
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The value a tensor stands for; a tensor never seen before is a constant from outside and is copied."""
+        """The value a tensor stands for; a tensor never seen before is a constant from outside and is copied.
+
+        Modules called inside `torch.func.vmap` are given wrappers of what its ops work on.
+        """
         value = self.ledger.find(tensor)
         if value is None:
-            value = self._lift(tensor)
+            inner = untransformed(tensor)
+            value = self._lift(tensor) if inner is tensor else self.value_of(inner)
         return value
 
     def enter(self, tensor: torch.Tensor, kind: Any, name: str) -> int:

@@ -11,6 +11,7 @@ from autoshard import nested
 from autoshard.prove.copied import Trial
 from autoshard.prove.draws import TooLargeError
 from autoshard.prove.parts import Division, Mixed, find_output, run, ways
+from autoshard.torch_private import is_transformed
 
 MOST_ELEMENTS = 1 << 27
 """Elements that are kept of what modules are given and make, 1 GiB in double precision: above, no module is named."""
@@ -58,7 +59,7 @@ def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
             key = path, times.get(path, 0)
             times[path] = key[1] + 1
-            given[key], made[key] = dict(nested.tensors_in((args, kwargs))), dict(nested.tensors_in(output))
+            given[key], made[key] = _comparable((args, kwargs)), _comparable(output)
             sizes.update((id(tensor), tensor.numel()) for kind in (given, made) for tensor in kind[key].values())
             if sum(sizes.values()) > MOST_ELEMENTS:
                 raise TooLargeError("the model makes more than can be kept to compare")
@@ -69,6 +70,11 @@ def _hooks(model: nn.Module, given: Seen, made: Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _comparable(value: Any) -> dict[str, torch.Tensor]:
+    """The tensors in nested values, but for those that live only as long as a transform of `torch.func` runs."""
+    return {path: tensor for path, tensor in nested.tensors_in(value) if not is_transformed(tensor)}
 
 
 def _apart(

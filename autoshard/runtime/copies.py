@@ -26,6 +26,7 @@ from torch import nn
 from autoshard.packed import stored_tensors
 from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.travel import source_of, travel, travels
+from autoshard.torch_private import is_transformed
 
 Key = tuple[int, torch.device, bool]
 
@@ -112,6 +113,8 @@ class Copies:
 
     def get(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `source` on `device`: a copy that exists already, or a new one; with a way back for gradients."""
+        if is_transformed(source):  # an inner tensor of `torch.func`: it has no memory by which writes could be told
+            return copy_tensor(source, device)
         if source.is_inference():
             return self._tracked_copy(source, device)
         if not travels(source):
