@@ -9,6 +9,7 @@ def gapped_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
 
     Kernels choose how to compute by what is contiguous and how rows are aligned (to 64 bytes), and other choices give
     other bits. So the copy of a slice has gaps where the slice has, at the same alignment, but as small as can be.
+    Dimensions of one element come in the same place as before: torch tells channels last from channels first by them.
     """
     dims = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: strides[d])
     if not dims or strides[dims[0]] != 1:
@@ -25,6 +26,11 @@ def gapped_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
             filled += 1 + (stride - filled - 1) % line
         small[dim] = filled
         filled, old_filled = filled * shape[dim], stride * shape[dim]
+    for single in (d for d, size in enumerate(shape) if size == 1):
+        stride = small[single] = strides[single]
+        for dim in dims:
+            if strides[dim] <= stride:
+                small[single] = small[dim] * (shape[dim] if stride >= strides[dim] * shape[dim] else 1)
     return tuple(small) if gaps else None
 
 

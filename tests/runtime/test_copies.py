@@ -147,6 +147,16 @@ def test_copies_of_slices_are_contiguous_where_the_slice_is(shape, data):
         assert devices.memory(ONE)[0] <= whole.untyped_storage().nbytes()
 
 
+def test_copies_of_slices_of_one_channel_stay_channels_first(devices):
+    """The stride of a dimension of one element tells torch which convolution to take, and its gradients' layout."""
+    source = torch.randn(2, 8, 32, device="cpu:0")[:, None, :, :8]
+    weight = torch.randn(6, 1, 3, 3, device="cpu:0", requires_grad=True)
+    expected = torch.nn.functional.conv2d(source, weight)
+    copy = copy_tensor(source, torch.device(ONE))
+    assert copy_strides(source) == (128, 128, 16, 1)
+    assert torch.equal(torch.nn.functional.conv2d(copy, weight.to(ONE)).cpu(), expected.cpu())
+
+
 class Sees(nn.Module):
     """Keeps what it was called with."""
 
