@@ -131,7 +131,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         handles.append(module.register_forward_hook(Close(at_functions), always_call=True))
     if after:
         biased = next((step.action.function for step in after if step.action.addend), "")
-        handles.append(module.register_forward_hook(After(after, biased)))
+        # Before hooks of the user, which keep or read what the whole model would give them.
+        handles.append(module.register_forward_hook(After(after, biased), prepend=True))
         if biased:
             handles.append(Hidden(module))
     return handles
