@@ -13,6 +13,7 @@ from torch import nn
 import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.capture.decode import NO_TOKEN
+from autoshard.capture.graph import ModelGraph
 from autoshard.capture.replay import replay
 from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
@@ -178,12 +179,12 @@ def difference_when_placed(
     return difference or first_difference(state(plain_model), state(model))
 
 
-def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, workload: autoshard.Workload | None) -> str:
-    """Capture, replay the graph with real weights, and compare outputs (and gradients) with a plain run."""
-    training = workload is not None and workload.training
-    model, twin, third = make(), make(), make()
-    seed()  # some models make shapes out of random numbers
-    graph = autoshard.capture(third, inputs, workload=workload)
+def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, graph: ModelGraph, training: bool) -> str:
+    """Replay a captured graph with real weights, and compare outputs (and gradients) with a plain run.
+
+    The graph was captured from the same random numbers: some models make shapes out of them.
+    """
+    model, twin = make(), make()
     seed()
     outputs, gradients = replay(graph, twin, copy.deepcopy(inputs))
     seed()

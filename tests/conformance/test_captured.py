@@ -2,23 +2,22 @@
 
 import pytest
 
-import autoshard
 from autoshard.capture.backward import training_loss
 from tests.conformance.checks import difference_when_replayed, named_tensors
-from tests.conformance.test_placed import TRAINING, named
+from tests.conformance.test_placed import named, profile_of
 from tests.models import WORKING_CASES
 
 
 @named(WORKING_CASES)
 def test_replayed_forward(case):
-    difference = difference_when_replayed(case.model, case.example(), None)
+    difference = difference_when_replayed(case.model, case.example(), profile_of(case.name, False).graph, False)
     assert not difference
 
 
 @named([case for case in WORKING_CASES if case.trains])
 def test_replayed_forward_and_backward(case):
     """Outputs and every gradient."""
-    difference = difference_when_replayed(case.model, case.example(), TRAINING)
+    difference = difference_when_replayed(case.model, case.example(), profile_of(case.name, True).graph, True)
     assert not difference
 
 
@@ -28,8 +27,7 @@ def test_profiled(case, training):
     """Parameters and buffers are counted once, whatever ties them; the root's peak covers them."""
     if training and not case.trains:
         pytest.skip("its output does not depend on its parameters differentiably")
-    model = case.model()
-    profile = autoshard.profile(model, case.example(), workload=TRAINING if training else None)
+    model, profile = case.model(), profile_of(case.name, training)
     parameters = {tensor.untyped_storage().data_ptr(): tensor.nbytes for _, tensor in model.named_parameters()}
     assert profile.parameter_bytes == sum(parameters.values())
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in named_tensors(model)}

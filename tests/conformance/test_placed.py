@@ -38,6 +38,7 @@ def named(cases: list[Case]):
 
 @functools.cache
 def profile_of(name: str, training: bool):
+    """The profile of a case, and its graph, taken once for all tests that look at it."""
     case = by_name(name)
     return profiled(case.model, case.example(), TRAINING if training else None)
 
