@@ -125,7 +125,7 @@ def _schedule_of(stages: list[Any], record: PipelineRecord, training: bool) -> A
 
 def _as_it_is(loss: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The last stage has computed the loss."""
-    return loss.sum()
+    return loss
 
 
 def _explained(record: PipelineRecord, error: RuntimeError) -> Exception:

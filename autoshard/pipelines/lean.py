@@ -69,6 +69,9 @@ class LeanStage(PipelineStage):
     ) -> None:
         """Run the backward of a part."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward:
+            made = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(one if one is None else one.contiguous() for one in made)  # to send it
         _let_go(self.args_recv_info[bwd_chunk_id])
         _let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
         if loss is not None and full_backward:

@@ -33,7 +33,8 @@ class StageModule(nn.Module):
         """Run a part of the batch; `part` is [its number]."""
         number = int(part)
         run = self.programs[number].run
-        arrived = tuple(_arrive(tensor) for tensor in received)
+        # not the buffers that torch receives into, nor leaves
+        arrived = tuple(tensor.view_as(tensor) for tensor in received)
         if self.recompute and torch.is_grad_enabled():
             made = checkpoint(run, arrived, self.inputs[number], use_reentrant=False)
         else:
@@ -41,18 +42,3 @@ class StageModule(nn.Module):
         if self.finish is not None:
             return self.finish(number, made)
         return tuple(tensor.contiguous() for tensor in made)
-
-
-def _arrive(tensor: torch.Tensor) -> torch.Tensor:
-    """What the program gets of a received tensor: not the buffer that torch receives into, nor a leaf."""
-    return _Arrive.apply(tensor) if tensor.requires_grad else tensor
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()  # it is sent

@@ -55,6 +55,22 @@ class Skips(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, targets), "logits": logits}
 
 
+class Turned(nn.Module):
+    """The gradient of what the second stage receives comes out of its module transposed."""
+
+    class Columns(nn.Conv1d):
+        def forward(self, x):
+            return super().forward(x.transpose(1, 2))
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns = nn.Linear(4, 4), self.Columns(4, 3, 1)
+
+    def forward(self, x):
+        x = self.columns(self.rows(x))
+        return {"loss": x.square().mean(), "x": x}
+
+
 def llama(layers, **config):
     """A small decoder of transformers with its labels' loss, tied."""
     import transformers
@@ -81,6 +97,11 @@ def decoder(layers, stages):
 def tied():
     """(model, stages, inputs)."""
     return Tied(), [["embed", "first"], ["second", "head"]], {"ids": torch.randint(0, 11, (8, 5))}
+
+
+def turned():
+    """(model, stages, inputs)."""
+    return Turned(), [["rows"], ["columns"]], {"x": torch.randn(8, 3, 4)}
 
 
 def skips():

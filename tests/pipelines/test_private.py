@@ -20,6 +20,7 @@ READS = {
     "get_fwd_recv_ops": "args_recv_info",
     "get_bwd_recv_ops": "grad_recv_info",
     "get_fwd_send_ops": "fwd_cache",
+    "get_bwd_send_ops": "bwd_cache",
     "forward_one_chunk": "fwd_cache",
     "backward_one_chunk": "fwd_cache",
 }

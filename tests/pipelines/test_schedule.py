@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipelines.models import decoder, shared, skips, tied
+from tests.pipelines.models import decoder, shared, skips, tied, turned
 from tests.pipelines.rank_checks import differences, token_loss
 from tests.ranks import run_ranks
 
@@ -21,6 +21,7 @@ def on_two():
         "recomputed": differences(partial(decoder, 4, 4), 2, "interleaved", recompute=True),
         "skips": differences(skips, 2, "interleaved"),
         "zero bubble": differences(partial(decoder, 4, 4), 2, "zero-bubble"),
+        "transposed gradient": differences(turned, 2, "zero-bubble"),
     }
 
 
