@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard import nested
 from autoshard.axes.regions import OUTSIDE, find_regions
 from autoshard.capture.graph import ModelGraph
 from autoshard.prove.sample import random_like
@@ -68,8 +69,8 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
             memo[id(parameter)] = filled = random_like(parameter, generator)
             filled.data = filled.data.to(dtype) if filled.is_floating_point() else filled.data
     for module in model.modules():
-        for value in (*module._buffers.values(), *vars(module).values()):
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
+        for value in nested.flat_tensors(list(vars(module).values())):  # buffers, and what a forward left somewhere
+            if id(value) not in memo:
                 known = random_like(value, generator) if value.is_meta else value.detach().clone()
                 memo[id(value)] = known.to(dtype) if known.is_floating_point() else known
     left_out: list[str] = []
