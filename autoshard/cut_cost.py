@@ -17,7 +17,7 @@ from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
-from autoshard.axes.walk import MOST_NUMBERS, Walk
+from autoshard.axes.walk import MOST_NUMBERS, Walk, name_of
 from autoshard.capture.changed import changed
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
@@ -25,7 +25,7 @@ from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
-from autoshard.module_paths import join
+from autoshard.module_paths import join, relative
 from autoshard.plan import Plan
 from autoshard.profile.part import smaller_sizes, with_sizes
 from autoshard.profile.profile import Profile
@@ -37,16 +37,30 @@ Parts = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What ranks do together after op `op` of a forward, in a block: a tensor is summed, or put together."""
+    """What ranks do together after op `op` of a forward, in a block: a tensor is summed, or put together.
+
+    `added`: so many tensors are put together to be added up, and `nbytes` is that of all; 0 for other collectives.
+    """
 
     op: int
     block: str
     gathers: bool
     nbytes: int
+    added: int = 0
 
     def seconds(self, cluster: Cluster, names: Sequence[str]) -> float:
         """Seconds of it over some devices."""
         return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensor that all ranks have then."""
+        return self.nbytes // self.added if self.added else self.nbytes
+
+    @property
+    def backward(self) -> "Collective":
+        """What backward does for it: sums where forward lets in, and the other way round."""
+        return replace(self, gathers=False, nbytes=self.tensor_bytes, added=0) if self.added else self
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +77,10 @@ class Traced:
     collectives: list[Collective] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
+    def of_pass(self, training: bool) -> list[Collective]:
+        """The collectives of a forward, and in training those of its backward."""
+        return [*self.collectives, *(one.backward for one in self.collectives if training)]
+
 
 def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tracer | None" = None) -> Estimate:
     """Compute the consequences of a plan with cuts: rank i is `plan.devices[i]`, all work on the same pass.
@@ -73,9 +91,9 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
     names = [device.name for device in plan.devices]
     check_devices(names, cluster, "cuts the model over")
     traced = (tracer or Tracer(profile.graph)).trace(plan.cuts)
-    passes = 2 if profile.workload.training else 1  # backward sums where forward lets in, and the other way round
-    seconds = passes * sum(collective.seconds(cluster, names) for collective in traced.collectives)
-    gathers = sum(collective.gathers for collective in traced.collectives)
+    together = traced.of_pass(profile.workload.training)
+    seconds = sum(collective.seconds(cluster, names) for collective in together)
+    gathers = sum(collective.gathers for collective in together)
     ranks = _ranks(plan, profile, cluster, traced)
     ranks = {name: replace(row, transfer_seconds=seconds) for name, row in ranks.items()}
     devices = of_every_device(ranks, cluster)
@@ -95,8 +113,8 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
         gap=0.0,
         notes=notes,
         collective_seconds=seconds,
-        all_reduces=(len(traced.collectives) - gathers) * passes,
-        all_gathers=gathers * passes,
+        all_reduces=len(together) - gathers,
+        all_gathers=gathers,
     )
 
 
@@ -322,10 +340,13 @@ def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Lea
         traced.parts[value] = tuple(min(one, other) for one, other in zip(known, sizes, strict=True))
     gathered = {value for value in blocks.leaving if blocks.maker(value) == block}
     due = {contraction.op for contraction in walk.contractions if leaf in leaves(contraction.axis)}
+    little = {(action.module, action.function) for action in cut.actions if action.gathered}
     for op in sorted(due):
         partial = any(walk.cut_dims(value, leaf) for value in graph.ops[op].inputs if value not in gathered)
         if partial and op < begin and op not in uncounted:
+            place = relative(graph.calls[graph.ops[op].call].path, block), name_of(graph.ops[op])
+            added = cut.degree if place in little else 0
             traced.collectives += [
-                Collective(op=op, block=block, gathers=False, nbytes=graph.values[value].nbytes)
-                for value in graph.ops[op].outputs[:1]
+                Collective(op=op, block=block, gathers=added > 0, nbytes=nbytes * max(added, 1), added=added)
+                for nbytes in [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
             ]

@@ -291,7 +291,8 @@ class _Combined:
         bound = divided_bound(self.profile, self.cluster)
         busiest = max(row.compute_seconds + row.transfer_seconds for row in rows.values())
         value = latency if training or plan.objective == "latency" else busiest
-        gathers = sum(one.gathers for one in self.traced.collectives)
+        together = self.traced.of_pass(training)
+        gathers = sum(one.gathers for one in together)
         passes = plan.num_microbatches * (2 if training else 1)
         pipelining = first.estimate.pipelining
         assert pipelining is not None
@@ -306,8 +307,8 @@ class _Combined:
             gap=gap_above(value, bound),
             notes=self.profile.graph.notes,
             collective_seconds=max(sum(one.sums) for one in replicas) * passes + summed,
-            all_reduces=(len(self.traced.collectives) - gathers) * passes + reduces,
-            all_gathers=gathers * passes,
+            all_reduces=(len(together) - gathers) * plan.num_microbatches + reduces,
+            all_gathers=gathers * plan.num_microbatches,
             pipelining=Pipelining(
                 schedule=plan.schedule, num_microbatches=plan.num_microbatches, stages=pipelining.stages, bubble=bubble,
                 events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),

@@ -43,7 +43,8 @@ class Action:
     path of what it is done to, as `nested.leaves_in((args, kwargs))` or `(result)` give it.
 
     kind      at                what
-    reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it
+    reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it.
+                                `gathered`: little enough that every rank gets all summands and adds them up
     mean      result            as reduce, of a mean over the cut dimension: weighted by every rank's share first
     enter     argument          nothing; backward: sum over ranks
     slice     argument          this rank's part of dimension `dim`, an `axis`; backward: gather
@@ -64,6 +65,7 @@ class Action:
     dim: int = 0
     axis: str = ""
     addend: str = ""
+    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,10 @@ def result_of(path: str, dims: int) -> str:
 
 def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     """All-reduces and all-gathers of one forward in which the place of every action is passed once."""
-    kinds = [action.kind for action in actions]
-    return sum(kind in ("reduce", "mean", "lookup") for kind in kinds), kinds.count("gather")
+    listed = list(actions)
+    sums = sum(action.kind in ("reduce", "mean", "lookup") for action in listed)
+    added = sum(action.gathered for action in listed)
+    return sums - added, added + sum(action.kind == "gather" for action in listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ disturbs least; and the processor time of rank 0, which it hardly does. And what
 collectives take, all threads of the process counted: two ranks on two processors have none left to hide it behind.
 
 "olmo2" does the same with two layers of an Olmo 2 of hidden size 1,024, whose queries and keys are normalised over all
-heads: the written plan gathers queries, keys and values for that, ours sums two numbers per row.
+heads: the written plan gathers queries, keys and values for that, ours one number per row of queries and one of keys.
 
 "one-process" cuts a decoder of 8 small layers over two devices of this process, and says what an op costs more.
 "summed" runs one layer whose inputs are cut, alone and on one gloo rank, with a bias and without: what a call costs
@@ -114,7 +114,7 @@ def measure(models: dict[str, torch.nn.Module], seconds: float) -> dict[str, Tim
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Let ranks go on with what they have, as if others had the same."""
-    methods = ProcessRanks.all_reduce, ProcessRanks.gather
+    methods = {name: getattr(ProcessRanks, name) for name in ("all_reduce", "add_gathered", "gather")}
 
     def all_reduce(ranks: ProcessRanks, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -122,9 +122,11 @@ def silent() -> Iterator[None]:
     def gather(ranks: ProcessRanks, tensor: torch.Tensor, dim: int, *_: Any) -> torch.Tensor:
         return torch.cat([tensor] * ranks.size, dim)
 
-    ProcessRanks.all_reduce, ProcessRanks.gather = all_reduce, gather  # type: ignore[method-assign,assignment]
+    for name in methods:
+        setattr(ProcessRanks, name, gather if name == "gather" else all_reduce)
     yield
-    ProcessRanks.all_reduce, ProcessRanks.gather = methods  # type: ignore[method-assign]
+    for name, method in methods.items():
+        setattr(ProcessRanks, name, method)
 
 
 def of_collectives(model: torch.nn.Module) -> str:

@@ -187,6 +187,39 @@ def test_collectives_are_counted_and_priced():
     assert estimate_cuts(plan_of(cuts, 2, TRAINING), trained, posed).all_reduces == 2 * found.all_reduces
 
 
+class Level(nn.Module):
+    """Normalised over all of what is between two matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_gathered_sums_are_all_gathers_of_all_summands(degree):
+    x, posed = torch.zeros(2, 3, 16), cluster(degree)
+    found = find_groups(capture(Level(), x, composite=True)).groups
+    (group,) = [group for group in found if any(action.gathered for action in group.actions)]
+    shares = (32 // degree,) * degree
+    cuts = (
+        Cut(blocks=group.blocks, size=32, shares=shares, shards=group.shards, actions=group.actions,
+            summed=group.summed),
+    )  # fmt: skip
+    profile = autoshard.profile(Level().eval(), x, workload=INFERENCE)
+    found = estimate_cuts(plan_of(cuts, degree), profile, posed)
+    assert (found.all_reduces, found.all_gathers) == (1, 1) == collectives(cuts)
+    seconds = all_reduce_seconds(posed, posed.names, 6 * 16 * 4)
+    assert found.collective_seconds == pytest.approx(seconds + all_gather_seconds(posed, posed.names, degree * 6 * 4))
+    # what is computed with it lets it in, and sums its gradient
+    trained = autoshard.profile(Level(), x, workload=TRAINING)
+    back = estimate_cuts(plan_of(cuts, degree, TRAINING), trained, posed)
+    assert (back.all_reduces, back.all_gathers) == (3, 1)
+
+
 def test_a_device_without_a_rank_is_unused():
     cuts, posed = cuts_of("pixels", SHARES["even"]), cluster(3)
     make, inputs, _ = CASES["pixels"]

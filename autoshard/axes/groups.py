@@ -27,7 +27,8 @@ class AxisGroup:
         summed: parameters that stay whole and are used inside the cut: every rank has a part of their gradient.
         nbytes: bytes of parameters that are cut, in one block; `read_bytes` of them are read in one forward.
         flops: of one forward of one block, those that are shared among the ranks.
-        reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block.
+        reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block;
+        added_bytes: of each rank, of what is gathered to be added up.
         conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
         leaf: the leaf itself, and `walk` the analysis it is from; for proofs made in the same process.
     """
@@ -43,6 +44,7 @@ class AxisGroup:
     flops: int
     reduced_bytes: int
     gathered_bytes: int
+    added_bytes: int = 0
     conflicts: tuple[int, ...] = ()
     leaf: Leaf
     walk: Walk
@@ -54,7 +56,7 @@ class AxisGroup:
 
     @property
     def gathers(self) -> int:
-        """All-gathers of one forward of one block."""
+        """All-gathers of one forward of one block, also of what is added up then."""
         return count_collectives(self.actions)[1]
 
 
@@ -190,6 +192,7 @@ def _groups_of(
         except Unplaceable as error:
             reasons[leaf] = str(error)
             continue
+        reduced, added, gathered = places.sent_bytes(leaf)
         made.append(
             AxisGroup(
                 index=first + len(made),
@@ -205,8 +208,9 @@ def _groups_of(
                     if tensor.kind == "parameter"
                 ),
                 flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, leaf)),
-                reduced_bytes=places.reduced_bytes(leaf),
-                gathered_bytes=places.gathered_bytes(leaf),
+                reduced_bytes=reduced,
+                gathered_bytes=gathered,
+                added_bytes=added,
                 leaf=leaf,
                 walk=walk,
             )

@@ -7,6 +7,7 @@ without the rest; but what enters a block does so at the largest, since a block 
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 
 from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
@@ -14,6 +15,11 @@ from autoshard.axes.walk import Contraction, Walk, name_of, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import DROPOUTS, Action
+
+_OF_ELEMENTS = frozenset({"sum", "nansum", "mean"})
+"""Functions that are one op of the same name, and sum the elements of one tensor."""
+_MANY = 8
+"""Ranks that share one layer: seldom more, since then they are on several machines."""
 
 
 class Unplaceable(Exception):
@@ -84,6 +90,7 @@ class Places:
 
     def _actions(self, leaf: Leaf, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
         found: dict[Action, set[int]] = {}
+        few = self._little_sums(leaf)
 
         def note(actions: Iterable[tuple[Action, int]]) -> None:
             for action, call in actions:
@@ -96,7 +103,7 @@ class Places:
                 note(self._entering("slice", value, readers, dim, axis, smallest))
         for contraction in self.walk.contractions:
             if leaf in leaves(contraction.axis):
-                note(self._reduction(contraction, leaf))
+                note(self._reduction(contraction, leaf, contraction.op in few))
         for op, value in self.walk.draws:
             for dim in self.walk.cut_dims(value, leaf):
                 note(self._drawing(op, dim, describe(self.walk.axes[value][dim], leaf)))
@@ -110,14 +117,37 @@ class Places:
                 note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], leaf)))
         return tuple(self._checked(found)), summed
 
-    def reduced_bytes(self, leaf: Leaf) -> int:
-        """Bytes of everything that is summed over ranks in one forward."""
-        due = {contraction.op for contraction in self.walk.contractions if leaf in leaves(contraction.axis)}
-        return sum(self.graph.values[value].nbytes for op in due for value in self.graph.ops[op].outputs)
+    def sent_bytes(self, leaf: Leaf) -> tuple[int, int, int]:
+        """Bytes in one forward: of what is summed over ranks, of what each gives to be added up by all (see
+        `_little_sums`), of what is put together."""
+        sums, few = self._sums(leaf), self._little_sums(leaf)
+        added = sum(sums[op] for op in few)
+        return sum(sums.values()) - added, added, sum(self._gathers(leaf))
 
-    def gathered_bytes(self, leaf: Leaf) -> int:
-        """Bytes of everything that is put together from ranks in one forward."""
-        return sum(self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, leaf))
+    def _sums(self, leaf: Leaf) -> dict[int, int]:
+        """Ops that sum over a leaf -> bytes."""
+        due = {contraction.op for contraction in self.walk.contractions if leaf in leaves(contraction.axis)}
+        return {op: sum(self.graph.values[value].nbytes for value in self.graph.ops[op].outputs) for op in due}
+
+    def _gathers(self, leaf: Leaf) -> list[int]:
+        return [self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, leaf)]
+
+    def _little_sums(self, leaf: Leaf) -> set[int]:
+        """Ops that sum the elements of a tensor to so little that it is gathered from all ranks and added up there.
+
+        That is one message where an all-reduce takes two, one after the other. It is more to send: so it is done where
+        the summands of many ranks together are no more than what else is sent at once for this cut. One number per row
+        always is. Of the calls of a function in a module all are little, or none.
+        """
+        sums = self._sums(leaf)
+        most = max([*sums.values(), *self._gathers(leaf)], default=0)
+        places: dict[int, tuple[str, str]] = {}
+        for op in sums:
+            site = self._site(op)
+            if site is not None and site.function == name_of(self.graph.ops[op]) and site.function in _OF_ELEMENTS:
+                places[op] = self.graph.calls[site.call].path, site.function
+        much = {place for op, place in places.items() if sums[op] * min(leaf.size, _MANY) > most}
+        return {op for op, place in places.items() if place not in much}
 
     # ---- what needs an action
 
@@ -152,7 +182,7 @@ class Places:
 
     # ---- the places
 
-    def _reduction(self, contraction: Contraction, leaf: Leaf) -> list[tuple[Action, int]]:
+    def _reduction(self, contraction: Contraction, leaf: Leaf, gathered: bool) -> list[tuple[Action, int]]:
         op = self.graph.ops[contraction.op]
         site = self._site(contraction.op)
         if site is None:
@@ -169,7 +199,7 @@ class Places:
             self._check_added_only(contraction)
         kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
         axis = describe(contraction.axis, leaf) if kind != "reduce" else ""
-        return [(self._at(site, kind, results[0], 0, axis, addend), site.call)]
+        return [(replace(self._at(site, kind, results[0], 0, axis, addend), gathered=gathered), site.call)]
 
     def _check_added_only(self, contraction: Contraction) -> None:
         """What is added behind a sum over ranks is hidden from the code that runs before it."""

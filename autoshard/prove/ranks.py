@@ -72,6 +72,8 @@ class ThreadRanks:
             total += part
         return total
 
+    add_gathered = all_reduce
+
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         parts = []
         for part in self.meeting.exchange(self.rank, tensor.clone()):
@@ -97,6 +99,8 @@ class LoneRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+    add_gathered = all_reduce
 
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)

@@ -182,6 +182,7 @@ def axes_document(
                 "all_gathers": group.gathers,
                 "reduced_bytes": group.reduced_bytes,
                 "gathered_bytes": group.gathered_bytes,
+                "added_bytes": group.added_bytes,
                 "conflicts": list(group.conflicts),
             }
             for group in found.groups
@@ -193,9 +194,12 @@ def axes_document(
 
 def _collectives(group: AxisGroup) -> str:
     parts = []
+    added = sum(action.gathered for action in group.actions)
     for count, name, nbytes in (
-        (group.reductions, "all-reduce", group.reduced_bytes), (group.gathers, "all-gather", group.gathered_bytes),
-    ):  # fmt: skip
+        (group.reductions, "all-reduce", group.reduced_bytes),
+        (group.gathers - added, "all-gather", group.gathered_bytes),
+        (added, "gathered sum", group.added_bytes),
+    ):
         if count == 1:
             parts.append(f"one {name} of {format_bytes(nbytes)}")
         elif count:

@@ -181,5 +181,7 @@ def check(action: Action, where: str) -> None:
         problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))} can be drawn in parts"
     elif action.addend and (action.kind != "reduce" or not action.function):
         problem = "has an addend without being the sum of a function's results"
+    elif action.gathered and action.kind not in ("reduce", "mean"):
+        problem = "is to be gathered and added without being a sum"
     if problem:
         raise PlanError(f"the {action.kind} action at {where} {problem}. Make the plan again.")

@@ -9,7 +9,7 @@ the sum over ranks. That alone says what each function does in backward:
 
     forward                     backward
     enter    nothing            sum
-    reduce   sum                nothing: every summand has the gradient of the sum
+    reduce   sum                nothing: every summand has the gradient of the sum. Of little: gather, then add
     take     this rank's part   zeros elsewhere, then sum (take what has entered)
     leave    nothing            rank 0 has the gradient, the others zero: every rank computed the same
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
@@ -83,6 +83,9 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks. May use the memory of `tensor`, which nobody may need any more."""
 
+    def add_gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, where every rank gets all summands: at once, but more of them."""
+
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         """Put the parts of all ranks together along a dimension; `order` is `where.order` as a tensor."""
 
@@ -129,19 +132,32 @@ class ProcessRanks:
         self._call(dist.all_reduce, tensor)
         return tensor
 
+    def add_gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":  # what gloo gathers goes around in a ring, in halves; this straight to all
+            given = tensor.expand(self.size, *tensor.shape).contiguous()
+            parts = torch.empty_like(given)
+            self._call(dist.all_to_all_single, parts, given)
+        else:
+            parts = self._gathered(tensor)
+        return parts.sum(0, dtype=tensor.dtype)  # in the same order on all ranks, so with equal bits
+
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         if tensor.shape[dim] < where.width:
             shape = list(tensor.shape)
             shape[dim] = where.width - tensor.shape[dim]
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        # contiguous, as the whole is where it was never cut
+        whole = self._gathered(tensor).movedim(0, dim).flatten(dim, dim + 1)
+        return whole if where.in_order else whole.index_select(dim, order)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, by rank."""
         part = tensor.contiguous()
         parts = part.new_empty(self.size * part.numel())
         # Its name since torch 2.13, and before.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._call(gather, parts, part.view(-1))
-        # contiguous, as the whole is where it was never cut
-        whole = parts.view(self.size, *part.shape).movedim(0, dim).flatten(dim, dim + 1)
-        return whole if where.in_order else whole.index_select(dim, order)
+        return parts.view(self.size, *part.shape)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous tensor with that of rank `source`."""
@@ -189,12 +205,12 @@ def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        return ranks.all_reduce(tensor.clone())
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, gathered: bool) -> torch.Tensor:
+        return ranks.add_gathered(tensor) if gathered else ranks.all_reduce(tensor.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -245,12 +261,14 @@ def tracked(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False) -> torch.Tensor:
-    """Sum over ranks. `fresh`: nobody else has the tensor, so its memory may be used."""
+def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False, gathered: bool = False) -> torch.Tensor:
+    """Sum over ranks. `fresh`: nobody else has the tensor, so its memory may be used; `gathered`: as in an action."""
     if tracked(tensor):
-        return _Reduce.apply(tensor, ranks)
+        return _Reduce.apply(tensor, ranks, gathered)
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if gathered:
+        return ranks.add_gathered(tensor)
     return ranks.all_reduce(tensor if fresh else tensor.clone())
 
 

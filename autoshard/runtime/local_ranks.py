@@ -36,6 +36,8 @@ class LocalRanks:
             total += part if part.device == total.device else fresh_copy(part, total.device)
         return spread(total, self.devices)
 
+    add_gathered = all_reduce
+
     def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
         parts = self._parts(tensor)
         whole = torch.cat([p if p.device == parts[0].device else fresh_copy(p, parts[0].device) for p in parts], dim)

@@ -157,8 +157,8 @@ class Step:
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
         if self.action.kind == "mean":
-            return reduce(tensor * self.weight, self.ranks, fresh=True)
-        return reduce(tensor, self.ranks, self.fresh)
+            return reduce(tensor * self.weight, self.ranks, fresh=True, gathered=self.action.gathered)
+        return reduce(tensor, self.ranks, self.fresh, self.action.gathered)
 
     def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Act on one call of a torch function. Only the call itself is seen by the modes around this one."""

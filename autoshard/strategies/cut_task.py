@@ -161,10 +161,12 @@ def group_seconds(profile: Profile, group: AxisGroup, device: Device) -> float:
 def collective_seconds(task: Task, group: AxisGroup, names: Sequence[str]) -> float:
     """Seconds of all-reduces and gathers of one pass; backward has one for each of forward."""
     passes = 2 if task.profile.workload.training else 1
-    reduces, gathers = group.reductions, group.gathers
+    reduces, added = group.reductions, sum(action.gathered for action in group.actions)
+    gathers = group.gathers - added
     reduce = all_reduce_seconds(task.cluster, names, group.reduced_bytes / max(reduces, 1))
     gather = all_gather_seconds(task.cluster, names, group.gathered_bytes / max(gathers, 1))
-    return passes * len(group.blocks) * (reduces * reduce + gathers * gather)
+    add = all_gather_seconds(task.cluster, names, group.added_bytes * len(names) / max(added, 1))
+    return passes * len(group.blocks) * (reduces * reduce + gathers * gather + added * add)
 
 
 def allows(group: AxisGroup, degree: int, even: bool) -> bool:

@@ -30,7 +30,7 @@ def of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
     for collective in traced.collectives:
         after.setdefault(collective.op + 1, []).append(collective)
         if profile.workload.training:
-            after.setdefault(_backward_end(graph, collective), []).append(collective)
+            after.setdefault(_backward_end(graph, collective), []).append(collective.backward)
     parts: dict[str, list[list[Run]]] = {}
     ends: dict[str, list[Event]] = {}
     breaks = {at for at in after if at < len(graph.ops)}

@@ -30,6 +30,8 @@ CACHES = ("default", "static", "sliding_window")
 """The caches of transformers that `generate()` can be asked for."""
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """Its name in this torch."""
+ADD = "all_to_all_single"
+"""How tensors in CPU memory are gathered that are added up then."""
 VARYING = {"albert": "its one layer is called several times"}
 """Models with places that are passed more than once, or as often as values say."""
 
@@ -38,16 +40,16 @@ VARYING = {"albert": "its one layer is called several times"}
 def counted() -> Iterator[dict[str, int]]:
     """Count the collectives that this process takes part in."""
     counts = {"all_reduce": 0, GATHER: 0}
-    originals = {name: getattr(dist, name) for name in counts}
+    originals = {name: getattr(dist, name) for name in (*counts, ADD)}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
+            counts[GATHER if name == ADD else name] += 1
             return originals[name](*args, **kwargs)
 
         return call
 
-    for name in counts:
+    for name in originals:
         setattr(dist, name, counting(name))
     try:
         yield counts

@@ -1,4 +1,4 @@
-"""Whatever the tensor parallel plans in transformers cut, autoshard finds, with no more collectives."""
+"""Whatever tensor parallel plans in transformers cut, autoshard finds; with no more all-reduces, nor collectives."""
 
 import pytest
 import torch
@@ -27,8 +27,7 @@ def test_those_are_all_that_have_a_plan():
 def test_sums_of_one_number_per_row_stand_for_gathers():
     """A norm over all heads: the written plan gathers queries, keys and values, which is three gathers and two sums.
 
-    Ours has four sums and no gather: two of them of the mean of squares, one number per row. So by the bare number of
-    all-reduces ours has more, and fewer collectives, with fewer bytes.
+    Ours has two sums, and two gathers of the mean of squares, one number per row.
     """
     model = build("Olmo2ForCausalLM", "Olmo2Config", {**SMALL, "num_key_value_heads": 4})
     inputs = {"input_ids": torch.arange(3, 9).reshape(1, 6), "use_cache": False}
@@ -37,8 +36,11 @@ def test_sums_of_one_number_per_row_stand_for_gathers():
     assert compare(model, inputs)[1] == {}
     plan = autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel")
     layer = [cut for cut in plan.cuts if "model.layers.0" in cut.blocks]
-    places = [(action.kind, action.module) for cut in layer for action in cut.actions if action.kind != "enter"]
+    places = [
+        (action.kind, action.module, action.gathered) for cut in layer for action in cut.actions
+        if action.kind != "enter"
+    ]  # fmt: skip
     assert sorted(places) == [
-        ("mean", "self_attn.k_norm"), ("mean", "self_attn.q_norm"), ("reduce", "mlp.down_proj"),
-        ("reduce", "self_attn.o_proj"),
+        ("mean", "self_attn.k_norm", True), ("mean", "self_attn.q_norm", True), ("reduce", "mlp.down_proj", False),
+        ("reduce", "self_attn.o_proj", False),
     ]  # fmt: skip

@@ -2,54 +2,60 @@
 
 import itertools
 import re
-from collections import Counter
+from collections import defaultdict
 
 import autoshard
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.module_paths import above, is_below, join
+from autoshard.sharding import count_collectives
 
-# What each style of a written plan cuts, and the all-reduces and gathers that it costs in a forward.
+# What each style of a written plan cuts, and the (all-reduces, gathers) that it costs in a forward.
 CUTTING = {
-    "colwise": 0, "colwise_gather_output": 1, "packed_colwise": 0, "embedding_colwise": 1,
-    "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 1, "packed_rowwise": 0,
+    "colwise": (0, 0), "colwise_gather_output": (0, 1), "packed_colwise": (0, 0), "embedding_colwise": (0, 1),
+    "rowwise": (1, 0), "rowwise_split_input": (1, 0), "embedding_rowwise": (1, 0), "packed_rowwise": (0, 0),
 }  # fmt: skip
-SUMMING = {"moe_tp_experts": 1, "all_reduce": 1, "moe_identity_expert": 0}
+SUMMING = {"moe_tp_experts": (1, 0), "all_reduce": (1, 0), "moe_identity_expert": (0, 0)}
 
 
 def compare(model, inputs, degree=2):
-    """{matrix that only the written plan cuts: why ours does not}, {layer: (collectives written, ours)} where more.
+    """{matrix that only the written plan cuts: why ours does not}, {layer: (written, ours)} where ours has more.
 
-    Collectives are all-reduces and gathers together: where a written plan gathers, ours may sum instead (see
-    `test_sums_of_one_number_per_row_stand_for_gathers`). Cuts of ours that cut nothing of what the written plan does
-    are left out: they have collectives of their own.
+    More all-reduces, or more all-reduces and gathers together. Cuts of ours that cut nothing of what the written plan
+    does are left out: they have collectives of their own.
     """
     written, sums = written_plan(model)
     plan = autoshard.plan(model, slow_devices(degree), inputs=inputs, strategy="column-parallel")
     ours = {join(block, shard.name) for cut in plan.cuts for block in cut.blocks for shard in cut.shards}
     reasons = {join(block, name): row.reason for row in plan.whole for block in row.blocks for name in row.names}
-    mine = Counter(
-        layer_of(join(block, action.module))
-        for cut in plan.cuts
-        for block in cut.blocks
-        for action in cut.actions
-        if action.kind in ("reduce", "mean", "lookup", "gather")
-        and any(join(block, shard.name) in written for block in cut.blocks for shard in cut.shards)
-    )
+    mine = defaultdict(list)
+    for cut in plan.cuts:
+        if not any(join(block, shard.name) in written for block in cut.blocks for shard in cut.shards):
+            continue
+        for block in cut.blocks:
+            for action in cut.actions:
+                mine[layer_of(join(block, action.module))].append(action)
     missing = {name: reasons.get(name, "") for name in written if name not in same_storage(model, ours)}
-    return missing, {layer: (sums[layer], mine[layer]) for layer in mine if mine[layer] > sums[layer]}
+    found = {layer: count_collectives(actions) for layer, actions in mine.items()}
+    return missing, {
+        layer: (sums[layer], count)
+        for layer, count in found.items()
+        if count[0] > sums[layer][0] or sum(count) > sum(sums[layer])
+    }
 
 
 def written_plan(model):
-    """The matrices that the plan written for a model cuts, and its collectives per layer."""
+    """The matrices that the plan written for a model cuts, and its (all-reduces, gathers) per layer."""
     styles = {}
     for pattern, style in model._tp_plan.items():
         match = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         styles[match] = style
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     matched = {name: style for name in names for match, style in styles.items() if match.fullmatch(name)}
-    sums = Counter()
+    sums = defaultdict(lambda: (0, 0))
     for name, style in matched.items():
-        sums[layer_of(name)] += CUTTING.get(style, SUMMING.get(style, 0))
+        reduces, gathers = CUTTING.get(style, SUMMING.get(style, (0, 0)))
+        before = sums[layer_of(name)]
+        sums[layer_of(name)] = before[0] + reduces, before[1] + gathers
     cut = [name for name, style in matched.items() if style in CUTTING]
     matrices = {name: t for name, t in model.named_parameters(remove_duplicate=False) if t.dim() > 1}
     return [name for name in matrices if any(is_below(name, path) for path in cut)], sums

@@ -271,7 +271,7 @@ def cut_means(ranks, divide=even_shares):
             ),
             actions=(
                 Action(kind="enter", module="up", function="conv1d", occurrence=0, argument="0.0"),
-                Action(kind="mean", module="", function="mean", occurrence=0),
+                Action(kind="mean", module="", function="mean", occurrence=0, gathered=True),
                 Action(kind="reduce", module="", function="einsum", occurrence=0),
                 Action(kind="reduce", module="down", function="conv1d", occurrence=0, addend="0.2"),
             ),

@@ -15,7 +15,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import join
 from autoshard.sharding import Action
-from tests.conformance.rank_checks import GATHER
+from tests.conformance.rank_checks import ADD, GATHER
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
@@ -53,7 +53,7 @@ class Counter:
 
     def __init__(self):
         self.count = 0
-        for name in ("all_reduce", GATHER):
+        for name in ("all_reduce", GATHER, ADD):
             setattr(dist, name, self._counted(getattr(dist, name)))
 
     def _counted(self, call):
@@ -88,7 +88,7 @@ def test_equal_to_the_original_on_three_ranks():
 
 def compiled():
     """One module deep: a watch on the root itself would begin before the compiled code does."""
-    for name, backend in (("attention", "eager"), ("fused", "aot_eager"), ("torch's", "eager")):
+    for name, backend in (("attention", "eager"), ("fused", "aot_eager"), ("torch's", "eager"), ("means", "eager")):
         case, original, model = CASES[name], make(name), nn.Sequential(make(name))
         cuts = [replace(cut, blocks=tuple(join("0", block) for block in cut.blocks)) for cut in case.cuts(2)]
         apply_cuts(model, cuts, ProcessRanks.of())
@@ -274,6 +274,7 @@ def refusals():
         (replace(cut, shares=(23,)), "do not add up"),
         (replace(cut, actions=(replace(action, module="across"),)), "acts at 'blocks.0.across'"),
         (replace(cut, actions=(Action(kind="gather", module="up"),)), "says no axis"),
+        (replace(cut, actions=(Action(kind="enter", module="up", gathered=True),)), "without being a sum"),
         (replace(cut, actions=(Action(kind="lookup", module="up", function="linear", axis="*24"),)), "only embedding"),
         (replace(cut, summed=("up.weight",)), "also told to cut"),
     ):

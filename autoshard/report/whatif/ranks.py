@@ -88,15 +88,14 @@ def _collectives(
     profile: Profile, names: Sequence[str], scaling: Scaling, traced: Traced, links: Links
 ) -> list[list[Any]]:
     """[how many, cost, bytes] of collectives that are alike."""
-    passes = 2 if profile.workload.training else 1
     found: dict[tuple[bool, tuple[float, ...]], int] = {}
     base = scaling.at(*scaling.sizes)
-    for one in traced.collectives:
-        values = [v for v in profile.graph.ops[one.op].outputs if profile.graph.values[v].nbytes == one.nbytes]
+    for one in traced.of_pass(profile.workload.training):
+        values = [v for v in profile.graph.ops[one.op].outputs if profile.graph.values[v].nbytes == one.tensor_bytes]
         number = int(scaling.value[values[0]]) if values else -1
-        constant = np.eye(1, len(scaling.monomials))[0] * one.nbytes
-        vector = scaling.table[number] if number >= 0 and base[number] else constant
+        constant = np.eye(1, len(scaling.monomials))[0] * one.tensor_bytes
+        vector = (scaling.table[number] if number >= 0 and base[number] else constant) * max(one.added, 1)
         key = one.gathers, tuple(terms(vector))
-        found[key] = found.get(key, 0) + passes
+        found[key] = found.get(key, 0) + 1
     costs = {gathers: (links.all_gather if gathers else links.all_reduce)(names) for gathers, _ in found}
     return [[count, costs[gathers], list(vector)] for (gathers, vector), count in found.items()]

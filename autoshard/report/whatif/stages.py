@@ -156,7 +156,7 @@ class _Staged:
         for one in self.traced.collectives:
             if self.staged.op_stage[one.op] != stage:
                 continue
-            values = [v for v in graph.ops[one.op].outputs if graph.values[v].nbytes == one.nbytes]
+            values = [v for v in graph.ops[one.op].outputs if graph.values[v].nbytes == one.tensor_bytes]
             plain = self.scaling.table[self.scaling.value[values[0]]] if values else np.eye(1, len(part.base) // 2)[0]
             plain = plain * (one.nbytes / max(float(plain @ part.base[: len(plain)]), 1e-9))
             with_rows = not self.carrying.isdisjoint(graph.ops[one.op].outputs)
