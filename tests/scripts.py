@@ -34,7 +34,8 @@ class Done:
 def run_script(script, *arguments, processes=1):
     """Run it from the root of the project, with one thread; several processes find each other as under torchrun.
 
-    Where the script itself starts `autoshard run --processes N`, or torch's `spawn`, those are forked as well.
+    Where the script itself starts `autoshard run --processes N`, or torch's `spawn`, those are forked as well; with
+    more options the launcher runs as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = (f"{folder}/stdout", f"{folder}/stderr")
@@ -81,9 +82,12 @@ def _main(outputs, script, arguments, environment):
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
 
+    real = subprocess.call
+
     def call(command):
         *launcher, count, path = command[:7]
-        assert launcher == [sys.executable, "-m", "autoshard", "run", "--processes"], command
+        if launcher != [sys.executable, "-m", "autoshard", "run", "--processes"] or path.startswith("--"):
+            return real(command)
         with_its_imports = multiprocessing.get_context("fork")
         return _start(with_its_imports, outputs, path, command[7:], int(count))
 

@@ -36,9 +36,8 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 # Arguments for the default tests; the whole of these runs with the slow ones.
 SHORTER = {"plan_llama_405b.py": ("16xH100-80GB", "8xH200")}
-# What starts processes itself: they are forked in the default tests. restart.py is about its launcher.
-LAUNCHES = {"column_parallel_by_hand.py", "ddp.py", "lightning_strategies.py"}
-REAL = {"restart.py"}
+# What starts processes itself: they are forked in the default tests, but for restart.py, which is about its launcher.
+LAUNCHES = ("column_parallel_by_hand.py", "ddp.py", "lightning_strategies.py")
 
 
 @pytest.mark.slow
@@ -50,7 +49,7 @@ def test_whole_example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LAUNCHES))
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_example_launches_processes(name):
     done = run(f"examples/{name}")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -61,8 +60,7 @@ def test_example_launches_processes(name):
 def test_example(path):
     if path.name == "lightning_strategies.py":
         pytest.importorskip("lightning", reason="lightning is not installed: pip install -e .[lightning]")
-    start = run if path.name in REAL else run_script
-    done = start(str(path), *SHORTER.get(path.name, ()))
+    done = run_script(str(path), *SHORTER.get(path.name, ()))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
 

@@ -82,11 +82,11 @@ def find_hardware(text: str) -> Hardware:
     if row is not None:
         return row
     wanted = re.sub(r"^(nvidia|amd|geforce)+", "", _normal(text))
+    shown = {_normal(name): name for name in known_names()}
     # The longest beginning that some name contains ("h100" of "h10040gb"), else the most similar spellings.
     beginnings = (wanted[:length] for length in range(len(wanted), 1, -1))
-    close = next(filter(None, ([name for name in known_names() if part in _normal(name)] for part in beginnings)), [])
+    close = next(filter(None, ([name for key, name in shown.items() if part in key] for part in beginnings)), [])
     if not close:
-        shown = {_normal(name): name for name in known_names()}
         close = [shown[key] for key in difflib.get_close_matches(wanted, list(shown), n=3, cutoff=0.5)]
     hint = f"Closest: {', '.join(close[:4])}." if close else "`autoshard devices --known` lists what is known."
     raise SpecError(

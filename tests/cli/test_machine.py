@@ -17,13 +17,13 @@ from autoshard.workload import Workload
 
 SCRIPT = """
 import os, sys
-import autoshard
 
 def say(*words):  # in one write: processes share the pipe
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 say("rank", os.environ.get("RANK", "alone"), "of", os.environ.get("WORLD_SIZE", 1), "got", *sys.argv[1:])
 if len(sys.argv) > 1 and sys.argv[1] == "plan":
+    import autoshard
     say(autoshard.Plan.load().strategy)
 sys.exit(int(os.environ.get("FAIL", 0)))
 """

@@ -85,7 +85,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(st.data())
 def test_a_damaged_file_gives_a_cluster_or_a_spec_error(data):
     good = parse_devices("2x24GiB,cpu=10GiB").to_dict()
