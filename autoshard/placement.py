@@ -12,10 +12,13 @@ dropout       floating: no tensors, no home, no hook
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
-from autoshard.module_paths import parent
+from autoshard.module_paths import above, parent
+
+Place = TypeVar("Place")
+"""A device by its name, or a stage by its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,18 @@ def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
             return None
         name = parent(name)
     return name
+
+
+def devices_below(device_of: Mapping[str, Place]) -> dict[str, set[Place]]:
+    """Return module -> where the tensors below it are; `device_of`: by their names."""
+    below: dict[str, set[Place]] = {}
+    for name, device in device_of.items():
+        for path in above(name):
+            known = below.setdefault(path, set())
+            if device in known:  # and so is it in all modules around
+                break
+            known.add(device)
+    return below
 
 
 def check_known(placements: Mapping[str, str], modules: Collection[str], tensors: Collection[str], model: str) -> None:
@@ -91,16 +106,10 @@ def resolve_homes(
             )
         entries[name] = placements[key]
 
-    below: dict[str, set[str]] = {}  # module -> devices of the tensors below it
+    below = devices_below(entries)
     first_own: dict[str, str] = {}
     for name, device in entries.items():
-        path = parent(name)
-        first_own.setdefault(path, device)
-        while True:
-            below.setdefault(path, set()).add(device)
-            if not path:
-                break
-            path = parent(path)
+        first_own.setdefault(parent(name), device)
 
     # A module shared by two parents is listed once; its second place in the tree is known from tensor names only. It
     # counts for the homes of the parents there, and has its own home and hook at its first place.

@@ -17,7 +17,7 @@ import torch
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.errors import PlanError
 from autoshard.module_paths import above, parent
-from autoshard.placement import covering_entry
+from autoshard.placement import covering_entry, devices_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +138,8 @@ class _Division:
                 self._write(op)
 
     def _after_inputs(self, op: Op, stage: int, phase: Sequence[int]) -> int:
+        if stage == self.count - 1:  # there is no later one
+            return stage
         values = self.graph.values
         for value in op.inputs:
             made = values[value].op
@@ -183,10 +185,10 @@ class _Division:
         """Values that a later stage than their maker's reads in the forward."""
         graph, readers = self.graph, dict[int, set[int]]()
         for op in graph.ops:
-            if not op.backward:
-                for value in op.inputs:
-                    if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < self.op_stage[op.index]:
-                        readers.setdefault(value, set()).add(self.op_stage[op.index])
+            stage = self.op_stage[op.index]
+            for value in () if op.backward or stage == 0 else op.inputs:
+                if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < stage:
+                    readers.setdefault(value, set()).add(stage)
         for value in graph.outputs:
             if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < self.count - 1:
                 readers.setdefault(value, set()).add(self.count - 1)
@@ -210,13 +212,10 @@ def _tensor_stages(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> dict[s
 
 def _module_stages(graph: ModelGraph, tensor_stage: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Stage of every module whose tensors are all on one; and stage of the first own tensor of the others."""
-    below: dict[str, set[int]] = {}
     own: dict[str, int] = {}
     for name, stage in tensor_stage.items():
         own.setdefault(parent(name), stage)
-        for path in above(name):
-            below.setdefault(path, set()).add(stage)
-    whole = {path: next(iter(found)) for path, found in below.items() if len(found) == 1}
+    whole = {path: next(iter(found)) for path, found in devices_below(tensor_stage).items() if len(found) == 1}
     return whole, {path: stage for path, stage in own.items() if path not in whole}
 
 

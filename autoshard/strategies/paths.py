@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.errors import SpecError
-from autoshard.module_paths import is_below, parent
+from autoshard.module_paths import above, is_below, parent
+from autoshard.placement import devices_below
 
 
 def pins_of_units(
@@ -52,17 +53,11 @@ def collapse(device_of: Mapping[str, str], graph: ModelGraph) -> dict[str, str]:
 
     {"a.w": 0, "a.b": 0, "c.d.w": 0, "c.e.w": 1}  ->  {"a": 0, "c.d": 0, "c.e": 1}
     """
-    below: dict[str, set[str]] = {}
-    for name, device in device_of.items():
-        path = name
-        while path:
-            path = parent(path)
-            below.setdefault(path, set()).add(device)
+    below = devices_below(device_of)
     placements: dict[str, str] = {}
     for name, device in device_of.items():
-        entry, path = name, name
-        while path:  # the highest module that is all on this device
-            path = parent(path)
+        entry = name
+        for path in above(name):  # the highest module that is all on this device
             if len(below[path]) > 1:
                 break
             entry = path
