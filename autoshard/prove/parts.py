@@ -257,7 +257,10 @@ def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
         wanted = _gradients(model, whole, weights)
     except RuntimeError as error:  # a model that writes what its backward needs can't be trained
         raise NotRun(f"its backward fails: {_in_short(error)}") from error
-    found = _gradients(model, merged, weights)
+    try:
+        found = _gradients(model, merged, weights)
+    except RuntimeError as error:  # it keeps something with a history from one forward to the next, say
+        raise Mixed(f"the backward of parts fails: {_in_short(error)}") from error
     if set(wanted) != set(found):
         raise Mixed(f"{min(set(wanted) ^ set(found))} has a gradient in one way only")
     largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)

@@ -1,8 +1,10 @@
-"""The copy of a model that a proof runs."""
+"""Models that keep tensors with a history, which proofs copy and run several times."""
 
+import pytest
 import torch
 from torch import nn
 
+from autoshard.errors import PlanError
 from autoshard.prove.batch import find_batch_axis
 from autoshard.workload import Workload
 
@@ -29,3 +31,25 @@ def test_a_model_that_kept_what_it_made_with_gradients():
     kept = model(x)  # only leaves can be copied deeply
     assert find_batch_axis(model, x, Workload()) == expected
     assert model.kept["made"][-1] is kept
+
+
+class Cached(nn.Module):
+    """Makes a table of a parameter at its first forward in eval mode, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases, self.layer, self.table = nn.Parameter(torch.randn(6)), nn.Linear(6, 6), None
+
+    def forward(self, x):
+        if self.training or self.table is None:
+            self.table = self.biases.exp()
+        return self.layer(x) + self.table
+
+
+def test_a_history_that_two_forwards_share_is_told():
+    model, x = Cached(), torch.randn(4, 6)
+    assert find_batch_axis(model.eval(), x, Workload())
+    assert find_batch_axis(model.train(), x, Workload(mode="training"))
+    model = Cached().eval()
+    with pytest.raises(PlanError, match=r"the backward of parts fails: .*second time"):
+        find_batch_axis(model, x, Workload(mode="training"))
