@@ -46,16 +46,11 @@ class Views:
         """The object that the running call means by a value."""
         obj = self.function.get(value, -1)
         if obj < 0:
-            obj = self._all[-1].get(value, -1)
-        return obj if obj >= 0 else self._of_nobody(value)
+            obj = self._all[-1].get(value, self._objects.current[value])
+        return obj if obj >= 0 else self._objects.original(value, HOST_DEVICE, 0)
 
     def sees_at(self, value: int, depth: int) -> int:
         """The object that the call around it at this depth means by a value."""
-        for level, view in reversed(self._levels):
-            if value in view and level <= depth:
-                return view[value]
-        return self._of_nobody(value)
-
-    def _of_nobody(self, value: int) -> int:
-        obj = self._objects.current[value]
+        views = (view for level, view in reversed(self._levels) if level <= depth and value in view)
+        obj = next(views, self._objects.current)[value]
         return obj if obj >= 0 else self._objects.original(value, HOST_DEVICE, 0)

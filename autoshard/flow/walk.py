@@ -90,8 +90,11 @@ class Walk:
                     self._uses.note_op(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
-            for obj in read:
-                objects.use(obj, op.index)
+            for obj in read:  # only autograd is known to use something later than now
+                if gradients is None:
+                    objects.used[obj] = op.index
+                else:
+                    objects.use(obj, op.index)
             if op.mutates:
                 self._mark_written(op, read)
             for save in saves.get(op.index, ()):
