@@ -16,6 +16,8 @@ from autoshard.runtime.remote_tensor import StageTensor, staged
 from autoshard.runtime.shape_rules import shape_of
 from autoshard.runtime.stage_moves import Wire
 
+_stored = dict.__getitem__
+
 
 class Shown(dict):
     """The tensors of one module by name; `positions`: where each of them lives.
@@ -29,9 +31,12 @@ class Shown(dict):
         self.faces: dict[str, tuple[Any, StageTensor]] = {}  # what was shown, and what it stands for
 
     def __getitem__(self, name: str) -> Any:
-        tensor, wire = super().__getitem__(name), self.wire
+        tensor = _stored(self, name)
+        wire = self.wire
+        if tensor is None or wire.record.silent:  # hundreds of times in a step of a schedule
+            return tensor
         position = self.positions.get(name)
-        if tensor is None or position is None or wire.record.silent:
+        if position is None:
             return tensor
         if wire.depth:
             if wire.inside == position == wire.position and not wire.watched:
