@@ -7,7 +7,7 @@
   also the moment of the optimizer step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -97,16 +97,26 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
 
 def _op_seconds(profile: Profile, device: Device) -> np.ndarray:
     moved = np.array(profile.op_bytes, np.float64)
-    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
-    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
-    names = sorted(set(profile.op_dtypes))
-    code = {name: i for i, name in enumerate(names)}
-    rates = np.array([device.flops(name) for name in names] or [1.0])
-    rate = rates[np.array([code[name] for name in profile.op_dtypes], np.int64)]
-    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
-    found = np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+    found = roofline(counted_flops(profile), moved, profile.op_dtypes, device)
     found.setflags(write=False)
     return found
+
+
+def counted_flops(profile: Profile) -> np.ndarray:
+    """Return the FLOPs of every op of the graph, 0 for those that a pass does not have."""
+    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
+    return flops
+
+
+def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:
+    """Return the seconds of ops that compute and move so much, in these dtypes; 0 for those that do neither."""
+    names = sorted(set(dtypes))
+    code = {name: i for i, name in enumerate(names)}
+    rates = np.array([device.flops(name) for name in names] or [1.0])
+    rate = rates[np.array([code[name] for name in dtypes], np.int64)]
+    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
+    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
 
 
 def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:

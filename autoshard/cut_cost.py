@@ -52,6 +52,10 @@ class Collective:
         """Seconds of it over some devices."""
         return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes)
 
+    def over(self, ranks: int) -> "Collective":
+        """The same over so many ranks."""
+        return replace(self, nbytes=self.tensor_bytes * ranks, added=ranks) if self.added else self
+
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensor that all ranks have then."""
@@ -167,16 +171,8 @@ class Tracer:
         for cut in cuts:
             for block in cut.blocks:
                 together.setdefault(block, []).append(cut)
-                for shard in cut.shards:
-                    name = join(block, shard.name)
-                    if name not in self.by_name or shard.dim >= len(self.by_name[name].shape):
-                        raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
-                    traced.parts[self.by_name[name].value] = parts_of(shard.axis, cut.shares)
-        names = frozenset(together)
-        if self._ends_once and names | {OUTSIDE} in self._blocks:  # what lies outside changes nothing inside
-            names |= {OUTSIDE}
-        if names not in self._blocks:
-            self._blocks[names] = _Blocks(self.graph, together)
+                traced.parts |= self._parts(cut, block)
+        names = self._known(frozenset(together))
         blocks = self._blocks[names]
         done: dict[object, tuple[str, Traced]] = {}
         for block, here in together.items():
@@ -187,6 +183,30 @@ class Tracer:
                 done[key] = block, self._trace_block(names, block, here)
             _add(traced, done[key][1], blocks, done[key][0], block)
         return traced
+
+    def trace_first(self, cut: Cut, among: Iterable[str]) -> Traced:
+        """Follow one cut through the first of its blocks alone; `among`: the blocks of all cuts that are looked at."""
+        block = cut.blocks[0]
+        traced = self._trace_block(self._known(frozenset(among) | {block}), block, [cut])
+        traced.parts |= self._parts(cut, block)
+        return traced
+
+    def _parts(self, cut: Cut, block: str) -> dict[int, Parts]:
+        parts = {}
+        for shard in cut.shards:
+            name = join(block, shard.name)
+            if name not in self.by_name or shard.dim >= len(self.by_name[name].shape):
+                raise PlanError(f"the plan cuts {name}, which this model does not have. Plan this model again.")
+            parts[self.by_name[name].value] = parts_of(shard.axis, cut.shares)
+        return parts
+
+    def _known(self, names: frozenset[str]) -> frozenset[str]:
+        """The names by which the blocks of a trace are kept: what lies outside changes nothing inside."""
+        if self._ends_once and names | {OUTSIDE} in self._blocks:
+            names |= {OUTSIDE}
+        if names not in self._blocks:
+            self._blocks[names] = _Blocks(self.graph, names)
+        return names
 
     def _trace_block(self, names: frozenset[str], block: str, here: Sequence[Cut]) -> Traced:
         blocks, traced = self._blocks[names], Traced()

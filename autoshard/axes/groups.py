@@ -12,7 +12,6 @@ from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import Action, Shard, count_collectives
 
-_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::index", "aten::gather")
 """Ops that read as much of their first input as they write."""
 
 
@@ -25,7 +24,7 @@ class AxisGroup:
         shards: the dimensions that are cut.
         actions: what the runtime must do where cut and uncut tensors meet; see `sharding.Action`.
         summed: parameters that stay whole and are used inside the cut: every rank has a part of their gradient.
-        nbytes: bytes of parameters that are cut, in one block; `read_bytes` of them are read in one forward.
+        nbytes: bytes of parameters that are cut, in one block.
         flops: of one forward of one block, those that are shared among the ranks.
         reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block;
         added_bytes: of each rank, of what is gathered to be added up.
@@ -40,7 +39,6 @@ class AxisGroup:
     actions: tuple[Action, ...]
     summed: tuple[str, ...]
     nbytes: int
-    read_bytes: int
     flops: int
     reduced_bytes: int
     gathered_bytes: int
@@ -202,11 +200,6 @@ def _groups_of(
                 actions=actions,
                 summed=summed,
                 nbytes=sum(_cut_bytes(walk, tensor, leaf) for tensor in members if tensor.kind == "parameter"),
-                read_bytes=sum(
-                    min(_cut_bytes(walk, tensor, leaf), _read_bytes(lookup, tensor))
-                    for tensor in members
-                    if tensor.kind == "parameter"
-                ),
                 flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, leaf)),
                 reduced_bytes=reduced,
                 gathered_bytes=gathered,
@@ -253,17 +246,6 @@ def _cut_bytes(walk: Walk, tensor: TensorInfo, leaf: Leaf) -> int:
     axis = walk.axes[tensor.value][dim]
     part = tensor.shape[dim] - local_size(axis, {leaf: 0})
     return tensor.nbytes * part // max(1, tensor.shape[dim])
-
-
-def _read_bytes(lookup: Lookup, tensor: TensorInfo) -> int:
-    """Bytes of a tensor that a forward reads: of a table, the rows that are looked up."""
-    total = 0
-    for index in lookup.readers.get(tensor.value, ()):
-        op = lookup.graph.ops[index]
-        name = str(getattr(getattr(op.target, "_schema", None), "name", ""))
-        rows = sum(lookup.graph.values[value].nbytes for value in op.outputs)
-        total += rows if name in _LOOKUPS and op.inputs[0] == tensor.value else tensor.nbytes
-    return total
 
 
 def _with_conflicts(groups: list[AxisGroup], walk: Walk) -> list[AxisGroup]:

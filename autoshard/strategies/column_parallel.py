@@ -1,6 +1,6 @@
 """column_parallel: cut parameters over devices that all work on the same input, where that pays.
 
-    one pass  =  what is not cut, on every rank  +  for every cut: the slowest share, then its all-reduces and gathers
+    one pass  =  the slowest rank: what is not cut, and its shares of what is  +  all-reduces and gathers of every cut
 
 Groups and degree are chosen together: for every set of devices worth a look the best compatible groups are found
 exactly (`cut_choice`), the best set of devices wins, and its cuts are proved. What can't be proved is out, and the
@@ -10,11 +10,14 @@ its own estimate unless one device can't hold the model.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.unproved import unproved
 from autoshard.axes.walk import name_of, where
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.errors import PlanError
+from autoshard.estimate import Estimate
 from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
@@ -24,16 +27,30 @@ from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
 from autoshard.strategies.cut_results import find_results
-from autoshard.strategies.cut_task import Choice, Shares, Task, allows, cut_bytes, held_bytes, make_task, options_on
+from autoshard.strategies.cut_task import (
+    Choice,
+    Shares,
+    Task,
+    allows,
+    cut_bytes,
+    held_bytes,
+    make_task,
+    options_on,
+    seconds_alone,
+)
 
 MOST_DEGREE = 64
 """Degrees above are not listed as valid; more devices than this are not used."""
 _READ_BY_TORCH = frozenset({"_pack_padded_sequence"})
 """Ops after which torch's own code reads tensors that in one process are several, one per rank."""
-_TRIES = 3
-"""Most rounds of choosing, taking exact figures and asking for what a device turned out to lack."""
+_FEW_TRIES = 8
+_TRIES = 48
+"""Most rounds of choosing again because by the exact figures the choice does not fit: on the same devices, and in all.
+"""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
 """Groups of the same blocks, to be cut together, and the shares of each -> for each a proved cut, or why not."""
+Proofs = dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]]
+"""(group, shares) of groups that are cut together -> what their proof said."""
 
 
 def column_parallel(
@@ -57,10 +74,11 @@ def column_parallel(
     """
     if even:
         _check_one_process(profile)
-    task = make_task(profile, cluster, found, objective, even)
+    price = price or Pricer(profile, cluster)
+    task = make_task(profile, cluster, found, objective, even, price.tracer)
     if degree is not None:
         _check_degree(task, degree)
-    task, best, cuts = _fitting_choice(task, degree, prove, price or Pricer(profile, cluster))
+    task, best, cuts = _fitting_choice(task, degree, prove, price)
     compared = best_choice(task, 1) if cuts else _best_cut(task)
     if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
         best, cuts, compared = compared, (), best  # by the exact figures it does not pay
@@ -76,27 +94,86 @@ def column_parallel(
 def _fitting_choice(
     task: Task, degree: int | None, prove: Prove, price: Pricer
 ) -> tuple[Task, Choice, tuple[Cut, ...]]:
-    """Choose and prove, and take the exact figures; what does not fit by those is chosen again with less room.
+    """Choose, take the exact figures, and prove; what does not fit by those, or is not proved, is chosen again.
 
-    How far activations shrink is known only then. First they count whole, then, if nothing fits, as if cut.
+    How far activations shrink is known only then. First they count as if all of them were cut.
     """
-    whole_bytes = task.whole_bytes
-    for shrinking in (0.0, 0.5, 1.0):
-        task = replace(task, whole_bytes=whole_bytes, shrinking=shrinking)
-        for _ in range(_TRIES):
-            chosen = _proved_choice(task, degree, prove)
-            if chosen is None:
-                break
-            task, best, cuts = chosen
-            figures = price(_draft(task, best, cuts))
-            if figures.fits:
-                by_name = {device.name: device for device in figures.devices}
-                peaks = tuple(by_name[d.name].peak_bytes - by_name[d.name].overhead_bytes for d in best.devices)
-                seconds, collectives = figures.latency_seconds, figures.collective_seconds
-                exact = replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks)
-                return replace(task, whole_bytes=whole_bytes), exact, cuts
-            task = replace(task, whole_bytes=task.whole_bytes + max(-device.free_bytes for device in figures.devices))
-    raise PlanError(_refusal(replace(task, whole_bytes=whole_bytes, shrinking=0.0), degree))
+    proofs: Proofs = {}
+    tries = 0
+    while tries < _TRIES:
+        task, best = _choice(task, degree)
+        surely = all(  # activations whole
+            peak + task.profile.activation_peak_bytes <= device.budget_bytes
+            for peak, device in zip(best.peak_bytes, best.devices, strict=True)
+        )
+        if not surely and not _assumed(task, best, price).fits:
+            task, tries = _outgrown(task, best, price), tries + 1
+            continue
+        outcomes = _proved(task, best, prove, proofs)
+        refused = {key: found.reason for key, found in outcomes.items() if isinstance(found, Refusal)}
+        if refused:
+            task = replace(task, banned={**task.banned, **refused})
+            continue
+        cuts = tuple(found for found in outcomes.values() if isinstance(found, Cut))
+        figures = price(_draft(task, best, cuts))
+        seconds, collectives = figures.latency_seconds, figures.collective_seconds
+        peaks = _peaks(best, figures)
+        return task, replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks), cuts
+    raise PlanError(_refusal(task, degree))
+
+
+def _choice(task: Task, degree: int | None) -> tuple[Task, Choice]:
+    """The best choice. A degree that is asked for is taken also where nothing pays: then as much as possible is cut.
+
+    Raises `PlanError` if nothing fits, or nothing can be cut over so many.
+    """
+    best = best_choice(task, degree)
+    if best is None:
+        raise PlanError(_refusal(task, degree))
+    if degree is None or degree == 1 or best.picked:
+        return task, best
+    if task.objective == "memory":
+        raise PlanError(no_such_degree(degree, valid_degrees(task), task.even, task.banned.values()))
+    return _choice(replace(task, objective="memory"), degree)
+
+
+def _peaks(best: Choice, figures: Estimate) -> tuple[int, ...]:
+    """Per rank, bytes of tensors at the peak."""
+    by_name = {device.name: device for device in figures.devices}
+    return tuple(by_name[d.name].peak_bytes - by_name[d.name].overhead_bytes for d in best.devices)
+
+
+def _assumed(task: Task, best: Choice, price: Pricer) -> Estimate:
+    """The exact figures of a choice if all of it is proved."""
+    groups = {group.index: group for group in task.groups}
+    cuts = unproved([groups[option.index] for option in best.picked], [option.shares for option in best.picked])
+    return price(_draft(task, best, tuple(cut for cut in cuts if isinstance(cut, Cut))))
+
+
+def _outgrown(task: Task, best: Choice, price: Pricer) -> Task:
+    """Take into account that a choice does not fit by its exact figures.
+
+    What devices hold beside parameters is least if as much is cut as can be: that is looked at first, and counts from
+    then on. Then it is noted that what was picked is not enough, and after some tries that all is larger there.
+    """
+    names = tuple(device.name for device in best.devices)
+    known = task.too_few.get(names, ())
+    if best.picked and names not in task.held:
+        most = _chosen(replace(task, objective="memory"), best.devices, options_on(task, best.devices), limited=False)
+        assert most is not None
+        return replace(task, held={**task.held, names: _held(task, most, price)})
+    if best.picked and len(known) < _FEW_TRIES:
+        picked = frozenset((option.index, option.shares) for option in best.picked)
+        return replace(task, too_few={**task.too_few, names: (*known, picked)})
+    more = max(_held(task, best, price), held_bytes(task, best.devices) + 1)
+    return replace(task, held={**task.held, names: more})
+
+
+def _held(task: Task, choice: Choice, price: Pricer) -> int:
+    """What each of the devices would hold if no parameter were cut, as it seems if these are."""
+    peaks = _peaks(choice, _assumed(task, choice, price))
+    more = max(peak - counted for peak, counted in zip(peaks, choice.peak_bytes, strict=True))
+    return held_bytes(task, choice.devices) + more
 
 
 def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
@@ -129,37 +206,20 @@ def _check_degree(task: Task, degree: int) -> None:
         raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
 
 
-def _proved_choice(task: Task, degree: int | None, prove: Prove) -> tuple[Task, Choice, tuple[Cut, ...]] | None:
-    """Choose, prove, and choose again without what was refused, until all is proved; None if nothing fits.
-
-    A degree that is asked for is taken also where nothing pays: then as much as possible is cut. Raises `PlanError` if
-    nothing can be.
-    """
+def _proved(task: Task, best: Choice, prove: Prove, proofs: Proofs) -> dict[tuple[int, Shares], Cut | Refusal]:
+    """What is proved of a choice, block by block; `proofs`: what was tried before."""
     by_index = {group.index: group for group in task.groups}
-    known: dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]] = {}
-    while True:
-        best = best_choice(task, degree)
-        if best is None:
-            return None
-        if degree is not None and degree > 1 and not best.picked:
-            if task.objective == "memory":
-                raise PlanError(no_such_degree(degree, valid_degrees(task), task.even, task.banned.values()))
-            task = replace(task, objective="memory")
-            continue
-        together: dict[tuple[str, ...], list[Option]] = {}
-        for option in best.picked:
-            together.setdefault(by_index[option.index].blocks, []).append(option)
-        outcomes: dict[tuple[int, Shares], Cut | Refusal] = {}
-        for number, options in enumerate(together.values()):
-            tell("blocks", number, len(together))
-            key = tuple((option.index, option.shares) for option in options)
-            if key not in known:
-                known[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])
-            outcomes.update(zip(key, known[key], strict=True))
-        refused = {key: found.reason for key, found in outcomes.items() if isinstance(found, Refusal)}
-        if not refused:
-            return task, best, tuple(found for found in outcomes.values() if isinstance(found, Cut))
-        task = replace(task, banned={**task.banned, **refused})
+    together: dict[tuple[str, ...], list[Option]] = {}
+    for option in best.picked:
+        together.setdefault(by_index[option.index].blocks, []).append(option)
+    outcomes: dict[tuple[int, Shares], Cut | Refusal] = {}
+    for number, options in enumerate(together.values()):
+        tell("blocks", number, len(together))
+        key = tuple((option.index, option.shares) for option in options)
+        if key not in proofs:
+            proofs[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])
+        outcomes.update(zip(key, proofs[key], strict=True))
+    return outcomes
 
 
 def best_choice(task: Task, degree: int | None = None) -> Choice | None:
@@ -172,13 +232,13 @@ def best_choice(task: Task, degree: int | None = None) -> Choice | None:
     return best
 
 
-def _may_fit(task: Task, devices: Sequence[Device]) -> bool:
+def _may_fit(task: Task, devices: tuple[Device, ...]) -> bool:
     """Whether devices have room together for what all of them hold, if all is cut over them that any group cuts.
 
     Each holds all but that, and of that all together have one copy, however it is divided.
     """
     count = len(devices)
-    held = count * held_bytes(task, count) - (count - 1) * task.cuttable_bytes
+    held = count * held_bytes(task, devices) - (count - 1) * task.cuttable_bytes
     return held <= sum(device.budget_bytes for device in devices)
 
 
@@ -211,7 +271,8 @@ def choice_on(task: Task, devices: tuple[Device, ...]) -> Choice | None:
     Shares follow the devices' speed. Where that does not fit they follow speed within what each device has room for.
     """
     found = [_chosen(task, devices, options_on(task, devices))]
-    if found[0] is None or task.objective == "memory":
+    names = tuple(device.name for device in devices)
+    if found[0] is None or task.objective == "memory" or names in task.held:
         options = options_on(task, devices, by_memory=True)
         found.append(_chosen(task, devices, options))
         most = _chosen(replace(task, objective="memory"), devices, options, limited=False)
@@ -225,27 +286,31 @@ def choice_on(task: Task, devices: tuple[Device, ...]) -> Choice | None:
 
 def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limited: bool = True) -> Choice | None:
     seconds = [task.whole_seconds[device.name] for device in devices]
-    whole = held_bytes(task, len(devices))
+    whole = held_bytes(task, devices)
     budget = [device.budget_bytes if limited else whole for device in devices]
     if task.objective == "memory":  # a few bytes more are not worth a gather
         usual = [option for option in options if option.index not in task.fallback]
     else:
         usual = options
-    picked = choose(usual, seconds, whole, budget, task.objective)
+    too_few = task.too_few.get(tuple(device.name for device in devices), ()) if limited else ()
+    pick = partial(
+        choose, whole_seconds=seconds, whole_bytes=whole, budget_bytes=budget, objective=task.objective, too_few=too_few
+    )
+    picked = pick(usual)
     if picked is None:
-        picked = choose(options, seconds, whole, budget, task.objective)
+        picked = pick(options)
     elif len(usual) < len(options):
         taken = {option.index for option in picked}
         left = [o for o in options if o.index in task.fallback and taken.isdisjoint(o.conflicts)]
-        picked = choose([*picked, *left], seconds, whole, budget, task.objective)
+        picked = pick([*picked, *left])
     if picked is None:
         return None
-    rest = max(own - sum(option.whole_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
+    slowest = max(own - sum(option.saved_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
     collectives = sum(option.collective_seconds for option in picked)
     return Choice(
         devices=devices,
         picked=picked,
-        seconds=max(rest, 0.0) + sum(option.share_seconds for option in picked) + collectives,
+        seconds=slowest + collectives,
         collective_seconds=collectives,
         peak_bytes=tuple(whole - sum(option.saved_bytes[rank] for option in picked) for rank in range(len(devices))),
     )
@@ -257,7 +322,7 @@ def _room(task: Task, devices: tuple[Device, ...], most: Choice) -> list[float] 
     cut = sum(cut_bytes(task, by_index[option.index]) for option in most.picked)
     if not cut:
         return None
-    whole = held_bytes(task, len(devices))
+    whole = held_bytes(task, devices)
     return [(device.budget_bytes - whole + cut) / cut for device in devices]
 
 
@@ -301,8 +366,8 @@ def _largest(task: Task, allowed: Sequence[int]) -> list[AxisGroup]:
     """The compatible groups, among those allowed, with the most bytes, and of those the fewest collectives."""
     options = [
         Option(
-            index=group.index, shares=(), whole_seconds=(0.0,), share_seconds=0.0, places=0, conflicts=conflicts,
-            collective_seconds=_collectives(group), saved_bytes=(cut_bytes(task, group),),
+            index=group.index, shares=(), saved_seconds=(0.0,), saved_bytes=(cut_bytes(task, group),), places=0,
+            conflicts=conflicts, collective_seconds=_collectives(group),
         )
         for group, conflicts in zip(task.groups, task.conflicts, strict=True) if group.index in allowed
     ]  # fmt: skip
@@ -322,8 +387,7 @@ def _refusal(task: Task, degree: int | None) -> str:
     assert closest is not None
 
     def works(cluster: Cluster, degree: int | None) -> bool:
-        posed = make_task(task.profile, cluster, AxisGroups(groups=task.groups, blocked=(), regions=()), task.objective)
-        posed = replace(posed, even=task.even, fallback=task.fallback, banned=task.banned)
+        posed = replace(task, cluster=cluster, whole_seconds=seconds_alone(task.profile, cluster))
         return best_choice(posed, degree) is not None
 
     return lacking_memory(task, closest, degree, works)

@@ -2,7 +2,7 @@
 
 With y[g] = 1 if group g is cut, and everything that is not cut done by every rank:
 
-    seconds    max over ranks of (whole model - sum y[g] whole group g)  +  sum y[g] (its slowest share + collectives)
+    seconds    max over ranks d of (whole model - sum y[g] (what d saves of g))  +  sum y[g] collectives of g
     memory     of rank d: whole model - sum y[g] (what d does not keep of g)  <=  its budget
     conflicts  y[g] + y[h] <= 1
 
@@ -22,26 +22,27 @@ _MOST_SETS = 4096
 """Sets of compatible options up to which all are looked at."""
 
 
+Picked = tuple[int, tuple[int, ...]]
+"""A group, and the shares of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """A group with shares for some devices. Figures are of all its blocks together.
 
     Attributes:
         index: of the group.
-        whole_seconds: per rank, what all of the group takes there.
-        share_seconds: what the slowest rank takes for its share.
+        saved_seconds, saved_bytes: per rank, what it need not compute, and hold.
         collective_seconds: all-reduces and gathers.
-        saved_bytes: per rank, what it need not hold.
         places: how many actions the runtime has to carry out; between equals the fewest are taken.
         conflicts: indices of groups that can't be cut as well.
     """
 
     index: int
     shares: tuple[int, ...]
-    whole_seconds: tuple[float, ...]
-    share_seconds: float
-    collective_seconds: float
+    saved_seconds: tuple[float, ...]
     saved_bytes: tuple[int, ...]
+    collective_seconds: float
     places: int
     conflicts: frozenset[int]
 
@@ -52,18 +53,20 @@ def choose(
     whole_bytes: int,
     budget_bytes: Sequence[int],
     objective: str,
+    too_few: Collection[Collection[Picked]] = (),
 ) -> tuple[Option, ...] | None:
     """Return the options with the fewest seconds, or with "memory" the emptiest fullest rank; None if none fits.
 
-    `whole_seconds`, `budget_bytes`: per rank, of the model on one device and of the device.
+    `whole_seconds`, `budget_bytes`: per rank, of the model on one device and of the device. `too_few`: sets of options
+    of which it is known that with no others the model does not fit.
     """
     count, ranks = len(options), len(whole_seconds)
     if not count:
-        return () if all(whole_bytes <= budget for budget in budget_bytes) else None
+        return () if all(whole_bytes <= budget for budget in budget_bytes) and not too_few else None
     second, byte = max(*whole_seconds, 1e-30), max(whole_bytes, 1)
     budget = np.maximum(np.array(budget_bytes, float), 1.0)
-    spent = np.array([option.share_seconds + option.collective_seconds for option in options]) / second
-    freed = np.array([option.whole_seconds for option in options]).T / second
+    spent = np.array([option.collective_seconds for option in options]) / second
+    freed = np.array([option.saved_seconds for option in options]).T / second
     saved = np.array([option.saved_bytes for option in options], float).T / byte
     # variables: y, z = seconds of what is not cut, u = fullness of the fullest rank; scaled so that all are about 1
     seconds = np.concatenate([spent, [1.0, 0.0]])
@@ -76,6 +79,8 @@ def choose(
     tight = [(rank, (whole_bytes - budget[rank]) / byte) for rank in range(ranks) if whole_bytes > budget_bytes[rank]]
     rows += [np.concatenate([saved[rank], [0.0, 0.0]]) for rank, _ in tight]
     least += [need + _MARGIN for _, need in tight]
+    rows += [np.array([*((o.index, o.shares) not in known for o in options), 0.0, 0.0]) for known in too_few]
+    least += [1.0] * len(too_few)
     place = {option.index: position for position, option in enumerate(options)}
     pairs = {
         tuple(sorted((place[option.index], place[other])))

@@ -1,17 +1,18 @@
 """What column_parallel decides on: the task, a choice with its cost, and the price of every group on some devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import op_seconds, optimizer_seconds
+from autoshard.cut_cost import Tracer
 from autoshard.module_paths import join
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.strategies.cut_choice import Option
+from autoshard.strategies.cut_choice import Option, Picked
+from autoshard.strategies.cut_savings import Saving, savings_of
 from autoshard.strategies.shares import divide
 
 Shares = tuple[int, ...]
@@ -45,11 +46,13 @@ class Task:
 
     Attributes:
         even: every rank must keep as much (one process for all devices).
+        savings: per group, what cutting it saves.
         conflicts: per group, the indices of those that can't be cut as well.
         fallback: indices of groups of single modules, with a gather behind each: for what no group of a block cuts.
         objective: what is minimised; `wanted` is what was asked for.
         whole_seconds, whole_bytes: a pass of the model on each device alone, and its peak there.
-        shrinking: how far activations are taken to shrink when the model is cut: 0 not at all, 1 as what is cut.
+        too_few: names of devices -> sets of groups in shares that turned out to be not enough there: it did not fit.
+        held: names of devices -> what each would hold if no parameter were cut, where it is known.
         bytes_per_parameter_byte: with gradients and optimizer state.
         cuttable_bytes: of all parameters that any group cuts, with these.
         banned: (group, shares) -> why not.
@@ -58,6 +61,7 @@ class Task:
     profile: Profile
     cluster: Cluster
     groups: tuple[AxisGroup, ...]
+    savings: tuple[Saving, ...]
     objective: str
     even: bool
     conflicts: tuple[frozenset[int], ...]
@@ -67,17 +71,22 @@ class Task:
     bytes_per_parameter_byte: float
     cuttable_bytes: int
     wanted: str = "latency"
-    shrinking: float = 0.0
+    too_few: Mapping[tuple[str, ...], tuple[frozenset[Picked], ...]] = field(default_factory=dict)
+    held: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     banned: Mapping[tuple[int, Shares], str] = field(default_factory=dict)
 
 
 def make_task(
-    profile: Profile, cluster: Cluster, found: AxisGroups, objective: str = "latency", even: bool = False
+    profile: Profile,
+    cluster: Cluster,
+    found: AxisGroups,
+    objective: str = "latency",
+    even: bool = False,
+    tracer: Tracer | None = None,
 ) -> Task:
-    """Work out what all sets of devices share."""
+    """Work out what all sets of devices share. `tracer`: of the profile's graph, if there is one already."""
     blocks = {region.paths for region in found.regions}
-    of_kind = {device.speed: device for device in cluster.devices}
-    seconds = {kind: _whole_seconds(profile, device) for kind, device in of_kind.items()}
+    fallback = frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks)
     state = profile.gradient_bytes + profile.optimizer_bytes
     factor = 1 + state / max(profile.parameter_bytes, 1)
     cut = {name for group in found.groups for name in full_names(group)}
@@ -85,11 +94,12 @@ def make_task(
         profile=profile,
         cluster=cluster,
         groups=found.groups,
+        savings=savings_of(profile, found.groups, fallback, tracer),
         objective=objective,
         even=even,
         conflicts=_conflicts(found.groups),
-        fallback=frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks),
-        whole_seconds={device.name: seconds[device.speed] for device in cluster.devices},
+        fallback=fallback,
+        whole_seconds=seconds_alone(profile, cluster),
         whole_bytes=profile.peak_bytes,
         bytes_per_parameter_byte=factor,
         cuttable_bytes=ceil(factor * sum(tensor.nbytes for tensor in profile.graph.tensors if tensor.name in cut)),
@@ -97,44 +107,53 @@ def make_task(
     )
 
 
-def held_bytes(task: Task, count: int) -> int:
-    """Bytes that each of so many devices holds if no parameter is cut."""
-    activations = task.profile.activation_peak_bytes
-    return task.whole_bytes - int(task.shrinking * activations * (1 - 1 / count))
+def held_bytes(task: Task, devices: tuple[Device, ...]) -> int:
+    """Bytes that each of these devices holds if no parameter is cut: unless it is known, activations are shared."""
+    known = task.held.get(tuple(device.name for device in devices))
+    shared = task.profile.activation_peak_bytes * (1 - 1 / len(devices))
+    return task.whole_bytes - int(shared) if known is None else known
 
 
 def options_on(
     task: Task, devices: tuple[Device, ...], *, most: Sequence[float] | None = None, by_memory: bool = False
 ) -> list[Option]:
     """Price every group that these devices can share. `most`: the part of a group that each may get at most."""
-    count = len(devices)
-    if count < 2:
+    if len(devices) < 2:
         return []
     names = [device.name for device in devices]
-    kinds = {device.speed: device for device in devices}
     options = []
-    for group, conflicts in zip(task.groups, task.conflicts, strict=True):
-        of_kind = {kind: group_seconds(task.profile, group, device) for kind, device in kinds.items()}
-        seconds = [of_kind[device.speed] for device in devices]
-        pace = [1 / max(device.budget_bytes, 1) for device in devices] if by_memory else seconds
+    for group, saving, conflicts in zip(task.groups, task.savings, task.conflicts, strict=True):
+        if by_memory:
+            pace = [1 / max(device.budget_bytes, 1) for device in devices]
+        else:
+            pace = list(_saved_seconds(task, saving, devices, [0.5] * len(devices)))  # what goes with the share alone
         shares = _shares(task, group, pace, most)
         if shares is None:
             continue
-        cut = cut_bytes(task, group)
+        blocks, nbytes = len(group.blocks), cut_bytes(task, group)
         parts = [share / group.size for share in shares]
         options.append(
             Option(
                 index=group.index,
                 shares=shares,
-                whole_seconds=tuple(seconds),
-                share_seconds=max(part * own for part, own in zip(parts, seconds, strict=True)),
-                collective_seconds=collective_seconds(task, group, names),
-                saved_bytes=tuple(int(cut * (1 - part)) for part in parts),
+                saved_seconds=tuple(blocks * own for own in _saved_seconds(task, saving, devices, parts)),
+                saved_bytes=tuple(int(nbytes * (1 - part)) for part in parts),
+                collective_seconds=blocks * saving.collective_seconds(task.cluster, names),
                 places=len(group.actions),
                 conflicts=conflicts,
             )
         )
     return options
+
+
+def _saved_seconds(task: Task, saving: Saving, devices: Sequence[Device], parts: Sequence[float]) -> Iterator[float]:
+    """Per rank; devices that are as fast and have as much are asked for once."""
+    known: dict[object, float] = {}
+    for device, part in zip(devices, parts, strict=True):
+        key = device.speed, part
+        if key not in known:
+            known[key] = saving.seconds(task.profile, device, part)
+        yield known[key]
 
 
 def _shares(task: Task, group: AxisGroup, seconds: Sequence[float], most: Sequence[float] | None) -> Shares | None:
@@ -145,28 +164,6 @@ def _shares(task: Task, group: AxisGroup, seconds: Sequence[float], most: Sequen
         limits = None if most is None else [int(part * group.size) for part in most]
         candidates.insert(0, divide(group.size, seconds, limits))
     return next((shares for shares in candidates if shares and (group.index, shares) not in task.banned), None)
-
-
-def group_seconds(profile: Profile, group: AxisGroup, device: Device) -> float:
-    """Seconds that sharing takes off one device: the roofline over the FLOPs and the parameters of all its blocks.
-
-    Backward computes twice as much, and reads and writes as much again for gradients.
-    """
-    passes = 3 if profile.workload.training else 1
-    flops, nbytes = passes * group.flops, passes * group.read_bytes
-    forward = max(flops / device.flops(profile.dtype), nbytes / device.bytes_per_second)
-    return len(group.blocks) * (forward + optimizer_seconds(group.nbytes, profile.workload, device))
-
-
-def collective_seconds(task: Task, group: AxisGroup, names: Sequence[str]) -> float:
-    """Seconds of all-reduces and gathers of one pass; backward has one for each of forward."""
-    passes = 2 if task.profile.workload.training else 1
-    reduces, added = group.reductions, sum(action.gathered for action in group.actions)
-    gathers = group.gathers - added
-    reduce = all_reduce_seconds(task.cluster, names, group.reduced_bytes / max(reduces, 1))
-    gather = all_gather_seconds(task.cluster, names, group.gathered_bytes / max(gathers, 1))
-    add = all_gather_seconds(task.cluster, names, group.added_bytes * len(names) / max(added, 1))
-    return passes * len(group.blocks) * (reduces * reduce + gathers * gather + added * add)
 
 
 def allows(group: AxisGroup, degree: int, even: bool) -> bool:
@@ -196,7 +193,11 @@ def full_names(group: AxisGroup) -> list[str]:
     return [join(block, shard.name) for block in group.blocks for shard in group.shards]
 
 
-def _whole_seconds(profile: Profile, device: Device) -> float:
-    """Seconds of a pass of the whole model on one device."""
+def seconds_alone(profile: Profile, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a pass of the whole model on each device."""
     trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
-    return float(op_seconds(profile, device).sum()) + optimizer_seconds(trained, profile.workload, device)
+    of_kind = {
+        speed: float(op_seconds(profile, device).sum()) + optimizer_seconds(trained, profile.workload, device)
+        for speed, device in {device.speed: device for device in cluster.devices}.items()
+    }
+    return {device.name: of_kind[device.speed] for device in cluster.devices}

@@ -70,7 +70,7 @@ class Poser:
         profile, cluster = self.profile, self.cluster
         self.units = find_units(profile)
         self.whole = MeshLines(profile, one_of_each_kind(cluster), self.batch, self.units)
-        self.task = make_task(profile, cluster, self.found, self.objective)
+        self.task = make_task(profile, cluster, self.found, self.objective, tracer=self.tracer)
         self.groups = {group.index: group for group in self.found.groups}
         self.spans = _spans(self.units)
         self.arrange(cluster.devices)

@@ -77,7 +77,7 @@ def same_storage(model, names):
 def slow_devices(count):
     """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models."""
     devices = tuple(
-        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e7)
+        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e12)
         for rank in range(count)
     )
     links = tuple(

@@ -1,0 +1,148 @@
+"""column_parallel against every set of cuts on every set of devices, each with the estimate's own figures."""
+
+import itertools
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.axes.groups import find_groups
+from autoshard.axes.unproved import unproved
+from autoshard.capture.capture import capture
+from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
+from autoshard.cut_cost import Tracer, estimate_cuts
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.strategies.column_parallel import column_parallel
+from autoshard.strategies.cut_task import make_task, options_on
+from autoshard.workload import Workload
+
+
+class Block(nn.Module):
+    """Attention with grouped heads, and a gated MLP."""
+
+    def __init__(self, width, inner, heads, shared):
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        self.q, self.k, self.v = (nn.Linear(width, n * self.size) for n in (heads, shared, shared))
+        self.o, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.up, self.gate, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        rows, tokens, _ = x.shape
+        q, k, v = (one(x).view(rows, tokens, -1, self.size).transpose(1, 2) for one in (self.q, self.k, self.v))
+        k, v = (one.repeat_interleave(self.heads // self.shared, 1) for one in (k, v))
+        found = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        x = self.norm(x + self.o(found.transpose(1, 2).reshape(x.shape)))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Net(nn.Module):
+    def __init__(self, depth, width, inner, heads, shared, words):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, inner, heads, shared) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+NETS = ((2, 64, 256, 4, 4, 512), (2, 64, 128, 4, 2, 100), (1, 128, 320, 8, 2, 1024), (2, 32, 96, 2, 1, 64))
+
+
+@lru_cache
+def analysed(number, tokens, mode):
+    model, ids = Net(*NETS[number]).eval(), torch.zeros(2, tokens, dtype=torch.long)
+    profile = autoshard.profile(model, ids, workload=Workload(batch_size=2, mode=mode))
+    return profile, find_groups(capture(model, ids, composite=True))
+
+
+def request_of(seed):
+    """A profile, its groups, and devices that are alike or not, with little or much room, and slow or fast links."""
+    rng = np.random.default_rng(seed)
+    mode = "training" if seed % 4 == 3 else "inference"
+    profile, found = analysed(int(rng.integers(len(NETS))), int(rng.choice([1, 16, 64])), mode)
+    latency, rate = float(rng.choice([1e-6, 1e-5, 1e-4])), float(rng.choice([1e8, 1e9, 1e10]))
+    flops, speed = float(rng.choice([1e9, 1e10, 1e11])), float(rng.choice([1e9, 1e10]))
+    alike, devices = rng.random() < 0.4, []
+    for at in range(int(rng.choice([2, 2, 3]))):
+        factor = 1.0 if alike else float(rng.choice([1, 1, 2, 3]))
+        room = round(profile.peak_bytes * float(rng.choice([0.6, 1.1, 3.0])))
+        devices.append(Device(
+            name=f"d:{at}", memory_bytes=devices[0].memory_bytes if alike and at else room,
+            flops_per_second={"default": flops * factor}, bytes_per_second=speed * factor, launch_seconds=1e-6,
+        ))  # fmt: skip
+    links = tuple(
+        Link(source=a.name, destination=b.name, bytes_per_second=rate, latency_seconds=latency)
+        for a, b in itertools.permutations(devices, 2)
+    )
+    return profile, found, Cluster(devices=tuple(devices), links=links)
+
+
+def plan_of(profile, devices, cuts):
+    return Plan(
+        strategy="column-parallel", objective="latency", workload=profile.workload, cuts=tuple(cuts),
+        devices=tuple(map(plan_device, devices)), placements={"": devices[0].name},
+        fingerprint=profile.graph.fingerprint,
+    )  # fmt: skip
+
+
+def sets_of(options):
+    """All sets of options that don't exclude one another."""
+    if not options:
+        yield ()
+        return
+    first, *rest = options
+    yield from sets_of(rest)
+    for chosen in sets_of([option for option in rest if option.index not in first.conflicts]):
+        yield first, *chosen
+
+
+def least_of_all(profile, found, cluster):
+    """The least seconds of all cuts of blocks, in shares as the planner makes them; infinite if nothing fits."""
+    task, tracer, least = make_task(profile, cluster, found), Tracer(profile.graph), float("inf")
+    groups = {group.index: group for group in found.groups}
+    for count in range(1, len(cluster.devices) + 1):
+        for devices in itertools.combinations(cluster.devices, count):
+            options = [option for option in options_on(task, devices) if option.index not in task.fallback]
+            for chosen in sets_of(options):
+                if bool(chosen) == (count > 1):
+                    cuts = unproved([groups[o.index] for o in chosen], [o.shares for o in chosen])
+                    figures = estimate_cuts(plan_of(profile, devices, cuts), profile, cluster, tracer=tracer)
+                    least = min(least, figures.latency_seconds if figures.fits else least)
+    return least
+
+
+def check(seed):
+    """What is chosen is at least as good: single modules and other shares are there to choose, too."""
+    profile, found, cluster = request_of(seed)
+    least = least_of_all(profile, found, cluster)
+    try:
+        plan = column_parallel(profile, cluster, found, unproved)
+    except PlanError:
+        assert least == float("inf"), f"{seed}: refused, and {least} s is possible"
+        return
+    devices = [cluster.device(row.name) for row in plan.devices]
+    if not plan.cuts:
+        devices = [cluster.device(plan.placements[""])]
+    figures = estimate_cuts(plan_of(profile, devices, plan.cuts), profile, cluster)
+    assert figures.fits and figures.latency_seconds <= least * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("seed", [4, 6, 12, 14])
+def test_no_set_of_cuts_is_faster(seed):
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(20, 220, 20))
+def test_no_set_of_cuts_is_faster_of_many(start):
+    for seed in range(start, start + 20):
+        check(seed)
