@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loading import make_checkpoint, sized
+from loading_ways import make_checkpoint, sized
 
 
 def load_ours(folder: Path) -> torch.nn.Module:

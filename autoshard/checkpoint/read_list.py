@@ -26,8 +26,8 @@ DIRECT_BYTES = 16 << 20
 """The most that is read at once straight into a tensor."""
 CONTIGUOUS_BYTES = 64 << 10
 """Runs of a file this long are worth a read of their own; shorter ones are copied out of pages."""
-MAPPED_BYTES = 16 << 20
-"""The most that is copied out of pages at once."""
+MAPPED_BYTES = 32 << 20
+"""The most that is copied out of pages at once: of four readers half of the memory that they may use."""
 
 Kind = Literal["direct", "staged", "mapped"]
 
