@@ -116,6 +116,9 @@ def _fitting_choice(
             continue
         cuts = tuple(found for found in outcomes.values() if isinstance(found, Cut))
         figures = price(_draft(task, best, cuts))
+        if not figures.fits:
+            task, tries = _outgrown(task, best, price), tries + 1
+            continue
         seconds, collectives = figures.latency_seconds, figures.collective_seconds
         peaks = _peaks(best, figures)
         return task, replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks), cuts

@@ -75,13 +75,14 @@ def same_storage(model, names):
 
 
 def slow_devices(count):
-    """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models."""
+    """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models, and
+    on which it takes as long to send something as to read it, so that it is not sent twice for the sake of a norm."""
     devices = tuple(
-        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e12)
+        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e7)
         for rank in range(count)
     )
     links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=1e9, latency_seconds=1e-4)
+        Link(source=a.name, destination=b.name, bytes_per_second=1e7, latency_seconds=5e-5)
         for a, b in itertools.permutations(devices, 2)
     )
     return Cluster(devices=devices, links=links)

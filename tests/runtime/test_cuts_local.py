@@ -24,7 +24,7 @@ from tests.runtime.cut_models import decoder_cuts, make_decoder
 @pytest.mark.parametrize("name", [name for name in CASES if name != "words"])
 def test_equal_to_the_original(name, count, monkeypatch):
     made = []
-    for method in ("all_reduce", "gather"):
+    for method in ("all_reduce", "add_gathered", "gather"):
         monkeypatch.setattr(LocalRanks, method, counted(getattr(LocalRanks, method), made))
     check_case(name, LocalRanks.of(["cpu"] * count), lambda: len(made))
 
