@@ -78,7 +78,12 @@ def column_parallel(
     task = make_task(profile, cluster, found, objective, even, price.tracer)
     if degree is not None:
         _check_degree(task, degree)
-    task, best, cuts = _fitting_choice(task, degree, prove, price)
+    try:
+        task, best, cuts = _fitting_choice(task, degree, prove, price)
+    except PlanError:
+        if task.objective == "memory":
+            raise
+        task, best, cuts = _fitting_choice(replace(task, objective="memory"), degree, prove, price)
     compared = best_choice(task, 1) if cuts else _best_cut(task)
     if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
         best, cuts, compared = compared, (), best  # by the exact figures it does not pay
@@ -96,15 +101,16 @@ def _fitting_choice(
 ) -> tuple[Task, Choice, tuple[Cut, ...]]:
     """Choose, take the exact figures, and prove; what does not fit by those, or is not proved, is chosen again.
 
-    How far activations shrink is known only then. First they count as if all of them were cut.
+    How far activations shrink is known only then. First they count as if all of them were cut. If all tries fail, as
+    much is cut as can be.
     """
     proofs: Proofs = {}
     tries = 0
     while tries < _TRIES:
         task, best = _choice(task, degree)
-        surely = all(  # activations whole
-            peak + task.profile.activation_peak_bytes <= device.budget_bytes
-            for peak, device in zip(best.peak_bytes, best.devices, strict=True)
+        shared = task.whole_bytes - held_bytes(task, best.devices)  # which it may turn out not to be
+        surely = all(
+            peak + shared <= device.budget_bytes for peak, device in zip(best.peak_bytes, best.devices, strict=True)
         )
         if not surely and not _assumed(task, best, price).fits:
             task, tries = _outgrown(task, best, price), tries + 1

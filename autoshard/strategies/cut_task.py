@@ -108,9 +108,11 @@ def make_task(
 
 
 def held_bytes(task: Task, devices: tuple[Device, ...]) -> int:
-    """Bytes that each of these devices holds if no parameter is cut: unless it is known, activations are shared."""
+    """Bytes that each of these devices holds if no parameter is cut: unless it is known, all else is shared."""
     known = task.held.get(tuple(device.name for device in devices))
-    shared = task.profile.activation_peak_bytes * (1 - 1 / len(devices))
+    profile = task.profile
+    parameters = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    shared = max(profile.activation_peak_bytes, profile.peak_bytes - parameters) * (1 - 1 / len(devices))
     return task.whole_bytes - int(shared) if known is None else known
 
 

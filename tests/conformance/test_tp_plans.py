@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import autoshard
-from tests.conformance.tp_plans import compare, slow_devices
+from tests.conformance.tp_plans import compare, tight_plan
 from tests.models import HF_CASES, by_name
 from tests.models.hf import SMALL, build
 
@@ -34,7 +33,7 @@ def test_sums_of_one_number_per_row_stand_for_gathers():
     styles = [model._tp_plan[f"model.layers.*.self_attn.{name}_proj"] for name in "qkvo"]
     assert styles == ["colwise_gather_output"] * 3 + ["rowwise_split_input"]
     assert compare(model, inputs)[1] == {}
-    plan = autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel")
+    plan = tight_plan(model, inputs)
     layer = [cut for cut in plan.cuts if "model.layers.0" in cut.blocks]
     places = [
         (action.kind, action.module, action.gathered) for cut in layer for action in cut.actions

@@ -20,12 +20,13 @@ SUMMING = {"moe_tp_experts": (1, 0), "all_reduce": (1, 0), "moe_identity_expert"
 def compare(model, inputs, degree=2):
     """{matrix that only the written plan cuts: why ours does not}, {layer: (written, ours)} where ours has more.
 
+    Ours are two: the fastest in little memory, and for tables, which are not cut for speed, the one for least memory.
     More all-reduces, or more all-reduces and gathers together. Cuts of ours that cut nothing of what the written plan
     does are left out: they have collectives of their own.
     """
     written, sums = written_plan(model)
-    plan = autoshard.plan(model, slow_devices(degree), inputs=inputs, strategy="column-parallel")
-    ours = {join(block, shard.name) for cut in plan.cuts for block in cut.blocks for shard in cut.shards}
+    most, plan = most_cut(model, inputs, degree), tight_plan(model, inputs, degree)
+    ours = {join(block, one.name) for cut in (*plan.cuts, *most.cuts) for block in cut.blocks for one in cut.shards}
     reasons = {join(block, name): row.reason for row in plan.whole for block in row.blocks for name in row.names}
     mine = defaultdict(list)
     for cut in plan.cuts:
@@ -74,15 +75,28 @@ def same_storage(model, names):
     return {name for name, tensor in tensors.items() if id(tensor) in cut}
 
 
-def slow_devices(count):
-    """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models, and
-    on which it takes as long to send something as to read it, so that it is not sent twice for the sake of a norm."""
+def slow_devices(count, memory_bytes=1 << 34):
+    """Devices on which a matrix of a tiny model takes about 20 times as long as a collective, as with large models."""
     devices = tuple(
-        Device(name=f"cpu:{rank}", memory_bytes=1 << 34, flops_per_second={"default": 1e8}, bytes_per_second=1e7)
+        Device(name=f"cpu:{rank}", memory_bytes=memory_bytes, flops_per_second={"default": 1e8}, bytes_per_second=1e9)
         for rank in range(count)
     )
     links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=1e7, latency_seconds=5e-5)
+        Link(source=a.name, destination=b.name, bytes_per_second=1e9, latency_seconds=1e-4)
         for a, b in itertools.permutations(devices, 2)
     )
     return Cluster(devices=devices, links=links)
+
+
+def most_cut(model, inputs, degree=2):
+    """The plan for least memory."""
+    settings = {"inputs": inputs, "strategy": "column-parallel", "objective": "memory"}
+    return autoshard.plan(model, slow_devices(degree), **settings)
+
+
+def tight_plan(model, inputs, degree=2):
+    """The fastest cuts on devices with little more room than it takes with the most cuts."""
+    profile, most = autoshard.profile(model, inputs), most_cut(model, inputs, degree)
+    peak = max(device.peak_bytes for device in autoshard.estimate(most, profile, slow_devices(degree)).devices)
+    tight = slow_devices(degree, round(1.001 * peak))
+    return autoshard.plan(model, tight, inputs=inputs, profile=profile, strategy="column-parallel")

@@ -25,7 +25,7 @@ from autoshard.sizes import format_seconds
 from autoshard.strategies import cut_choice
 from autoshard.strategies.column_parallel import best_choice, column_parallel, valid_degrees
 from autoshard.strategies.cut_savings import Saving
-from autoshard.strategies.cut_task import make_task
+from autoshard.strategies.cut_task import held_bytes, make_task
 from autoshard.strategies.shares import divide
 from autoshard.workload import Workload
 
@@ -223,7 +223,8 @@ def by_brute_force(task):
                     if any(g.size % count if task.even else g.size < count for g in chosen):
                         continue
                     saved, peaks, collectives = [0.0] * count, [task.whole_bytes] * count, 0.0
-                    peaks = [peak - int(task.profile.activation_peak_bytes * (1 - 1 / count)) for peak in peaks]
+                    shared = task.profile.peak_bytes - task.profile.parameter_bytes
+                    peaks = [peak - int(shared * (1 - 1 / count)) for peak in peaks]
                     for g in chosen:
                         one, whole = task.savings[g.index], len(g.blocks) * g.nbytes
                         parts = [share / g.size for share in even_shares(g.size, count)]
@@ -481,6 +482,13 @@ def test_figures_are_those_of_the_estimate_and_activations_count_as_they_are():
     assert profile.peak_bytes - cut > peak + 10**6
     tight = column_parallel(profile, alike(2, memory=peak + 10**5), found, prove)
     assert len(tight.devices) == 2 and estimate_cuts(tight, profile, alike(2, memory=peak + 10**5)).fits
+
+
+def test_all_that_is_held_beside_parameters_may_turn_out_to_be_shared(profile):
+    """A cache, too: a plan that fits by the exact figures must not be left out before they are known."""
+    caching = replace(profile, peak_bytes=10**9, cache_bytes=9 * 10**8, activation_peak_bytes=10**6)
+    task = make_task(caching, alike(2), groups_only(()))
+    assert held_bytes(task, task.cluster.devices) < 0.51 * 10**9
 
 
 class Dear(Pricer):
