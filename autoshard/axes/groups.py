@@ -12,8 +12,6 @@ from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import Action, Shard, count_collectives
 
-"""Ops that read as much of their first input as they write."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:

@@ -8,14 +8,12 @@ choice is made again. One device without cuts takes part like the others, so a p
 its own estimate unless one device can't hold the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.axes.unproved import unproved
 from autoshard.axes.walk import name_of, where
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
 from autoshard.mesh_cost import Pricer
@@ -27,26 +25,27 @@ from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
 from autoshard.strategies.cut_results import find_results
+from autoshard.strategies.cut_search import MOST_DEGREE, best_choice, choice_among, device_sets
 from autoshard.strategies.cut_task import (
     Choice,
     Shares,
     Task,
     allows,
+    assumed_cuts,
     cut_bytes,
     held_bytes,
     make_task,
+    names_of,
     options_on,
     seconds_alone,
 )
 
-MOST_DEGREE = 64
-"""Degrees above are not listed as valid; more devices than this are not used."""
 _READ_BY_TORCH = frozenset({"_pack_padded_sequence"})
 """Ops after which torch's own code reads tensors that in one process are several, one per rank."""
-_FEW_TRIES = 8
 _TRIES = 48
-"""Most rounds of choosing again because by the exact figures the choice does not fit: on the same devices, and in all.
-"""
+"""Most rounds of choosing again because by the exact figures the choice does not fit."""
+_FEW_TRIES = 8
+"""Most sets of groups that are noted as too few on the same devices."""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
 """Groups of the same blocks, to be cut together, and the shares of each -> for each a proved cut, or why not."""
 Proofs = dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]]
@@ -154,9 +153,7 @@ def _peaks(best: Choice, figures: Estimate) -> tuple[int, ...]:
 
 def _assumed(task: Task, best: Choice, price: Pricer) -> Estimate:
     """The exact figures of a choice if all of it is proved."""
-    groups = {group.index: group for group in task.groups}
-    cuts = unproved([groups[option.index] for option in best.picked], [option.shares for option in best.picked])
-    return price(_draft(task, best, tuple(cut for cut in cuts if isinstance(cut, Cut))))
+    return price(_draft(task, best, assumed_cuts(task, best.picked)))
 
 
 def _outgrown(task: Task, best: Choice, price: Pricer) -> Task:
@@ -165,10 +162,12 @@ def _outgrown(task: Task, best: Choice, price: Pricer) -> Task:
     What devices hold beside parameters is least if as much is cut as can be: that is looked at first, and counts from
     then on. Then it is noted that what was picked is not enough, and after some tries that all is larger there.
     """
-    names = tuple(device.name for device in best.devices)
+    names = names_of(best.devices)
     known = task.too_few.get(names, ())
     if best.picked and names not in task.held:
-        most = _chosen(replace(task, objective="memory"), best.devices, options_on(task, best.devices), limited=False)
+        most = choice_among(
+            replace(task, objective="memory"), best.devices, options_on(task, best.devices), limited=False
+        )
         assert most is not None
         return replace(task, held={**task.held, names: _held(task, most, price)})
     if best.picked and len(known) < _FEW_TRIES:
@@ -217,7 +216,7 @@ def _check_degree(task: Task, degree: int) -> None:
 
 def _proved(task: Task, best: Choice, prove: Prove, proofs: Proofs) -> dict[tuple[int, Shares], Cut | Refusal]:
     """What is proved of a choice, block by block; `proofs`: what was tried before."""
-    by_index = {group.index: group for group in task.groups}
+    by_index = task.by_index
     together: dict[tuple[str, ...], list[Option]] = {}
     for option in best.picked:
         together.setdefault(by_index[option.index].blocks, []).append(option)
@@ -229,110 +228,6 @@ def _proved(task: Task, best: Choice, prove: Prove, proofs: Proofs) -> dict[tupl
             proofs[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])
         outcomes.update(zip(key, proofs[key], strict=True))
     return outcomes
-
-
-def best_choice(task: Task, degree: int | None = None) -> Choice | None:
-    """The best set of devices with the best groups for it; between equals the fewest devices. None if none fits."""
-    best: Choice | None = None
-    for devices in device_sets(task, degree):
-        found = choice_on(task, devices) if _may_fit(task, devices) else None
-        if found is not None and (best is None or _is_less(found.value(task.objective), best.value(task.objective))):
-            best = found
-    return best
-
-
-def _may_fit(task: Task, devices: tuple[Device, ...]) -> bool:
-    """Whether devices have room together for what all of them hold, if all is cut over them that any group cuts.
-
-    Each holds all but that, and of that all together have one copy, however it is divided.
-    """
-    count = len(devices)
-    held = count * held_bytes(task, devices) - (count - 1) * task.cuttable_bytes
-    return held <= sum(device.budget_bytes for device in devices)
-
-
-def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    if one[0] < other[0] * (1 - 1e-9):
-        return True
-    return one[0] <= other[0] * (1 + 1e-9) and one[1] < other[1] * (1 - 1e-9)
-
-
-def device_sets(task: Task, degree: int | None = None) -> Iterator[tuple[Device, ...]]:
-    """Sets of devices worth a look, the smallest first, in the cluster's order: the fastest, the fastest of one host,
-    those with the most memory."""
-    devices = task.cluster.devices
-    orders = [sorted(devices, key=lambda device: task.whole_seconds[device.name])]
-    for host in dict.fromkeys(device.host for device in devices):
-        orders.append([device for device in orders[0] if device.host == host])
-    orders.append(sorted(devices, key=lambda device: -device.budget_bytes))
-    for count in range(1, min(len(devices), MOST_DEGREE) + 1) if degree is None else [degree]:
-        seen = set()
-        for order in orders:
-            chosen = {device.name for device in order[:count]}
-            if len(chosen) == count and frozenset(chosen) not in seen:
-                seen.add(frozenset(chosen))
-                yield tuple(device for device in devices if device.name in chosen)
-
-
-def choice_on(task: Task, devices: tuple[Device, ...]) -> Choice | None:
-    """The best groups for these devices; None if the model does not fit on them whatever is cut.
-
-    Shares follow the devices' speed. Where that does not fit they follow speed within what each device has room for.
-    """
-    found = [_chosen(task, devices, options_on(task, devices))]
-    names = tuple(device.name for device in devices)
-    if found[0] is None or task.objective == "memory" or names in task.held:
-        options = options_on(task, devices, by_memory=True)
-        found.append(_chosen(task, devices, options))
-        most = _chosen(replace(task, objective="memory"), devices, options, limited=False)
-        assert most is not None
-        parts = _room(task, devices, most)
-        if parts is not None:
-            found.append(_chosen(task, devices, options_on(task, devices, most=parts)))
-    fitting = [choice for choice in found if choice is not None]
-    return min(fitting, key=lambda choice: choice.value(task.objective), default=None)
-
-
-def _chosen(task: Task, devices: tuple[Device, ...], options: list[Option], limited: bool = True) -> Choice | None:
-    seconds = [task.whole_seconds[device.name] for device in devices]
-    whole = held_bytes(task, devices)
-    budget = [device.budget_bytes if limited else whole for device in devices]
-    if task.objective == "memory":  # a few bytes more are not worth a gather
-        usual = [option for option in options if option.index not in task.fallback]
-    else:
-        usual = options
-    too_few = task.too_few.get(tuple(device.name for device in devices), ()) if limited else ()
-    pick = partial(
-        choose, whole_seconds=seconds, whole_bytes=whole, budget_bytes=budget, objective=task.objective, too_few=too_few
-    )
-    picked = pick(usual)
-    if picked is None:
-        picked = pick(options)
-    elif len(usual) < len(options):
-        taken = {option.index for option in picked}
-        left = [o for o in options if o.index in task.fallback and taken.isdisjoint(o.conflicts)]
-        picked = pick([*picked, *left])
-    if picked is None:
-        return None
-    slowest = max(own - sum(option.saved_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
-    collectives = sum(option.collective_seconds for option in picked)
-    return Choice(
-        devices=devices,
-        picked=picked,
-        seconds=slowest + collectives,
-        collective_seconds=collectives,
-        peak_bytes=tuple(whole - sum(option.saved_bytes[rank] for option in picked) for rank in range(len(devices))),
-    )
-
-
-def _room(task: Task, devices: tuple[Device, ...], most: Choice) -> list[float] | None:
-    """The part of what is cut that each device has room for, if as much is cut as can be."""
-    by_index = {group.index: group for group in task.groups}
-    cut = sum(cut_bytes(task, by_index[option.index]) for option in most.picked)
-    if not cut:
-        return None
-    whole = held_bytes(task, devices)
-    return [(device.budget_bytes - whole + cut) / cut for device in devices]
 
 
 def valid_degrees(task: Task) -> tuple[int, ...]:
@@ -365,7 +260,7 @@ def _best_cut(task: Task) -> Choice | None:
         for devices in device_sets(task, count):
             options = options_on(task, devices)
             for posed in (task, most):
-                found = _chosen(posed, devices, options, limited=False)
+                found = choice_among(posed, devices, options, limited=False)
                 if found is not None and found.picked and (best is None or found.seconds < best.seconds):
                     best = found
     return best
@@ -389,8 +284,9 @@ def _refusal(task: Task, degree: int | None) -> str:
     """Why nothing fits, with one change that was tried and works."""
     count = len(task.cluster.devices) if degree is None else degree
     closest: Choice | None = None
+    most = replace(task, objective="memory")
     for devices in device_sets(task, count):
-        found = _chosen(replace(task, objective="memory"), devices, options_on(task, devices, by_memory=True), False)
+        found = choice_among(most, devices, options_on(task, devices, by_memory=True), limited=False)
         if found is not None and (closest is None or found.value("memory") < closest.value("memory")):
             closest = found
     assert closest is not None

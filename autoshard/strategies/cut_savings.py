@@ -7,7 +7,7 @@ matrices, less for what also reads tensors that every rank has whole. They are t
 `profile.part`), so the sum over groups is what the estimate says, but for ops that two groups make smaller.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,13 +80,16 @@ def _savings(profile: Profile, halves: Sequence[Cut], of_module: Sequence[bool],
     blocks = {block for cut, alone in zip(halves, of_module, strict=True) if not alone for block in cut.blocks}
     modules = {cut.blocks[0] for cut, alone in zip(halves, of_module, strict=True) if alone}
     flops, moved = counted_flops(profile), np.array(profile.op_bytes, np.float64)
+    trained = dict(trained_sizes(profile.graph)) if profile.workload.training else {}
     return tuple(
-        _saving(profile, cut, tracer.trace_first(cut, modules if alone else blocks), flops, moved)
+        _saving(profile, cut, tracer.trace_first(cut, modules if alone else blocks), flops, moved, trained)
         for cut, alone in zip(halves, of_module, strict=True)
     )
 
 
-def _saving(profile: Profile, half: Cut, traced: Traced, flops: Array, moved: Array) -> Saving:
+def _saving(
+    profile: Profile, half: Cut, traced: Traced, flops: Array, moved: Array, trained: Mapping[str, int]
+) -> Saving:
     graph, columns = profile.graph, columns_of(profile.graph)
     gone = np.zeros(len(graph.values))
     gone[list(traced.parts)] = [1 - part[0] for part in traced.parts.values()]
@@ -94,8 +97,6 @@ def _saving(profile: Profile, half: Cut, traced: Traced, flops: Array, moved: Ar
     touched = columns.touched
     smaller = np.flatnonzero(touched.has(gone > 0))
     nbytes, cut_bytes = (touched.sums(size)[smaller] for size in (columns.value_bytes, columns.value_bytes * gone))
-    training = profile.workload.training
-    trained = dict(trained_sizes(graph)) if training else {}
     cut = {join(half.blocks[0], shard.name) for shard in half.shards}
     return Saving(
         flops=flops[smaller],
@@ -104,5 +105,5 @@ def _saving(profile: Profile, half: Cut, traced: Traced, flops: Array, moved: Ar
         flops_cut=1 - touched.least(1 - gone)[smaller],
         moved_cut=cut_bytes / np.maximum(nbytes, 1),
         trained_bytes=sum(trained.get(name, 0) for name in cut),
-        collectives=tuple(traced.of_pass(training)),
+        collectives=tuple(traced.of_pass(profile.workload.training)),
     )

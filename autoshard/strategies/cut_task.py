@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.unproved import as_cut
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import op_seconds, optimizer_seconds
 from autoshard.cut_cost import Tracer
 from autoshard.module_paths import join
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
+from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, Picked
 from autoshard.strategies.cut_savings import Saving, savings_of
 from autoshard.strategies.shares import divide
@@ -75,6 +77,11 @@ class Task:
     held: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     banned: Mapping[tuple[int, Shares], str] = field(default_factory=dict)
 
+    @property
+    def by_index(self) -> dict[int, AxisGroup]:
+        """The groups by their indices."""
+        return {group.index: group for group in self.groups}
+
 
 def make_task(
     profile: Profile,
@@ -107,9 +114,20 @@ def make_task(
     )
 
 
+def assumed_cuts(task: Task, options: Sequence[Option]) -> tuple[Cut, ...]:
+    """The cuts of some options as they would be if all were proved."""
+    groups = task.by_index
+    return tuple(as_cut(groups[option.index], option.shares) for option in options)
+
+
+def names_of(devices: Sequence[Device]) -> tuple[str, ...]:
+    """The names of some devices, by which a task knows what has turned out about them."""
+    return tuple(device.name for device in devices)
+
+
 def held_bytes(task: Task, devices: tuple[Device, ...]) -> int:
     """Bytes that each of these devices holds if no parameter is cut: unless it is known, all else is shared."""
-    known = task.held.get(tuple(device.name for device in devices))
+    known = task.held.get(names_of(devices))
     profile = task.profile
     parameters = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
     shared = max(profile.activation_peak_bytes, profile.peak_bytes - parameters) * (1 - 1 / len(devices))
@@ -122,7 +140,7 @@ def options_on(
     """Price every group that these devices can share. `most`: the part of a group that each may get at most."""
     if len(devices) < 2:
         return []
-    names = [device.name for device in devices]
+    names = names_of(devices)
     options = []
     for group, saving, conflicts in zip(task.groups, task.savings, task.conflicts, strict=True):
         if by_memory:

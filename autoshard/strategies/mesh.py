@@ -26,7 +26,7 @@ from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.column_parallel import Prove
 from autoshard.strategies.cut_choice import Option
 from autoshard.strategies.cut_results import find_results
-from autoshard.strategies.cut_task import Shares
+from autoshard.strategies.cut_task import Shares, assumed_cuts
 from autoshard.strategies.mesh_pose import Poser, mesh_of
 from autoshard.strategies.mesh_search import Meshed, Shape, best_mesh, factorings
 from autoshard.strategies.pipeline import write_plan
@@ -155,7 +155,7 @@ def _plan(poser: Poser, best: Meshed, objective: str) -> Plan:
 
 
 def _assumed(poser: Poser, shape: Shape) -> tuple[Cut, ...]:
-    return poser.assumed(_options(poser, shape))
+    return assumed_cuts(poser.task, _options(poser, shape))
 
 
 def _options(poser: Poser, shape: Shape) -> tuple[Option, ...]:

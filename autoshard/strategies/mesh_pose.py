@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.axes.unproved import unproved
 from autoshard.batching import BatchAxis
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
@@ -21,9 +20,9 @@ from autoshard.plan import Mesh
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.replica_cost import BUCKET_BYTES
-from autoshard.sharding import Cut, even_shares
+from autoshard.sharding import even_shares
 from autoshard.strategies.cut_choice import Option, choose
-from autoshard.strategies.cut_task import Task, make_task, options_on
+from autoshard.strategies.cut_task import Task, assumed_cuts, make_task, options_on
 from autoshard.strategies.mesh_lines import MeshLines, one_of_each_kind
 from autoshard.strategies.mesh_search import Posed, Shape
 from autoshard.strategies.shares import divide
@@ -129,7 +128,7 @@ class Poser:
         return replace(self.task, even=len(groups) > 1)
 
     def _traced(self, picked: Sequence[Option], staged: bool) -> Ranks:
-        traced = self.tracer.trace(self.assumed(picked))
+        traced = self.tracer.trace(assumed_cuts(self.task, picked))
         together = np.zeros(self.whole.count + 1, bool)
         for option in picked if staged else ():
             for block in self.groups[option.index].blocks:
@@ -138,11 +137,6 @@ class Poser:
         shares = list(zip(*(option.shares for option in picked), strict=True))
         made = {own: self.whole.cut(traced, shares.index(own), together) for own in dict.fromkeys(shares)}
         return Ranks(options=tuple(picked), lines=tuple(made[own] for own in shares))
-
-    def assumed(self, options: Sequence[Option]) -> tuple[Cut, ...]:
-        """The cuts as they would be if all were proved."""
-        found = unproved([self.groups[option.index] for option in options], [option.shares for option in options])
-        return tuple(cut for cut in found if isinstance(cut, Cut))
 
     def _in_one_stage(self, option: Option) -> bool:
         """Whether what is cut together is a block: what lies outside of blocks may be in any stage."""

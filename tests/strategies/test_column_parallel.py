@@ -23,8 +23,9 @@ from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Action, Cut, Shard, even_shares
 from autoshard.sizes import format_seconds
 from autoshard.strategies import cut_choice
-from autoshard.strategies.column_parallel import best_choice, column_parallel, valid_degrees
+from autoshard.strategies.column_parallel import column_parallel, valid_degrees
 from autoshard.strategies.cut_savings import Saving
+from autoshard.strategies.cut_search import best_choice
 from autoshard.strategies.cut_task import held_bytes, make_task
 from autoshard.strategies.shares import divide
 from autoshard.workload import Workload
