@@ -220,6 +220,14 @@ def _embedding(walk: Context, table: Seen, indices: Seen, *args: Any, **kwargs: 
     return [(*indices.axes, table.axes[1])]
 
 
+@rule("embedding_bag", "_embedding_bag")
+def _bags(walk: Context, table: Seen, indices: Seen, offsets: Seen, *args: Any) -> list[Sequence[Axis | None]]:
+    """Sums, means or largest of rows, column by column; the further results say which rows made a bag."""
+    given = [item for item in args if isinstance(item, Seen)]
+    walk.block([table.axes[0], *(axis for seen in (indices, offsets, *given) for axis in seen.axes)], "picked by index")
+    return [(None, table.axes[1]), *((None,) * len(shape) for shape in walk.shapes[1:])]
+
+
 @rule("index", "_unsafe_index")
 def _index(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> list[Axes] | None:
     picked = _picked(walk, x, indices)

@@ -161,6 +161,9 @@ PARTS = [
 
 PICKED = [
     ("ab,cd->cdb", lambda table, ids: F.embedding(ids, table), (4, 6), ROWS),
+    (".a,..->.a", lambda table, ids: F.embedding_bag(ids, table, mode="max"), (4, 6), ROWS),
+    (".a,..,..->.a", lambda t, i, w: F.embedding_bag(i, t, mode="sum", per_sample_weights=w), (4, 6), ROWS, (2, 3)),
+    (".a,.,.->.a", lambda t, i, ends: aten._embedding_bag(t, i, ends)[0], (4, 6), ROWS[0], torch.tensor([0, 2])),
     (".a,bc->bca", lambda x, i: x[i], (4, 6), ROWS),
     ("a.b,cd->acdb", lambda x, i: x[:, i], (2, 4, 6), ROWS),
     (".a.,bc,c->bca", lambda x, i, j: x[i, :, j], (4, 5, 4), ROWS, ROWS[0]),
