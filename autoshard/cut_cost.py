@@ -21,8 +21,8 @@ from autoshard.axes.walk import MOST_NUMBERS, Walk, name_of
 from autoshard.capture.changed import changed
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, estimate, of_every_device
+from autoshard.cut_collectives import Collective
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.module_paths import join, relative
@@ -33,38 +33,6 @@ from autoshard.sharding import Cut, coordinates_of, kept
 
 Parts = tuple[float, ...]
 """Per rank, the part of a tensor that it has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """What ranks do together after op `op` of a forward, in a block: a tensor is summed, or put together.
-
-    `added`: so many tensors are put together to be added up, and `nbytes` is that of all; 0 for other collectives.
-    """
-
-    op: int
-    block: str
-    gathers: bool
-    nbytes: int
-    added: int = 0
-
-    def seconds(self, cluster: Cluster, names: Sequence[str]) -> float:
-        """Seconds of it over some devices."""
-        return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes)
-
-    def over(self, ranks: int) -> "Collective":
-        """The same over so many ranks."""
-        return replace(self, nbytes=self.tensor_bytes * ranks, added=ranks) if self.added else self
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the tensor that all ranks have then."""
-        return self.nbytes // self.added if self.added else self.nbytes
-
-    @property
-    def backward(self) -> "Collective":
-        """What backward does for it: sums where forward lets in, and the other way round."""
-        return replace(self, gathers=False, nbytes=self.tensor_bytes, added=0) if self.added else self
 
 
 @dataclass(slots=True, kw_only=True)

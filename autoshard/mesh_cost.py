@@ -8,7 +8,6 @@ long as its slowest rank and the all-reduces between its ranks. Each replica run
 gradients of every rank are summed over the replicas, in buckets, with nothing to hide behind, and the optimizer steps.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,8 +15,9 @@ from functools import cached_property
 from autoshard.batching import BatchAxis
 from autoshard.capture.stages import stage_of_ops
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import check_devices, divided_bound, estimate, of_every_device, optimizer_seconds
+from autoshard.cut_collectives import Alike, count_alike
 from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
 from autoshard.cut_stream_cost import estimate_cut_streams
 from autoshard.errors import PlanError
@@ -121,12 +121,20 @@ def estimate_mesh(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replica:
-    """One replica by the clock. `ranks`: per tensor rank, its figures; `sums`: per stage, seconds of collectives."""
+    """One replica by the clock. `ranks`: per tensor rank, its figures; `sums`: per stage, what is done together."""
 
     run: Run
     ranks: tuple[Figures, ...]
-    sums: tuple[float, ...]
+    sums: tuple["_Sums", ...]
     estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """Seconds of the collectives of a stage for one micro-batch; forward ones come again where it is recomputed."""
+
+    forward: float = 0.0
+    backward: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,11 +147,11 @@ class _Combined:
     cluster: Cluster
     tracer: Tracer | None = None
     traced: Traced = field(init=False)
-    op_stage: list[int] = field(init=False)
     carrying: frozenset[int] = field(init=False)
+    alike: dict[int, list[Alike]] = field(init=False)
     local: dict[tuple[int, ...], Profile] = field(default_factory=dict)
     figures: dict[object, Figures] = field(default_factory=dict)
-    collectives: dict[object, float] = field(default_factory=dict)
+    collectives: dict[object, _Sums] = field(default_factory=dict)
 
     def estimate(self) -> Estimate:
         plan, mesh, batch = self.plan, self.mesh, self.plan.batch
@@ -156,8 +164,9 @@ class _Combined:
             raise PlanError("this plan does not say how the batch is divided. Plan again.")
         graph = self.profile.graph
         self.traced = (self.tracer or Tracer(graph)).trace(plan.cuts)
-        self.op_stage = stage_of_ops(graph, [stage.paths for stage in self.stages])
+        op_stage = stage_of_ops(graph, [stage.paths for stage in self.stages])
         self.carrying = frozenset() if batch is None else carriers_of_rows(graph, batch)
+        self.alike = count_alike(self.traced.collectives, graph, op_stage, self.carrying)
         rows = [0] if batch is None else rows_per_replica(batch, mesh.shares, mesh.data)
         replicas = [self._replica(index, batch, share) for index, share in enumerate(rows)]
         return self._joined(replicas)
@@ -179,12 +188,11 @@ class _Combined:
             self._sums(stage, [self._name(index, stage % mesh.pipeline, t) for t in range(mesh.tensor)], share)
             for stage in range(len(self.stages))
         )
-        backward = 1 if self.profile.workload.training else 0
         slowest = []
         for i, own in enumerate(zip(*(figures.stages for figures in ranks), strict=True)):
-            back = max(one.backward_seconds for one in own) + backward * sums[i] * (2 if own[0].recompute else 1)
+            back = max(one.backward_seconds for one in own) + self._back(sums[i], own[0].recompute)
             weight = back if i == 0 else max(one.weight_seconds for one in own)
-            forward = max(one.forward_seconds for one in own) + sums[i]
+            forward = max(one.forward_seconds for one in own) + sums[i].forward
             slowest.append(replace(own[0], forward_seconds=forward, backward_seconds=back, weight_seconds=weight))
         names = tuple(self._name(index, position, 0) for position in range(mesh.pipeline))
         figures = replace(ranks[0], stages=tuple(slowest))
@@ -209,24 +217,22 @@ class _Combined:
             self.figures[key] = stage_figures(local, part, stages, devices, processes=True, schedule=schedule)
         return self.figures[key]
 
-    def _sums(self, stage: int, names: Sequence[str], share: float) -> float:
-        """Seconds of the all-reduces and gathers of one forward of a stage, with a part of the batch."""
+    def _sums(self, stage: int, names: Sequence[str], share: float) -> _Sums:
+        """What the ranks of a stage do together for a part of the batch."""
         if len(names) < 2:
-            return 0.0
-        graph = self.profile.graph
+            return _Sums()
         devices = [self.cluster.device(name) for name in names]
         key = (stage, share, *((_kind(device), device.host == devices[0].host) for device in devices))
         if key not in self.collectives:
-            sizes: Counter[tuple[bool, float]] = Counter()
-            for one in self.traced.collectives:
-                if self.op_stage[one.op] == stage:
-                    with_rows = not self.carrying.isdisjoint(graph.ops[one.op].outputs)
-                    sizes[one.gathers, one.nbytes * (share if with_rows else 1.0)] += 1
-            self.collectives[key] = sum(
-                count * (all_gather_seconds if gathers else all_reduce_seconds)(self.cluster, names, nbytes)
-                for (gathers, nbytes), count in sizes.items()
-            )
+            both = [alike.seconds(self.cluster, names, share) for alike in self.alike.get(stage, ())]
+            self.collectives[key] = _Sums(forward=sum(one for one, _ in both), backward=sum(one for _, one in both))
         return self.collectives[key]
+
+    def _back(self, sums: _Sums, recompute: bool) -> float:
+        """Seconds of the collectives of the backward of a stage."""
+        if not self.profile.workload.training:
+            return 0.0
+        return sums.backward + (sums.forward if recompute else 0.0)
 
     def _joined(self, replicas: Sequence[_Replica]) -> Estimate:
         """All devices of all replicas, the sums of gradients over replicas, and the end of the pass."""
@@ -275,8 +281,7 @@ class _Combined:
         mine = range(position, len(self.stages), self.mesh.pipeline)
         run = replace(one.run, figures=one.ranks[tensor])
         own = [one.ranks[tensor].stages[i] for i in mine]
-        passes = 2 if workload.training else 1
-        sums = sum(one.sums[i] * (passes + (one.run.figures.stages[i].recompute and workload.training)) for i in mine)
+        sums = sum(one.sums[i].forward + self._back(one.sums[i], one.run.figures.stages[i].recompute) for i in mine)
         incoming = next(row.transfer_seconds for row in one.estimate.devices if row.name == first)
         figures = device_estimate(run, position, device, count, workload, step, incoming + count * sums + reduce)
         seconds = count * sum(stage.forward_seconds + stage.backward_seconds * workload.training for stage in own)
@@ -293,7 +298,7 @@ class _Combined:
         value = latency if training or plan.objective == "latency" else busiest
         together = self.traced.of_pass(training)
         gathers = sum(one.gathers for one in together)
-        passes = plan.num_microbatches * (2 if training else 1)
+        collective = max(sum(sums.forward + self._back(sums, False) for sums in one.sums) for one in replicas)
         pipelining = first.estimate.pipelining
         assert pipelining is not None
         bubble = sum(one.run.simulated.bubble for one in replicas) / len(replicas)
@@ -306,7 +311,7 @@ class _Combined:
             lower_bound_seconds=bound,
             gap=gap_above(value, bound),
             notes=self.profile.graph.notes,
-            collective_seconds=max(sum(one.sums) for one in replicas) * passes + summed,
+            collective_seconds=collective * plan.num_microbatches + summed,
             all_reduces=(len(together) - gathers) * plan.num_microbatches + reduces,
             all_gathers=gathers * plan.num_microbatches,
             pipelining=Pipelining(

@@ -6,17 +6,16 @@
 What a rank has of every tensor is traced once per set of cuts; everything else follows with arrays.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import tensor_units
+from autoshard.cut_collectives import Alike, count_alike
 from autoshard.cut_cost import Traced
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
@@ -29,23 +28,12 @@ _FINE = 16
 """Stages up to which pieces are as fine as in a pipeline."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
-    """All-reduces (or gathers) of one size in one forward of a unit."""
-
-    unit: int
-    gathers: bool
-    nbytes: int
-    with_rows: bool
-    count: int
-
-
 class MeshLines(Lines):
     """Lines of the whole model; `cluster` has one device of each kind.
 
     Attributes:
         trained: [n] bytes of parameters that get a gradient.
-        sums: of a forward of the whole batch.
+        sums: unit -> the collectives of a forward of the whole batch there.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units) -> None:
@@ -54,7 +42,7 @@ class MeshLines(Lines):
         self.columns = columns_of(self.graph)
         self.value_bytes, self.touched = self.columns.value_bytes, self.columns.touched
         self.parts = np.ones(len(self.value_bytes))
-        self.sums: tuple[Sum, ...] = ()
+        self.sums: dict[int, list[Alike]] = {}
         self._weigh()
         self._known: dict[tuple[int, int], Line] = {}
 
@@ -85,15 +73,7 @@ class MeshLines(Lines):
         made.moved = self.moved * np.divide(local, whole, out=np.ones(len(whole)), where=whole > 0)
         made.part = np.divide(with_rows, local, out=np.zeros(len(local)), where=local > 0)
         made.bytes = self.bytes * self.columns.of_storages(parts, 1.0)
-        rows: Counter[tuple[int, bool, int, bool]] = Counter()
-        for one in traced.collectives:
-            outputs = self.graph.ops[one.op].outputs
-            unit = int(self.units.op_unit[one.op])
-            rows[unit, one.gathers, one.nbytes, not self.carrying.isdisjoint(outputs)] += 1
-        made.sums = tuple(
-            Sum(unit=unit, gathers=gathers, nbytes=nbytes, with_rows=with_rows, count=count)
-            for (unit, gathers, nbytes, with_rows), count in rows.items()
-        )
+        made.sums = count_alike(traced.collectives, self.graph, self.units.op_unit, self.carrying)
         made.forbidden = self.forbidden | together
         made._weigh()
         made._known = {}
@@ -129,14 +109,14 @@ class MeshLines(Lines):
         return self.kinds.index(device.speed)
 
     def sum_seconds(self, cluster: Cluster, names: Sequence[str], part: float) -> Array:
-        """[n] seconds of the collectives of one forward over some devices, with a part of the batch."""
-        found = np.zeros(self.count)
-        known: dict[tuple[bool, float], float] = {}
-        for one in self.sums if len(names) > 1 else ():
-            key = one.gathers, one.nbytes * (part if one.with_rows else 1.0)
-            if key not in known:
-                known[key] = (all_gather_seconds if key[0] else all_reduce_seconds)(cluster, names, key[1])
-            found[one.unit] += one.count * known[key]
+        """[2, n] seconds of the collectives of a forward and of its backward, with a part of the batch."""
+        found = np.zeros((2, self.count))
+        known: dict[Alike, tuple[float, float]] = {}
+        for unit, alike in self.sums.items() if len(names) > 1 else ():
+            for one in alike:
+                if one not in known:
+                    known[one] = one.seconds(cluster, names, part)
+                found[:, unit] += known[one]
         return found
 
 

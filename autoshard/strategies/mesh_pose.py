@@ -157,7 +157,7 @@ class Poser:
         places = numbers.reshape(shape.data, count, shape.tensor)
         kinds = self.kinds[places]
         tables = {name: np.zeros((count, base.size)) for name in ("forward", "backward", "weight")}
-        sums = np.zeros((count, base.size))
+        sums = np.zeros((2, count, base.size))  # of forward, and of backward
         known: dict[object, dict[str, Array]] = {}
         for position in range(count):
             looks = {(part, id(lines[tensor]), int(kinds[data, position, tensor])): tensor
@@ -173,13 +173,13 @@ class Poser:
             if ranks is not None:
                 for data, part in enumerate(parts):
                     own = self._sum_seconds(ranks, places[data, position].tolist(), part / size, base.begins)
-                    np.maximum(sums[position], own, out=sums[position])
+                    np.maximum(sums[:, position], own, out=sums[:, position])
         budgets = np.array([float(device.budget_bytes) for device in self.order])[places].min(axis=(0, 2))
         latency, bandwidth = self._links(places)
         capacity = np.maximum(budgets - self.lacking.get(shape.ranks, 0.0), 0.0)
         line = replace(
-            base, microbatches=shape.microbatches, forward=tables["forward"] + sums,
-            backward=tables["backward"] + sums * self.profile.workload.training, weight=tables["weight"],
+            base, microbatches=shape.microbatches, forward=tables["forward"] + sums[0],
+            backward=tables["backward"] + sums[1] * self.profile.workload.training, weight=tables["weight"],
             capacity=capacity, latency=latency, bandwidth=bandwidth, after=None,
         )  # fmt: skip
         trained = max((one.trained for one in lines), key=lambda row: float(row.sum()))
@@ -195,7 +195,7 @@ class Poser:
         if key not in self._sums:
             names = [self.order[i].name for i in numbers]
             seconds = ranks.lines[0].sum_seconds(self.cluster, names, part)
-            self._sums[key] = np.add.reduceat(seconds, begins[:-1])
+            self._sums[key] = np.add.reduceat(seconds, begins[:-1], axis=1)
         return self._sums[key]
 
     def _links(self, places: Array) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ from autoshard.profile.scaling import find_scaling
 from autoshard.report.whatif import what_if_data
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload
+from tests.test_mesh_cost import slow
 
 WIDTH, BLOCKS = 48, 4
 BASE = (8, 20)
@@ -32,7 +33,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
+        inner = self.up(self.norm(x)).relu()
+        return x + self.down(inner / inner.square().mean(-1, keepdim=True))  # a sum of little where that is cut
 
 
 class Net(nn.Module):
@@ -59,6 +61,10 @@ CASES = {
     "zero-bubble": ("1xA100-40GB,1xH100-80GB", {**ONE, **STAGED, "schedule": "zero-bubble"}),
     "replicas of stages of ranks": (
         "2 hosts of 4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(data=2, pipeline=2, tensor=2)},
+    ),
+    "recomputed stages of ranks": (
+        slow(parse_devices("8xA100-40GB")),
+        {**STAGED, "microbatches": 2, "mesh": Mesh(pipeline=2, tensor=4), "recompute": True},
     ),
     "uneven replicas of stages": (
         "4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(data=2, pipeline=2, shares=(3, 1))},

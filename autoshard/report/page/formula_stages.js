@@ -69,7 +69,8 @@ function oneReplica(plan, replica, ranks, columns) {
   let issue = 0;
   plan.recompute.forEach((recompute, number) => {
     const together = collectives(links, replica.sums[number], columns);
-    const back = plan.training ? together * (recompute ? 2 : 1) : 0;
+    let back = collectives(links, replica.back_sums[number], columns);
+    if (plan.training && recompute) back += together;
     let forward = 0, backward = 0, weight = 0;
     for (const rank of ranks) {
       forward = Math.max(forward, rank.stages[number].forward);

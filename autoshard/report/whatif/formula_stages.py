@@ -99,7 +99,9 @@ def _replica(
     stages, waiting, issue = [], [0.0] * pipeline, 0.0
     for number in range(len(planned["recompute"])):
         together = collectives(links, replica["sums"][number], columns)
-        back = together * (2 if planned["recompute"][number] else 1) if training else 0.0
+        back = collectives(links, replica["back_sums"][number], columns)
+        if training and planned["recompute"][number]:
+            back += together
         forward, backward, weight = 0.0, 0.0, 0.0
         for rank in ranks:
             forward = max(forward, rank["stages"][number]["forward"])

@@ -118,7 +118,8 @@ class _Staged:
                         for position in range(mesh.pipeline)],
             "sends": sends,
             "returns": returns,
-            "sums": [self._sums(index, stage, first) for stage in range(len(self.stages))],
+            "sums": [self._sums(index, stage, first, backward=False) for stage in range(len(self.stages))],
+            "back_sums": [self._sums(index, stage, first, backward=True) for stage in range(len(self.stages))],
             "shared": self._shared(names),
         }  # fmt: skip
 
@@ -147,13 +148,14 @@ class _Staged:
             total += part.values[value] * (nbytes / max(graph.values[value].nbytes, 1))
         return [[self.links.between(*ends), len(tensors), terms(total)]]
 
-    def _sums(self, index: int, stage: int, part: Part) -> list[list[Any]]:
-        """Collectives of one forward of a stage that are alike."""
+    def _sums(self, index: int, stage: int, part: Part, *, backward: bool) -> list[list[Any]]:
+        """Collectives of one forward of a stage that are alike, or of its backward."""
         names = [self._name(index, stage % self.mesh.pipeline, tensor) for tensor in range(self.mesh.tensor)]
-        if len(names) < 2:
+        if len(names) < 2 or (backward and not self.profile.workload.training):
             return []
         graph, found = self.profile.graph, dict[tuple[bool, tuple[float, ...]], int]()
-        for one in self.traced.collectives:
+        for forward in self.traced.collectives:
+            one = forward.backward if backward else forward
             if self.staged.op_stage[one.op] != stage:
                 continue
             values = [v for v in graph.ops[one.op].outputs if graph.values[v].nbytes == one.tensor_bytes]
