@@ -17,6 +17,7 @@ from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.outside import lookup_tables
 from autoshard.flow.unfold import CopyUses
 from autoshard.flow.views import Views
+from autoshard.module_paths import above
 from autoshard.placement import Homes
 
 
@@ -401,10 +402,10 @@ class Walk:
         buffers, copies = columns(objects, died)
         order = [module.path for module in self.graph.modules]
         unfolded = {*self.unfolded, *self._uses.out_of_order(self.aligned)}
-        called = [call.path + "." for call in self.graph.calls]
-        for path in self.homes.mixed:  # a branch that this run did not take: nobody knows what meets in there
-            if not any(prefix.startswith(path + ".") for prefix in called):
-                self.aligned[path] = None
+        called = {call.path for call in self.graph.calls}
+        called |= {path for inner in called for path in above(inner) if path}
+        for path in self.homes.mixed - called:  # a branch that this run did not take: nobody knows what meets in there
+            self.aligned[path] = None
         return Flow(
             homes=self.homes,
             tensor_device=self.tensor_device,
