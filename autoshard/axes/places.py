@@ -175,10 +175,16 @@ class Places:
         for value in [value for value in found if value in self._tensors]:
             readers, names = found.pop(value), self._tensors[value]
             name = next((name for name in names if is_below(name, self.region.path)), names[0])
-            if set(readers) != self._inside.intersection(self._readers[value]) or value in self._shared:
+            used = {op for op in self._inside.intersection(self._readers[value]) if not self._gives_back(op)}
+            if set(readers) != used or value in self._shared:
                 raise Unplaceable(f"{name} is used both inside and outside of the cut")
             summed.append(self._relative(name))
         return found, [value for value in self._outgoing if value in partial - cut], tuple(summed)
+
+    def _gives_back(self, index: int) -> bool:
+        """Whether an op does nothing: a cast to the dtype that a tensor has already returns the tensor itself."""
+        op = self.graph.ops[index]
+        return op.outputs == op.inputs and not op.mutates
 
     # ---- the places
 

@@ -120,6 +120,20 @@ class Measuring(nn.Module):
         return self.out(y.transpose(1, 2).reshape(rows, length, width))
 
 
+class HeadNorm(nn.Module):
+    """A norm of each head, in single precision whatever it is given: casts that do nothing to what is so already."""
+
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, nn.Parameter(torch.rand(width // heads))
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).unflatten(-1, (self.heads, -1))
+        y = y.float() * y.float().pow(2).mean(-1, keepdim=True).rsqrt() * self.scale.float()
+        return self.down(y.type_as(x).flatten(-2))
+
+
 class Attending(nn.Module):
     """Attention of torch; `apart`: to something else than what asks."""
 

@@ -28,6 +28,7 @@ from tests.prove.blocks import (
     Dropped,
     Fused,
     Grouped,
+    HeadNorm,
     Measuring,
     Normed,
     Partly,
@@ -232,6 +233,14 @@ def test_what_all_ranks_keep_has_its_gradient_once():
     cut = prover.prove(group, (24, 24))
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"own": (48, (24, 24))}
+
+
+def test_a_cast_that_does_nothing_is_no_use_outside_of_the_cut():
+    _, found, prover = analysed(Stack(HeadNorm))
+    group = of_blocks(found, 4)
+    assert group.summed == ("scale",) and (group.reductions, group.gathers) == (1, 0)
+    cut = prover.prove(group, (2, 2))
+    assert isinstance(cut, Cut) and "forward and backward" in cut.proof
 
 
 def test_a_silent_use_of_a_size_is_refused():
