@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from autoshard.cli.main import app
 from tests.scripts import ROOT, run_script
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "model.py")
@@ -28,9 +30,9 @@ SAYS = {
 }
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
     """Run a command of this Python from the root of the project, with one thread."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
@@ -65,16 +67,22 @@ def test_example(path):
     assert SAYS[path.name] in done.stdout, done.stdout
 
 
-def test_column_parallel_on_two_processes():
-    done = run_script("examples/column_parallel.py", processes=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert SAYS["column_parallel.py"] in done.stdout, done.stdout
+UNDER_TORCHRUN = ("column_parallel.py", "ddp.py")
 
 
-def test_ddp_under_torchrun():
-    done = run("-m", "autoshard", "run", "--processes", "2", "examples/ddp.py")
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_example_on_two_processes(name):
+    done = run_script(f"examples/{name}", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert SAYS["ddp.py"] in done.stdout, done.stdout
+    assert SAYS[name] in done.stdout, done.stdout
+
+
+@pytest.mark.slow  # of the default tests, restart.py is run by torchrun itself
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_example_under_torchrun(name):
+    done = run("-m", "autoshard", "run", "--processes", "2", f"examples/{name}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS[name] in done.stdout, done.stdout
 
 
 COMMAND = """
@@ -92,5 +100,5 @@ def test_embedded_example_is_planned_without_its_weights():
 
 
 def test_embedded_example_is_verified():
-    done = run("-m", "autoshard", "verify", "examples/model.py:small", "--devices", "1x24MiB,2x16MiB")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    done = CliRunner().invoke(app, ["verify", f"{ROOT}/examples/model.py:small", "--devices", "1x24MiB,2x16MiB"])
+    assert done.exit_code == 0, done.output

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -232,24 +231,6 @@ def test_as_a_process(file, tmp_path):
     assert second.returncode == 0, second.stderr
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert "####" in second.stdout and second.stdout.isascii()
-    assert process("plan", tmp_path / "nowhere.py").returncode == 2
-
-
-def test_the_command_line_loads_only_what_it_needs(tmp_path):
-    """Help and devices come without transformers, the compiler or the distributed tensors."""
-    code = """
-        import sys
-        from typer.testing import CliRunner
-        from autoshard.cli.main import app
-        assert CliRunner().invoke(app, ["devices", "8xH100"]).exit_code == 0
-        heavy = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "scipy", "accelerate")
-        print([name for name in heavy if name in sys.modules])
-    """
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_verify(file, tmp_path):
