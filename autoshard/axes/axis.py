@@ -10,7 +10,7 @@ learnt is remembered by binding leaves, as in the unification of terms, so it ho
 Sizes never change; factors of size 1 do not exist. The leaves of what can't be expressed are `lost`: never cut.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
 
 Axis = tuple["Leaf | Cat", ...]
@@ -137,9 +137,13 @@ def unify(left: Axis, right: Axis, why: str = "", depth: int = 0) -> None:
             continue
         common = gcd(major.size, minor.size)
         if common == 1 or not (_split(major, common, why) and _split(minor, common, why)):
-            lose(left, f"{why}: sizes {_sizes(left)} and {_sizes(right)} have no common parts")
-            lose(right, f"{why}: sizes {_sizes(left)} and {_sizes(right)} have no common parts")
-            return
+            here, there = _together(left, [factor.size for factor in right])
+            lose(
+                (*left[:here], *right[:there]),
+                f"{why}: sizes {_sizes(left[:here])} and {_sizes(right[:there])} have no common parts",
+            )
+            left, right = left[here:], right[there:]
+            continue
         left, right = (*_halves(major, common), *left[1:]), (*_halves(minor, common), *right[1:])
 
 
@@ -147,13 +151,33 @@ def reshape(axes: Iterable[Axis], sizes: Iterable[int], why: str = "") -> list[A
     """The axes of a tensor seen in another shape of as many elements.
 
     (2, 512 = 8×64) as (2, 8, 64)   ->   2 | 8 | 64          (2, 8, 64) as (16, 64)   ->   2×8 | 64
+
+    Dimensions that are divided anew together are apart from the others: what can't be expressed there loses only them.
     """
     rest = resolve(tuple(factor for axis in axes for factor in axis))
+    left = list(sizes)
     made: list[Axis] = []
-    for size in sizes:
-        axis, rest = _take(rest, size, why)
-        made.append(axis)
+    while left:
+        factors, count = _together(rest, left)
+        part, rest = rest[:factors], rest[factors:]
+        for size in left[:count]:
+            axis, part = _take(part, size, why)
+            made.append(axis)
+        left = left[count:]
     return made
+
+
+def _together(axis: Axis, sizes: Sequence[int]) -> tuple[int, int]:
+    """How many leading factors, and how many sizes, hold as many elements as each other: the fewest."""
+    if 0 in sizes:
+        return len(axis), len(sizes)
+    factors, count, have, want = 0, 1, 1, sizes[0]
+    while have != want:
+        if have < want:
+            have, factors = have * axis[factors].size, factors + 1
+        else:
+            want, count = want * sizes[count], count + 1
+    return factors, count
 
 
 def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:

@@ -74,6 +74,7 @@ VIEWS = [
     ("abc->(ab)c", lambda x, out: x.reshape(out[0]), (2, 3, 4), [(6, 4)]),
     ("..->..", lambda x, out: x.reshape(out[0]), (4, 6), [(3, 8)]),
     ("(a.).->(a.).", lambda x, out: x.view(out[0]), (4, 9), [(6, 6)]),
+    ("a.b->a..b", lambda x: F.pad(x, (0, 0, 0, 1)).view(-1, 2, 2, x.shape[-1]), (2, 3, 4)),
     ("ab->a1b1", lambda x, out: x.view(out[0]), (2, 3), [(2, 1, 3, 1)]),
     ("..->..", lambda x: x.view(torch.float32), (3, 4)),
     ("abc->a(bc)", lambda x: x.flatten(1), (2, 3, 4)),

@@ -193,6 +193,20 @@ def test_axes_in_line(left, right):
         assert coordinates_of(describe(joined, leaf)).tolist() == where + [-1] * size_of(right[0])
 
 
+def test_what_cannot_be_divided_anew_takes_nothing_with_it():
+    """Tokens that are padded and then divided into chunks, beside heads."""
+    tokens, heads = concatenate([fresh(12), fresh(4)]), fresh(6)
+    axes = reshape([fresh(2), tokens, heads], (2, 2, 8, 6))
+    assert [[leaf.lost != "" for leaf in leaves(axis)] for axis in axes] == [[False], [True], [True], [False]]
+    assert axes[-1] == heads
+
+
+def test_paired_axes_lose_only_what_does_not_match():
+    left, right = (*fresh(4), *fresh(9), *fresh(5)), (*fresh(6), *fresh(6), *fresh(5))
+    unify(left, right, "a sum")
+    assert resolve(left)[-1] is resolve(right)[-1] and not list(leaves(left))[-1].lost
+
+
 def test_a_split_is_known_wherever_the_leaf_is():
     rows = fresh(512)
     seen = (*fresh(2), *rows)
