@@ -4,6 +4,7 @@ import copy
 import random
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -153,30 +154,46 @@ def plan_tightly(profile: Profile, strategy: str) -> tuple[autoshard.Plan, autos
     raise AssertionError(f"{strategy} finds no plan even on devices that hold the model several times over")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What runs gave on a model to which nothing is applied, and what they left: its tensors, the number of hooks."""
+
+    results: list[Any]
+    state: dict[str, torch.Tensor]
+    hooks: int
+
+
+def run_plainly(make: Callable[[], nn.Module], runs: list[Callable[[nn.Module], Any]]) -> Plain:
+    """Run things one after the other on a plain model."""
+    model = make()
+    return Plain(results=[run(model) for run in runs], state=state(model), hooks=count_hooks(model))
+
+
 def difference_when_placed(
     make: Callable[[], nn.Module],
     placement: autoshard.Plan | dict[str, str],
     runs: list[Callable[[nn.Module], Any]],
     devices: Any = "3x1GiB",
+    known: Plain | None = None,
 ) -> str:
     """Run the same things on the plain and on the placed model; where results or tensors differ first, "" if nowhere.
 
     Then the placement is removed: the model must be the same object with the same keys, without a trace of hooks.
+    `known`: what `run_plainly` gave for the same `make` and `runs`, if it is known.
     """
-    plain_model = make()
-    expected = [run(plain_model) for run in runs]
+    whole = known or run_plainly(make, runs)
     model = make()
     kind, keys = type(model), list(model.state_dict())
     with autoshard.simulate(devices):
         assert autoshard.apply(model, placement) is model
         assert list(model.state_dict()) == keys
         found = [run(model) for run in runs]
-        difference = first_difference([*expected, state(plain_model)], [*found, state(model)])
+        difference = first_difference([*whole.results, whole.state], [*found, state(model)])
         assert autoshard.remove(model) is model
     assert type(model) is kind and list(model.state_dict()) == keys
-    assert count_hooks(model) == count_hooks(plain_model)  # some models hook themselves at their first forward
+    assert count_hooks(model) == whole.hooks  # some models hook themselves at their first forward
     assert all(tensor.device.index is None for _, tensor in named_tensors(model))
-    return difference or first_difference(state(plain_model), state(model))
+    return difference or first_difference(whole.state, state(model))
 
 
 def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, graph: ModelGraph, training: bool) -> str:

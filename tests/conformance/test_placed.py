@@ -14,6 +14,7 @@ from tests.conformance.checks import (
     plan_tightly,
     profiled,
     random_map,
+    run_plainly,
     split_before,
     train,
 )
@@ -49,6 +50,22 @@ def tight_plan(name: str, strategy: str, training: bool = False):
     return plan_tightly(profile_of(name, training), strategy)
 
 
+def forwards(case: Case):
+    """All shapes one after the other."""
+    return [lambda model, shape=shape: forward(model, case.example(shape)) for shape in case.shapes]
+
+
+def trainings(case: Case):
+    return [lambda model: train(model, case.example())]
+
+
+@functools.cache
+def unplaced(name: str, runs):
+    """What the case gives unplaced, found once for all placements of it."""
+    case = by_name(name)
+    return run_plainly(case.model, runs(case))
+
+
 @pytest.mark.parametrize("strategy", ["sequential", "balanced"])
 @named(WORKING_CASES)
 def test_planned_without_hints(case, strategy):
@@ -56,8 +73,7 @@ def test_planned_without_hints(case, strategy):
     plan, estimate = tight_plan(case.name, strategy)
     assert estimate.fits
     assert {device.name for device in plan.devices} == set(THREE)
-    runs = [lambda model, shape=shape: forward(model, case.example(shape)) for shape in case.shapes]
-    difference = difference_when_placed(case.model, plan, runs)
+    difference = difference_when_placed(case.model, plan, forwards(case), known=unplaced(case.name, forwards))
     assert not difference
 
 
@@ -66,8 +82,7 @@ def test_planned_without_hints(case, strategy):
 def test_random_maps(case, seed):
     """Every module with parameters of its own on a device of its own luck: slow, never wrong, never a crash."""
     device_map = random_map(case.model(), THREE, seed)
-    runs = [lambda model, shape=shape: forward(model, case.example(shape)) for shape in case.shapes]
-    difference = difference_when_placed(case.model, device_map, runs)
+    difference = difference_when_placed(case.model, device_map, forwards(case), known=unplaced(case.name, forwards))
     assert not difference
 
 
@@ -75,14 +90,14 @@ def test_random_maps(case, seed):
 def test_training(case):
     """Gradients of the first step, the losses and all tensors after three AdamW steps."""
     plan, _ = tight_plan(case.name, "balanced", True)
-    difference = difference_when_placed(case.model, plan, [lambda model: train(model, case.example())])
+    difference = difference_when_placed(case.model, plan, trainings(case), known=unplaced(case.name, trainings))
     assert not difference
 
 
 @named([case for case in HOSTILE_CASES if case.trains and not case.refused])
 def test_training_on_random_maps(case):
     device_map = random_map(case.model(), THREE, 0)
-    difference = difference_when_placed(case.model, device_map, [lambda model: train(model, case.example())])
+    difference = difference_when_placed(case.model, device_map, trainings(case), known=unplaced(case.name, trainings))
     assert not difference
 
 
@@ -128,23 +143,20 @@ def test_refused_at_plan_time(case):
     assert case.refused in pathlib.Path(file).read_text().splitlines()[int(line) - 1]
 
 
-def generated(case: Case):
+def generations(case: Case):
     """Greedy generation of 16 tokens with a cache."""
     inputs = {k: v for k, v in case.example().items() if not k.startswith("decoder_") and k != "use_cache"}
-
-    def run(model):
-        return model.generate(**inputs, max_new_tokens=16, min_new_tokens=16, do_sample=False, use_cache=True)
-
-    return run
+    settings = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "use_cache": True}
+    return [lambda model: model.generate(**inputs, **settings)]
 
 
 @named([case for case in HF_CASES if case.generates])
 def test_generate_split_at_every_layer(case):
-    model = case.model()
-    assert generated(case)(model).unique().numel() > 2  # tokens that say something
+    known, model = unplaced(case.name, generations), case.model()
+    assert known.results[0].unique().numel() > 2  # tokens that say something
     for index in range(len(model.get_submodule(case.layers))):
         device_map = split_before(model, f"{case.layers}.{index}", THREE)
-        difference = difference_when_placed(case.model, device_map, [generated(case)])
+        difference = difference_when_placed(case.model, device_map, generations(case), known=known)
         assert not difference, f"split before layer {index}"
 
 
@@ -153,7 +165,8 @@ def test_generate_on_a_plan_for_the_forward(case):
     """Nobody said that the model would generate; it does all the same."""
     for strategy in ("sequential", "balanced"):
         plan, _ = tight_plan(case.name, strategy)
-        difference = difference_when_placed(case.model, plan, [generated(case)])
+        known = unplaced(case.name, generations)
+        difference = difference_when_placed(case.model, plan, generations(case), known=known)
         assert not difference, strategy
 
 
