@@ -1,6 +1,7 @@
 """Rules of ops that multiply and sum: matrix products, attention, convolutions."""
 
 from collections.abc import Sequence
+from string import ascii_letters
 from typing import Any
 
 from autoshard.axes.axis import Axis, reshape, size_of
@@ -79,25 +80,34 @@ def _tensordot(walk: Context, x: Seen, y: Seen, dims: Sequence[int], others: Seq
 
 
 @rule("einsum")
-def _einsum(walk: Context, equation: str, operands: Sequence[Seen], **kwargs: Any) -> list[Axes] | None:
-    equation = equation.replace(" ", "")
-    terms, arrow, result = equation.partition("->")
-    if "." in equation:
-        return None
+def _einsum(walk: Context, equation: str, operands: Sequence[Seen], **kwargs: Any) -> list[Axes]:
+    terms, result = _spelt_out(equation.replace(" ", ""), [len(seen.shape) for seen in operands])
     named: dict[str, Axis] = {}
-    for term, seen in zip(terms.split(","), operands, strict=True):
+    for term, seen in zip(terms, operands, strict=True):
         for letter, axis, size in zip(term, seen.axes, seen.shape, strict=True):
             if size != 1 and named.get(letter):
                 walk.unify(named[letter], axis)
             elif size != 1 or letter not in named:
                 named[letter] = axis
-    if not arrow:
-        letters = terms.replace(",", "")
-        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     for letter, axis in named.items():
         if letter not in result:
             walk.contract(axis)
     return [tuple(named[letter] for letter in result)]
+
+
+def _spelt_out(equation: str, ndims: Sequence[int]) -> tuple[list[str], str]:
+    """The terms and the result of an einsum, with letters for the dimensions under dots: those pair from the right.
+
+    A result that is not said has those under dots first, then all letters that occur once.
+    """
+    left, arrow, result = equation.partition("->")
+    terms = left.split(",")
+    hidden = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims, strict=True)]
+    free = "".join(letter for letter in ascii_letters if letter not in equation)[: max(hidden)]
+    if not arrow:
+        result = "..." + "".join(sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1))
+    terms = [term.replace("...", free[len(free) - many :]) for term, many in zip(terms, hidden, strict=True)]
+    return terms, result.replace("...", free)
 
 
 @rule("_grouped_mm")
@@ -127,19 +137,20 @@ def _attention(
     walk: Context, q: Seen, k: Seen, v: Seen, mask: Seen | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
 ) -> list[Axes] | None:  # fmt: skip
-    """Queries, batches and heads are apart from each other; with `enable_gqa` neighbouring heads of q share one of k.
+    """Queries, batches and heads are apart from each other; with `enable_gqa` neighbouring heads of q share one of k,
+    and one of v.
 
     One causal query sees one key, whatever the others do, but a share of the queries would start from key 0 again.
     """
-    if dropout_p or (enable_gqa and k.shape[-3] != v.shape[-3]):
+    if dropout_p:
         return None
     walk.block([q.axes[-1], k.axes[-1], k.axes[-2], v.axes[-2]], "attention mixes along it")
     if is_causal:
         walk.block([q.axes[-2]], "attention mixes along it")
-    if enable_gqa and q.shape[-3] != k.shape[-3]:
-        groups, _ = reshape([q.axes[-3]], [k.shape[-3], q.shape[-3] // k.shape[-3]], walk.why)
-        walk.unify(groups, k.axes[-3])
-        walk.unify(k.axes[-3], v.axes[-3])
+    if enable_gqa and not q.shape[-3] == k.shape[-3] == v.shape[-3]:
+        for shared in (k, v):
+            groups, _ = reshape([q.axes[-3]], [shared.shape[-3], q.shape[-3] // shared.shape[-3]], walk.why)
+            walk.unify(groups, shared.axes[-3])
         batch = broadcast(walk, [q.axes[:-3], k.axes[:-3], v.axes[:-3]], [q.shape[:-3], k.shape[:-3], v.shape[:-3]])
         batch = (*batch, q.axes[-3])
     else:

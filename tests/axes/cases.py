@@ -90,7 +90,9 @@ PRODUCTS = [
     ("a1,bc->ac", lambda x, y: torch.einsum("ab,bc->ac", x, y), (3, 1), (4, 6)),
     ("1a,ba->ba", lambda x, y: torch.einsum("ab,ab->ab", x, y), (1, 4), (3, 4)),
     ("a,b->ab", lambda x, y: torch.einsum("a,b->ab", x, y), (3,), (4,)),
-    ("...,..->...", lambda x, y: torch.einsum("...ab,bc->...ac", x, y), (2, 3, 4), (4, 6)),
+    ("abc,cd->abd", lambda x, y: torch.einsum("...ab,bc->...ac", x, y), (2, 3, 4), (4, 6)),
+    ("a1bc,dce->adbe", lambda x, y: torch.einsum("...ij,...jk", x, y), (2, 1, 3, 4), (5, 4, 6)),
+    ("abc,abd->cd", lambda x, y: torch.einsum("i...j,i...k->jk", x, y), (2, 3, 4), (2, 3, 5)),
     ("ab,bc->ca", lambda x, y: torch.einsum("iA,Ab", x, y), (3, 4), (4, 6)),
     ("..,..->..", torch.kron, (2, 3), (4, 2)),
 ]
@@ -117,6 +119,7 @@ ATTENTION = [
     ("abc.,a1..,a1.d->abcd", shared, (2, 4, 3, 5), (2, 1, 6, 5), (2, 1, 6, 7)),
     ("abc.,ab..,ab.d->abcd", shared, (2, 4, 3, 5), (2, 4, 6, 5), (2, 4, 6, 7)),
     ("a(bc)d.,ab..,ab.e,a(bc)d.->a(bc)de", shared, (2, 6, 3, 5), (2, 2, 6, 5), (2, 2, 6, 7), (2, 6, 3, 6)),
+    ("a(bcd)e.,ab..,a(bc).f->a(bcd)ef", shared, (2, 8, 3, 5), (2, 2, 6, 5), (2, 4, 6, 7)),
     ("....,....,....->....", lambda q, k, v: attend(q, k, v, dropout_p=0.5), (2, 4, 3, 5), (2, 4, 6, 5), (2, 4, 6, 7)),
 ]  # fmt: skip
 

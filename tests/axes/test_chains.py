@@ -109,7 +109,10 @@ def equations(draw):
     used = sorted({letter for term in terms for letter in term})
     result = draw(st.lists(st.sampled_from(used), unique=True))
     arrow = draw(st.booleans())
-    return ",".join(map("".join, terms)) + (f"->{''.join(result)}" if arrow else ""), shapes
+    equation = ",".join(map("".join, terms)) + (f"->{''.join(result)}" if arrow else "")
+    if draw(st.booleans()) and (not arrow or "j" in result):
+        equation = equation.replace("j", "...")
+    return equation, shapes
 
 
 @settings(max_examples=100)
