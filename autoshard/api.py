@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autoshard.capture.graph import ModelGraph
+    from autoshard.cluster.cluster import Cluster
     from autoshard.pipelines.schedule import RankSchedule
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
@@ -87,15 +88,23 @@ def _planned(
 
     `known`: the profile, where it was taken already.
     """
-    from autoshard.cluster.parse import parse_devices
-
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
-    cluster = parse_devices(devices)
+    cluster = _cluster(devices)
     if known is not None:
         _check_measured(known, model, workload)
     measured = known or profile(model, inputs, workload=workload)
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+
+
+def _cluster(devices: Any) -> "Cluster":
+    """The devices that are meant, or a plan has, with the links that they have in this run."""
+    from autoshard.cluster.links import between_processes
+    from autoshard.cluster.parse import cluster_of, parse_devices
+    from autoshard.runtime.collectives import count_processes
+
+    cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
+    return between_processes(cluster) if count_processes() > 1 else cluster
 
 
 def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:
@@ -129,7 +138,6 @@ def largest(
     `settings` are those of `plan`. Every size that is tried is profiled and planned; the plan's workload says which one
     it is, and one more does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
     """
-    from autoshard.cluster.parse import parse_devices
     from autoshard.planning import largest_plan
 
     if inputs is not None and not callable(inputs):
@@ -139,7 +147,7 @@ def largest(
         made = inputs(**{vary: getattr(asked, vary)}) if callable(inputs) else None
         return model, made, profile(model, made, workload=asked)
 
-    return largest_plan(vary, workload or Workload(), measured, parse_devices(devices), **settings)
+    return largest_plan(vary, workload or Workload(), measured, _cluster(devices), **settings)
 
 
 def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
@@ -148,12 +156,11 @@ def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any 
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
     stages are priced as processes of their own, as they run there.
     """
-    from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.mesh_cost import Pricer
     from autoshard.runtime.collectives import count_processes
 
     plan = _as_plan(plan, profile)
-    cluster = cluster_of(plan.devices) if devices is None else parse_devices(devices)
+    cluster = _cluster(plan if devices is None else devices)
     return Pricer(profile, cluster, processes=count_processes() > 1 or None)(plan)
 
 

@@ -5,12 +5,14 @@ same machine, no peer link                   through the host: the slower of the
 card and the machine's memory                the card's host link
 anything and disk                            the disk, or the host link if that is slower
 two machines                                 the network: assumed unless a cluster file says otherwise
+two processes on the CPUs of one machine     its loopback (`between_processes`)
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
-from autoshard.cluster.cluster import Device, Link
+from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 
 # 200 Gbit/s, the usual network of a machine with eight cards: one adapter's rate, since one copy uses one adapter.
@@ -24,6 +26,8 @@ MEMORY_SECONDS = 2e-6
 
 Rate = tuple[float, float]
 """bytes_per_second, latency_seconds"""
+LOOPBACK: Rate = (1e9, 4e-4)
+"""What gloo does between two processes; measured on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 ms."""
 
 
 def make_links(
@@ -45,6 +49,25 @@ def make_links(
                 Link(source=device_a.name, destination=device_b.name, bytes_per_second=rate[0], latency_seconds=rate[1])
             )
     return tuple(links)
+
+
+def between_processes(cluster: Cluster) -> Cluster:
+    """Return the cluster as it is where every device has a process of its own.
+
+    CPUs of one machine then send through its loopback. What a cluster file says of them, or was measured, stays.
+    """
+
+    def is_assumed(link: Link) -> bool:
+        ends = cluster.device(link.source), cluster.device(link.destination)
+        rate = link.bytes_per_second, link.latency_seconds
+        own = "cpu" in (link.source, link.destination)  # the memory that all of them share
+        return not own and {end.kind for end in ends} == {"cpu"} and rate == _rate("cpu", "cpu", False)
+
+    links = tuple(
+        replace(link, bytes_per_second=LOOPBACK[0], latency_seconds=LOOPBACK[1]) if is_assumed(link) else link
+        for link in cluster.links
+    )
+    return cluster if links == cluster.links else replace(cluster, links=links)
 
 
 def _slots(devices: Sequence[Device]) -> list[int]:
