@@ -140,7 +140,10 @@ def _place(path: str, numbered: set[str]) -> str:
 
 
 def _elements(graph: ModelGraph) -> set[str]:
-    """Outermost elements of repeated containers, where each has two matrices or more."""
+    """Outermost elements of repeated containers, where each has two matrices or more.
+
+    For one that is never called itself, as a list of blocks in a list of stages, its parts stand.
+    """
     children: dict[str, list[str]] = {}
     numbered = _numbered(graph)
     for module in graph.modules:
@@ -151,6 +154,7 @@ def _elements(graph: ModelGraph) -> set[str]:
         if tensor.kind == "parameter" and len(tensor.shape) > 1:
             for path in (tensor.module, *above(tensor.module)):
                 matrices[path] = matrices.get(path, 0) + 1
+    called = {call.path for call in graph.calls}
     found: set[str] = set()
     for module in graph.modules:  # parents come before their children
         below = children.get(module.path, [])
@@ -158,8 +162,20 @@ def _elements(graph: ModelGraph) -> set[str]:
             continue
         heavy = [path for path in below if matrices.get(path, 0) > 1]
         if len(heavy) > 1 and not found.intersection((module.path, *above(module.path))):
-            found.update(heavy)
+            found.update(part for path in heavy for part in _called_parts(path, children, matrices, called))
     return found
+
+
+def _called_parts(
+    path: str, children: Mapping[str, Sequence[str]], matrices: Mapping[str, int], called: Container[str]
+) -> list[str]:
+    """The outermost modules that are called in an element; itself, if they have not all of its matrices."""
+    if path in called:
+        return [path]
+    heavy = [part for part in children.get(path, ()) if matrices.get(part, 0) > 1]
+    if not heavy or sum(matrices[part] for part in heavy) != matrices[path]:
+        return [path]
+    return [part for one in heavy for part in _called_parts(one, children, matrices, called)]
 
 
 def leaf_modules(graph: ModelGraph) -> set[str]:

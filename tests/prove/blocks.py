@@ -177,6 +177,20 @@ class Stack(nn.Module):
         return x
 
 
+class Staged(nn.Module):
+    """Blocks in lists of a list; only the blocks are called."""
+
+    def __init__(self, kind: type[nn.Module], stages: int = 2) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList([kind(), kind()]) for _ in range(stages))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x = x + block(x)
+        return x
+
+
 class Rescaled(Stack):
     """Its own code scales weights inside of its blocks, once."""
 

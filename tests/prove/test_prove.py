@@ -38,6 +38,7 @@ from tests.prove.blocks import (
     Scaled,
     Sharp,
     Stack,
+    Staged,
     Tied,
 )
 
@@ -69,6 +70,13 @@ def test_equal_blocks_are_analysed_once():
         ("c.weight", 0): "*2x6", ("c.bias", 0): "*2x6", ("d.weight", 1): "*2x12",
     }  # fmt: skip
     assert group.reductions == 1 and group.gathers == 0
+
+
+def test_lists_that_are_not_called_are_no_blocks():
+    _, found, prover = analysed(Staged(Grouped))
+    group = max((one for one in found.groups if one.size == 2), key=lambda one: one.nbytes)
+    assert group.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
+    assert isinstance(prover.prove(group, (1, 1)), Cut)
 
 
 def test_heads_in_groups_need_both_counts_scaled():
