@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from autoshard.axes.axis import Axis, reshape
+from autoshard.axes.axis import Axis, cut, reshape
 from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, lost, pointwise, rule
 
 # ---- sums and other reductions
@@ -74,8 +74,12 @@ def _rolled(walk: Context, x: Seen, shifts: Any, dims: Any = None) -> list[Axes]
 
 
 @rule("glu")
-def _gated(walk: Context, x: Seen, dim: int = -1) -> list[Sequence[Axis | None]]:
-    return [_resized(x, _mixed(walk, x, dim))]
+def _gated(walk: Context, x: Seen, dim: int = -1) -> list[Axes]:
+    """The first half, times what the second one gives: a rank has a part of each."""
+    d = dim % len(x.shape)
+    first, second = cut(x.axes[d], x.shape[d] // 2, walk.why)
+    walk.unify(first, second)
+    return [(*x.axes[:d], first, *x.axes[d + 1 :])]
 
 
 @rule("diff")
