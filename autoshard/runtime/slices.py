@@ -6,6 +6,7 @@
 Tied names stay tied: what shares memory is cut once.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTens
     Raises `PlanError` for what the model does not have, what does not fit its shape, and what is cut in two ways.
     """
     tensors = named_tensors(model)
-    groups = {name: names for names in tied_groups(tensors) for name in names}
+    groups = {name: names for names in _groups(tensors) for name in names}
     found: dict[str, CutTensor] = {}
     for cut in cuts:
         for block in cut.blocks:
@@ -159,7 +160,7 @@ def replace_all(
                 "backward of that forward, or call detach_() on the buffer."
             )
     with torch.no_grad():
-        for names in tied_groups(tensors):
+        for names in _groups(tensors):
             group = list({id(tensors[name]): tensors[name] for name in names}.values())
             old = [tensor.detach() for tensor in group]
             grads = [tensor.grad if tensor.is_leaf else None for tensor in group]
@@ -183,6 +184,40 @@ def _changed(
     if data is whole:
         return tensors
     return [data.view(one.dtype).as_strided(one.shape, one.stride(), one.storage_offset()) for one in tensors]
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Group names whose tensors share memory; parts of one tensor that have no element in common go their own ways.
+
+    Libraries load a fused matrix and take it apart into views: of q, k and v each is cut as if the others were not.
+    """
+    groups: list[tuple[str, ...]] = []
+    for names in tied_groups(tensors):
+        views: dict[tuple, list[str]] = {}
+        for name in names if len(names) > 1 and not is_packed(tensors[names[0]]) else ():
+            views.setdefault(_geometry(tensors[name]), []).append(name)
+        apart = all(_are_apart(tensors[a[0]], tensors[b[0]]) for a, b in itertools.combinations(views.values(), 2))
+        groups += [tuple(view) for view in views.values()] if apart and views else [names]
+    return groups
+
+
+def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two views of one memory with the same strides are known to have no element in common.
+
+    Both are seen as boxes: what is left of an offset after the larger strides says where a box begins in a dimension.
+    """
+    if left.stride() != right.stride() or left.dtype != right.dtype or 0 in left.stride():
+        return False
+    apart, outer = False, 0
+    mine, theirs = left.storage_offset(), right.storage_offset()
+    for dim in sorted(range(left.dim()), key=lambda dim: -left.stride(dim)):
+        step = left.stride(dim)
+        (begin, mine), (other, theirs) = divmod(mine, step), divmod(theirs, step)
+        end, other_end = begin + left.shape[dim], other + right.shape[dim]
+        if outer and max(end, other_end) * step > outer:  # it goes on in the next row: no box
+            return False
+        apart, outer = apart or end <= other or other_end <= begin, step
+    return apart
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:

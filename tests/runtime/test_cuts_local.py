@@ -16,6 +16,7 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, spread
+from autoshard.sharding import Cut, Shard
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder
 
@@ -140,6 +141,43 @@ def test_parts_that_are_not_in_order_are_put_together_where_they_are():
         part = axis.take(spread(whole, devices), 0)
         assert [one.tolist() for one in part.parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
         assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
+
+
+class Fused(nn.Module):
+    """Two matrices that share memory: views of a larger one, as libraries load what a checkpoint has fused."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 24, False), nn.Linear(8, 24, False), nn.Linear(24, 8, False)
+        whole = torch.cat([self.up.weight.detach(), self.gate.weight.detach()], dim)
+        for layer, part in zip((self.up, self.gate), whole.chunk(2, dim), strict=True):
+            layer.weight = nn.Parameter(part)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_views_of_one_memory_are_cut_each_by_itself(dim):
+    torch.manual_seed(0)
+    model, x = Fused(dim), torch.randn(5, 8)
+    expected, before = model(x).detach(), copy.deepcopy(model.state_dict())
+    devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
+    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+    assert {shard.name for cut in plan.cuts for shard in cut.shards} == {"up.weight", "gate.weight", "down.weight"}
+    with autoshard.simulate(devices):
+        autoshard.apply(model, plan)
+        assert torch.allclose(model(x).cpu(), expected, atol=1e-6)
+        autoshard.remove(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_views_that_overlap_are_not_cut():
+    model = Fused(0)
+    model.gate.weight = nn.Parameter(model.up.weight.detach().view(-1).as_strided((24, 8), (8, 1), 64))
+    cut = Cut(blocks=("",), size=24, shares=(12, 12), shards=(Shard(name="up.weight", dim=0, axis="*24"),))
+    with pytest.raises(PlanError, match="different view of the same memory"):
+        apply_cuts(model, (cut,), LocalRanks.of(["cpu", "cpu"]))
 
 
 def test_recomputed_layers_have_the_same_gradients(decoder):
