@@ -101,8 +101,13 @@ def _needed(scales: Scales, known: Scales, run: Callable[[Scales], Outcome], rea
 def _with_lengths(
     question: Question, scales: Scales, run: Callable[[Scales], Outcome], before: Outcome
 ) -> tuple[Scales, Outcome]:
-    """Get further than before by lengths alone: attributes that were taken too soon are left out of `scales`."""
+    """Get further than before by lengths alone: attributes that were taken too soon are left out of `scales`.
+
+    One that holds the same number for something else may have been all that was wrong.
+    """
     outcome = run(scales)
+    if _further(outcome, before.reached):
+        return scales, outcome
     for more in _lengths(question, outcome):
         tried = run({**scales, **more})
         if _further(tried, before.reached):

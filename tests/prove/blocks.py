@@ -134,6 +134,19 @@ class HeadNorm(nn.Module):
         return self.down(y.type_as(x).flatten(-2))
 
 
+class Alike(nn.Module):
+    """As many heads as there are rows of another table: two attributes with one number."""
+
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.rows, self.table = heads, heads, nn.Parameter(torch.rand(heads, 1, 1))
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).unflatten(-1, (self.heads, -1)).softmax(-1)
+        return self.down((y[:, : self.rows] + self.table).flatten(-2))
+
+
 class Attending(nn.Module):
     """Attention of torch; `apart`: to something else than what asks."""
 

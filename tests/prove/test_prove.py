@@ -24,6 +24,7 @@ from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, even_shares
 from tests.prove.blocks import (
+    Alike,
     Attending,
     Dropped,
     Fused,
@@ -241,6 +242,13 @@ def test_what_all_ranks_keep_has_its_gradient_once():
     cut = prover.prove(group, (24, 24))
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"own": (48, (24, 24))}
+
+
+def test_an_attribute_with_the_same_number_is_left_out_again():
+    _, found, prover = analysed(Stack(Alike), X[:, :4])
+    cut = prover.prove(of_blocks(found, 4), (2, 2))
+    assert isinstance(cut, Cut), cut
+    assert scales_of(cut) == {"heads": (4, (2, 2))}
 
 
 def test_a_cast_that_does_nothing_is_no_use_outside_of_the_cut():
