@@ -13,8 +13,22 @@ import traceback
 from datetime import timedelta
 
 context = multiprocessing.get_context("forkserver")
-# what is missing is left out without a word
-context.set_forkserver_preload(["torch", "torch.distributed", "autoshard", "transformers.models.llama.modeling_llama"])
+# What most functions need: a process imports it in half a second. What is missing is left out without a word.
+context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "transformers.models.llama.modeling_llama",
+        "pytest",
+        "autoshard.api",
+        "autoshard.pipelines",
+        "autoshard.runtime",
+        "autoshard.strategies",
+        "tests.conformance.rank_checks",
+        "tests.pipelines.models",
+        "tests.runtime.cut_checks",
+    ]
+)
 
 
 class RankFailed(AssertionError):

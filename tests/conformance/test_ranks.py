@@ -49,7 +49,7 @@ def plans_by_themselves():
     nothing_allows_it()
     if dist.get_rank() == 0:  # planning needs no other rank
         auto_cuts_where_that_pays(case)
-    too_many_for_the_plan(case)
+    plan_for_others(3)
     shared_with_others(case, plan)
     caches_of_others(case, plan)
     compiled(case, plan)
@@ -73,12 +73,15 @@ def auto_cuts_where_that_pays(case):
     assert not plan.cuts and any(reason.startswith("not chosen: column-parallel") for reason in plan.reasons)
 
 
-def too_many_for_the_plan(case):
-    devices = {f"cpu:{rank}": "1GiB" for rank in range(3)}
-    settings = {"inputs": case.example(), "strategy": "column-parallel", "objective": "memory"}
-    plan = autoshard.plan(case.model(), devices, **settings)
-    with pytest.raises(PlanError, match="the plan is for 3 devices, and 2 processes run"):
-        autoshard.apply(case.model(), plan)
+def plan_for_others(devices):
+    """A plan for another number of processes is refused."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 6))
+    sizes = {f"cpu:{number}": "1GiB" for number in range(devices)}
+    plan = autoshard.plan(model, sizes, inputs=torch.ones(2, 6), strategy="column-parallel", objective="memory")
+    with pytest.raises(
+        PlanError, match=f"the plan is for {devices} devices, and {dist.get_world_size()} processes run"
+    ):
+        autoshard.apply(model, plan)
 
 
 def shared_with_others(case, plan):
@@ -118,20 +121,13 @@ def compiled(case, plan):
 
 
 def test_ranks_that_plan_by_themselves_agree():
-    one, other = run_ranks(plans_by_themselves, 2)
+    # one rank plans for long while the other waits
+    one, other = run_ranks(plans_by_themselves, 2, timeout_seconds=300, group_seconds=120)
     assert one == other
 
 
-def more_than_the_plan_has(case):
-    devices = {f"cpu:{rank}": "1GiB" for rank in range(2)}
-    settings = {"inputs": case.example(), "strategy": "column-parallel", "objective": "memory"}
-    model = case.model()
-    with pytest.raises(PlanError, match="the plan is for 2 devices, and 3 processes run"):
-        autoshard.apply(model, autoshard.plan(model, devices, **settings))
-
-
 def dying():
-    more_than_the_plan_has(by_name("llama"))
+    plan_for_others(2)
     model = by_name("llama").model()
     autoshard.apply(model, shared_plan(model, by_name("llama").example()))
     if dist.get_rank() == 2:

@@ -51,9 +51,9 @@ def run_many(seeds: range) -> dict[str, int]:
     return seen
 
 
-def test_equal_to_brute_force_on_three_thousand_chains() -> None:
-    seen = run_many(range(3_000))
-    assert all(count >= 90 for count in seen.values()), f"a feature was hardly tried: {seen}"
+def test_equal_to_brute_force_on_many_chains() -> None:
+    seen = run_many(range(1_500))
+    assert all(count >= 45 for count in seen.values()), f"a feature was hardly tried: {seen}"
 
 
 def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
