@@ -75,40 +75,27 @@ def verify(
         raise VerifyError(
             "verify needs a plan, or a model to which one is applied. Pass the plan: autoshard.verify(model, plan)."
         )
-    conservative = isinstance(plan, Mapping)
     known = Plan.from_device_map(plan) if isinstance(plan, Mapping) else plan
     workload = _workload(model, known, training, new_tokens)
     calls = derive_inputs(model, workload) if inputs is None else [as_call(inputs, model)]
     notes: list[str] = []
-    if known is not None and runs_as_mesh(known):
-        with fresh_models(model, notes, workload.training) as fresh:
-            original = _unapplied(fresh)
-            return verify_processes(original, known, _work(original, workload, calls), tolerance, notes)
     if known is None:
         original, applied = _copies_of_applied(model)
         work = _work(original, workload, calls)
-        if cut_record(model) is not None:
-            notes.append(REORDERED_SUMS)
-            work = _cut_work(work, original, applied, None)
-        elif runs_in_parts(model):
-            notes.append(IN_PARTS)
-            work = replace(work, divided=True)
+        cut, divided = cut_record(model) is not None, runs_in_parts(model)
+        work = _reordered_work(work, original, applied, None, cut, divided, notes)
         return _compare(original, applied, work, tolerance, notes, None, {})
+    if runs_as_mesh(known):
+        with fresh_models(model, notes, workload.training) as fresh:
+            original = _unapplied(fresh)
+            return verify_processes(original, known, _work(original, workload, calls), tolerance, notes)
     with devices_of(known) as stage, fresh_models(model, notes, workload.training) as fresh:
         original = _unapplied(fresh)
-
-        def applied() -> nn.Module:
-            if conservative:
-                return apply_device_map(original(), stage.plan.device_map)
-            return apply_plan(original(), stage.plan)
-
+        applied = _applied_by(original, stage.plan, as_device_map=isinstance(plan, Mapping))
         work = _work(original, workload, calls)
-        if stage.plan.cuts:
-            notes.append(REORDERED_SUMS)
-            work = _cut_work(work, original, applied, _home(stage, model))
-        elif is_divided(stage.plan):
-            notes.append(IN_PARTS)
-            work = replace(work, divided=True)
+        cut, divided = bool(stage.plan.cuts), is_divided(stage.plan)
+        home = _home(stage, model) if cut else None
+        work = _reordered_work(work, original, applied, home, cut, divided, notes)
         predicted = _predicted(original(), workload, stage, work, notes) if stage.simulated is not None else {}
         return _compare(original, applied, work, tolerance, notes, stage, predicted)
 
@@ -150,6 +137,19 @@ def _work(original: Build, workload: Workload, calls: list[Call]) -> Work:
     raise VerifyError(f"no inputs that the config suggests fit the model; pass inputs=. {refused}") from refused
 
 
+def _reordered_work(
+    work: Work, original: Build, applied: Build, home: torch.device | None, cut: bool, divided: bool, notes: list[str]
+) -> Work:
+    """Return the work where the applied model adds in another order than the original, and note why."""
+    if cut:
+        notes.append(REORDERED_SUMS)
+        return _cut_work(work, original, applied, home)
+    if divided:
+        notes.append(IN_PARTS)
+        return replace(work, divided=True)
+    return work
+
+
 def _cut_work(work: Work, original: Build, applied: Build, home: torch.device | None) -> Work:
     """Return the work on a model that is cut, with the outputs that stay cut where a loss must leave them out."""
     work = replace(work, cut=True)
@@ -171,6 +171,13 @@ def _unapplied(fresh: Build) -> Build:
         return remove(made) if is_applied(made) else made
 
     return clean
+
+
+def _applied_by(original: Build, plan: Plan, as_device_map: bool) -> Build:
+    """Models that `original` makes, with a plan applied; a device map is taken at its word, as `apply` does."""
+    if as_device_map:
+        return lambda: apply_device_map(original(), plan.device_map)
+    return lambda: apply_plan(original(), plan)
 
 
 def _copies_of_applied(model: nn.Module) -> tuple[Build, Build]:
