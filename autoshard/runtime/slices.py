@@ -209,9 +209,8 @@ def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.stride() != right.stride() or left.dtype != right.dtype or 0 in left.stride():
         return False
     apart, outer = False, 0
-    mine, theirs = left.storage_offset(), right.storage_offset()
-    for dim in sorted(range(left.dim()), key=lambda dim: -left.stride(dim)):
-        step = left.stride(dim)
+    mine, theirs = int(left.storage_offset()), int(right.storage_offset())
+    for step, dim in sorted(zip(left.stride(), range(left.dim()), strict=True), reverse=True):
         (begin, mine), (other, theirs) = divmod(mine, step), divmod(theirs, step)
         end, other_end = begin + left.shape[dim], other + right.shape[dim]
         if outer and max(end, other_end) * step > outer:  # it goes on in the next row: no box
