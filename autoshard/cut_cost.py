@@ -145,8 +145,8 @@ class Tracer:
         done: dict[object, tuple[str, Traced]] = {}
         for block, here in together.items():
             values = [self.by_name[join(block, shard.name)].value for cut in here for shard in cut.shards]
-            numbers = blocks.numbers[block]
-            key = (tuple(map(id, here)), blocks.looks[block], *(numbers.get(value, -1) for value in values))
+            look, numbers = blocks.look(block), blocks.numbers[block]
+            key = (tuple(map(id, here)), look, *(numbers.get(value, -1) for value in values))
             if key not in done:
                 done[key] = block, self._trace_block(names, block, here)
             _add(traced, done[key][1], blocks, done[key][0], block)
@@ -221,8 +221,7 @@ class _Blocks:
 
     Attributes:
         leaving: values that others read, or that a block returns.
-        numbers: per block, its values in the order in which its ops touch them -> 0, 1, …
-        looks: per block, its ops with these numbers: blocks that look the same are cut in the same way.
+        numbers: per block that was looked at, its values in the order in which its ops touch them -> 0, 1, …
     """
 
     def __init__(self, graph: ModelGraph, blocks: Iterable[str]) -> None:
@@ -252,12 +251,18 @@ class _Blocks:
                 if maker >= 0 and self.of_op[maker] != self.of_op[op.index]:
                     self.leaving.add(value)
 
-        self.numbers: dict[str, dict[int, int]] = {block: {} for block in known}
-        known_looks: dict[tuple[object, ...], int] = {}
-        self.looks = {block: known_looks.setdefault(self._look(block), len(known_looks)) for block in self.ops}
+        self.numbers: dict[str, dict[int, int]] = {}
+        self._looks: dict[str, int] = {}
+        self._known_looks: dict[tuple[object, ...], int] = {}
+
+    def look(self, block: str) -> int:
+        """The number of the ops of a block with their values numbered: blocks that look the same are cut alike."""
+        if block not in self._looks:
+            self._looks[block] = self._known_looks.setdefault(self._look(block), len(self._known_looks))
+        return self._looks[block]
 
     def _look(self, block: str) -> tuple[object, ...]:
-        graph, numbers = self.graph, self.numbers[block]
+        graph, numbers = self.graph, self.numbers.setdefault(block, {})
         begin, uncounted = graph.backward_begin, graph.uncounted
         look: list[object] = []
         for index in self.ops[block]:

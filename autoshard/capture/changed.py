@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import attrgetter
+from itertools import compress, count, repeat, starmap
+from operator import attrgetter, ne
 from typing import Any, TypeVar
 
 Row = TypeVar("Row")
@@ -17,14 +18,14 @@ def changed(rows: Sequence[Row], **columns: Sequence[Any]) -> tuple[Row, ...]:
     found = list(rows)
     before = zip(*(map(attrgetter(name), rows) for name in columns), strict=True)
     after = zip(*columns.values(), strict=True)
-    at = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    at = list(compress(count(), starmap(ne, zip(before, after, strict=True))))
     if at:
         kind: Any = type(rows[0])
-        made = [object.__new__(kind) for _ in at]
+        made = list(map(object.__new__, repeat(kind, len(at))))
+        kept = [rows[i] for i in at]
         for name, put in _slots(kind):
             column = columns.get(name)
-            get = attrgetter(name)
-            values = [get(rows[i]) if column is None else column[i] for i in at]
+            values = map(attrgetter(name), kept) if column is None else map(column.__getitem__, at)
             deque(map(put, made, values), maxlen=0)  # does nothing but call it for all of them
         for i, row in zip(at, made, strict=True):
             found[i] = row

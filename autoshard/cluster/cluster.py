@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from autoshard.plan import PlanDevice
 
 
@@ -110,6 +112,16 @@ class Cluster:
 
     def link(self, source: str, destination: str) -> Link:
         return self._links[source, destination]
+
+    @cached_property
+    def link_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """[D, D] seconds of latency, and bytes per second, from row to column; 0 and 1 from a device to itself."""
+        names = self.names
+        paces = [self._pace(a, b) if a != b else (0.0, 1.0) for a in names for b in names]
+        latency, rate = np.array(paces).reshape(len(names), len(names), 2).transpose(2, 0, 1)
+        latency.setflags(write=False)
+        rate.setflags(write=False)
+        return latency, rate
 
     def among(self, names: Sequence[str]) -> Among:
         """The links among some devices; asked for again and again, so worked out once."""

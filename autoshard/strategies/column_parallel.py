@@ -9,6 +9,7 @@ its own estimate unless one device can't hold the model.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
@@ -77,12 +78,7 @@ def column_parallel(
     task = make_task(profile, cluster, found, objective, even, price.tracer)
     if degree is not None:
         _check_degree(task, degree)
-    try:
-        task, best, cuts = _fitting_choice(task, degree, prove, price)
-    except PlanError:
-        if task.objective == "memory":
-            raise
-        task, best, cuts = _fitting_choice(replace(task, objective="memory"), degree, prove, price)
+    task, best, cuts = _fitting_at_last(task, degree, prove, price)
     compared = best_choice(task, 1) if cuts else _best_cut(task)
     if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
         best, cuts, compared = compared, (), best  # by the exact figures it does not pay
@@ -95,13 +91,34 @@ def column_parallel(
     )
 
 
+class _NothingFitsError(Exception):
+    """Nothing fits of what is allowed by `task`; why takes long to say, and is not always asked for."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+
+def _fitting_at_last(
+    task: Task, degree: int | None, prove: Prove, price: Pricer
+) -> tuple[Task, Choice, tuple[Cut, ...]]:
+    """As `_fitting_choice`; if all its tries fail, as much is cut as can be. Raises `PlanError` if that fails, too."""
+    if task.objective != "memory":
+        with suppress(PlanError, _NothingFitsError):
+            return _fitting_choice(task, degree, prove, price)
+    try:
+        return _fitting_choice(replace(task, objective="memory"), degree, prove, price)
+    except _NothingFitsError as nothing:
+        raise PlanError(_refusal(nothing.task, degree)) from None
+
+
 def _fitting_choice(
     task: Task, degree: int | None, prove: Prove, price: Pricer
 ) -> tuple[Task, Choice, tuple[Cut, ...]]:
     """Choose, take the exact figures, and prove; what does not fit by those, or is not proved, is chosen again.
 
-    How far activations shrink is known only then. First they count as if all of them were cut. If all tries fail, as
-    much is cut as can be.
+    How far activations shrink is known only then. First they count as if all of them were cut. Raises
+    `_NothingFitsError` if all tries fail, and `PlanError` if nothing can be cut over so many.
     """
     proofs: Proofs = {}
     tries = 0
@@ -127,17 +144,17 @@ def _fitting_choice(
         seconds, collectives = figures.latency_seconds, figures.collective_seconds
         peaks = _peaks(best, figures)
         return task, replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks), cuts
-    raise PlanError(_refusal(task, degree))
+    raise _NothingFitsError(task)
 
 
 def _choice(task: Task, degree: int | None) -> tuple[Task, Choice]:
     """The best choice. A degree that is asked for is taken also where nothing pays: then as much as possible is cut.
 
-    Raises `PlanError` if nothing fits, or nothing can be cut over so many.
+    Raises `_NothingFitsError` if nothing fits, and `PlanError` if nothing can be cut over so many.
     """
     best = best_choice(task, degree)
     if best is None:
-        raise PlanError(_refusal(task, degree))
+        raise _NothingFitsError(task)
     if degree is None or degree == 1 or best.picked:
         return task, best
     if task.objective == "memory":

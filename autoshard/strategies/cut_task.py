@@ -140,13 +140,14 @@ def options_on(
     """Price every group that these devices can share. `most`: the part of a group that each may get at most."""
     if len(devices) < 2:
         return []
-    names = names_of(devices)
+    names, speeds = names_of(devices), [device.speed for device in devices]
     options = []
     for group, saving, conflicts in zip(task.groups, task.savings, task.conflicts, strict=True):
         if by_memory:
             pace = [1 / max(device.budget_bytes, 1) for device in devices]
         else:
-            pace = list(_saved_seconds(task, saving, devices, [0.5] * len(devices)))  # what goes with the share alone
+            parts = [0.5] * len(devices)  # what goes with the share alone
+            pace = list(_saved_seconds(task, saving, devices, speeds, parts))
         shares = _shares(task, group, pace, most)
         if shares is None:
             continue
@@ -156,7 +157,7 @@ def options_on(
             Option(
                 index=group.index,
                 shares=shares,
-                saved_seconds=tuple(blocks * own for own in _saved_seconds(task, saving, devices, parts)),
+                saved_seconds=tuple(blocks * own for own in _saved_seconds(task, saving, devices, speeds, parts)),
                 saved_bytes=tuple(int(nbytes * (1 - part)) for part in parts),
                 collective_seconds=blocks * saving.collective_seconds(task.cluster, names),
                 places=len(group.actions),
@@ -166,11 +167,13 @@ def options_on(
     return options
 
 
-def _saved_seconds(task: Task, saving: Saving, devices: Sequence[Device], parts: Sequence[float]) -> Iterator[float]:
-    """Per rank; devices that are as fast and have as much are asked for once."""
+def _saved_seconds(
+    task: Task, saving: Saving, devices: Sequence[Device], speeds: Sequence[object], parts: Sequence[float]
+) -> Iterator[float]:
+    """Per rank; devices that are as fast (`speeds`) and have as much are asked for once."""
     known: dict[object, float] = {}
-    for device, part in zip(devices, parts, strict=True):
-        key = device.speed, part
+    for device, speed, part in zip(devices, speeds, parts, strict=True):
+        key = speed, part
         if key not in known:
             known[key] = saving.seconds(task.profile, device, part)
         yield known[key]

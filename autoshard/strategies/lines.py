@@ -242,14 +242,7 @@ class Lines:
         return sends, returns, np.bincount(reader[read], nbytes[read], n) if len(nbytes) else np.zeros(n)
 
     def _links(self) -> tuple[Array, Array]:
-        devices = self.cluster.devices
-        latency, bandwidth = np.zeros((len(devices), len(devices))), np.ones((len(devices), len(devices)))
-        for row, source in enumerate(devices):
-            for column, destination in enumerate(devices):
-                if row != column:
-                    link = self.cluster.link(source.name, destination.name)
-                    latency[row, column], bandwidth[row, column] = link.latency_seconds, link.bytes_per_second
-        return latency, bandwidth
+        return self.cluster.link_tables
 
 
 def _segments(graph: ModelGraph, paths: Sequence[tuple[str, ...]]) -> Array:

@@ -28,7 +28,7 @@ from autoshard.strategies.cut_choice import Option
 from autoshard.strategies.cut_results import find_results
 from autoshard.strategies.cut_task import Shares, assumed_cuts
 from autoshard.strategies.mesh_pose import Poser, mesh_of
-from autoshard.strategies.mesh_search import Meshed, Shape, best_mesh, factorings
+from autoshard.strategies.mesh_search import Meshed, Posed, Shape, best_mesh, factorings
 from autoshard.strategies.pipeline import write_plan
 from autoshard.strategies.pipeline_choice import Best, Choice, choices_for
 
@@ -67,7 +67,7 @@ def hybrid(
             return replace(plan, reasons=_explain(poser, best, figures))
         banned |= refused
         poser.task = replace(poser.task, banned=dict(banned))
-        poser.known_ranks.clear()
+        poser.forget()
 
 
 def _best(
@@ -75,17 +75,17 @@ def _best(
 ) -> tuple[Meshed, Estimate]:
     """The best mesh that fits by the exact estimate. Raises `PlanError` if there is none."""
     figures: Estimate | None = None
-    poser.lacking.clear()
+    searched: dict[Posed, Meshed | None] = {}
+    shapes = list(_shapes(poser, num_microbatches, schedule, processes))
     for _ in range(_TRIES):
-        found = best_mesh(_shapes(poser, num_microbatches, schedule, processes), poser.pose, objective)
+        found = best_mesh(shapes, poser.pose, objective, searched)
         if found is None:
             break
         plan = replace(_plan(poser, found, objective), cuts=_assumed(poser, found.shape))
         figures = price(plan)
         if figures.fits:
             return found, figures
-        beyond = _peaks(plan, figures) - found.held
-        poser.lacking[found.shape.ranks] = np.maximum(beyond, poser.lacking.get(found.shape.ranks, 0.0))
+        poser.lacks(found.shape.ranks, _peaks(plan, figures) - found.held)
     raise PlanError(_refusal(poser, figures))
 
 

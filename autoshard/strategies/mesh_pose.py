@@ -40,9 +40,10 @@ class Ranks:
 
 @dataclass(slots=True, kw_only=True)
 class Poser:
-    """Poses shapes. `order`: the devices in the order of the mesh.
+    """Poses shapes. `order`: the devices in the order of the mesh; `numbers`: theirs in the cluster.
 
     `lacking`: (`Shape.ranks`) -> [positions] bytes that devices turned out to hold beyond what the search counts.
+    `posed`: what was posed before.
     """
 
     profile: Profile
@@ -53,11 +54,13 @@ class Poser:
     tracer: Tracer
     order: tuple[Device, ...] = ()
     lacking: dict[tuple[int, int, int, int], Array] = field(default_factory=dict)
+    posed: dict[Shape, Posed | None] = field(default_factory=dict)
     units: Units = field(init=False)
     whole: MeshLines = field(init=False)
     task: Task = field(init=False)
     groups: dict[int, AxisGroup] = field(init=False)
     spans: dict[str, tuple[int, int]] = field(init=False)
+    numbers: Array = field(init=False)
     kinds: Array = field(init=False)
     seconds: Array = field(init=False)
     known_ranks: dict[tuple[int, bool, int], Ranks | None] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class Poser:
         """Take the devices in this order."""
         of_kind = np.array([float(op_seconds(self.profile, device).sum()) for device in self.whole.cluster.devices])
         self.order = tuple(devices)
+        self.numbers = np.array([self.cluster.names.index(device.name) for device in devices])
         self.kinds = np.array([self.whole.kind(device) for device in devices])
         self.seconds = of_kind[self.kinds]
 
@@ -146,6 +150,23 @@ class Poser:
 
     def pose(self, shape: Shape) -> Posed | None:
         """The arrays of a shape: every position as slow as the slowest of its ranks in any replica."""
+        if shape not in self.posed:
+            self.posed[shape] = self._pose(shape)
+        return self.posed[shape]
+
+    def lacks(self, ranks: tuple[int, int, int, int], beyond: Array) -> None:
+        """Take into account what devices turned out to hold beyond what the search counts, in shapes of these ranks."""
+        self.lacking[ranks] = np.maximum(beyond, self.lacking.get(ranks, 0.0))
+        for shape in [shape for shape in self.posed if shape.ranks == ranks]:
+            del self.posed[shape]
+
+    def forget(self) -> None:
+        """Begin anew: something else can be cut."""
+        self.lacking.clear()
+        self.posed.clear()
+        self.known_ranks.clear()
+
+    def _pose(self, shape: Shape) -> Posed | None:
         rows = self.rows(shape)
         if rows is None:
             return None
@@ -202,13 +223,13 @@ class Poser:
         """[p, p] the slowest link between neighbouring positions in any replica; others are not used."""
         count = places.shape[1]
         latency, bandwidth = np.zeros((count, count)), np.full((count, count), np.inf)
+        seconds, rates = self.cluster.link_tables
+        numbers = self.numbers[places[:, :, 0]]
         for one in range(count if count > 1 else 0):
             other = (one + 1) % count
             for a, b in ((one, other), (other, one)):
-                ends = zip(places[:, a, 0].tolist(), places[:, b, 0].tolist(), strict=True)
-                found = [self.cluster.link(self.order[i].name, self.order[j].name) for i, j in ends]
-                latency[a, b] = max(link.latency_seconds for link in found)
-                bandwidth[a, b] = min(link.bytes_per_second for link in found)
+                latency[a, b] = seconds[numbers[:, a], numbers[:, b]].max()
+                bandwidth[a, b] = rates[numbers[:, a], numbers[:, b]].min()
         return latency, bandwidth
 
     def _after(self, places: Array, trained: Array) -> Array:

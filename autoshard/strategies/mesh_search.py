@@ -172,19 +172,30 @@ def _divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def best_mesh(shapes: Iterable[Shape], pose: Callable[[Shape], Posed | None], objective: str) -> Meshed | None:
+def best_mesh(
+    shapes: Iterable[Shape], pose: Callable[[Shape], Posed | None], objective: str,
+    searched: dict[Posed, Meshed | None] | None = None,
+) -> Meshed | None:  # fmt: skip
     """Return the best shape with its partition; None if none fits. Between equals the simplest.
 
     `pose`: the arrays of a shape, or None where it makes no sense. `objective`: "latency" is the seconds of a pass,
-    "throughput" those of the busiest position where there is no backward, "memory" the fullest position.
+    "throughput" those of the busiest position where there is no backward, "memory" the fullest position. `searched`:
+    the best partitions of what was posed before.
     """
     tried: list[tuple[float, int, Shape, Posed]] = []
     for number, shape in enumerate(shapes):
         posed = pose(shape)
         if posed is not None and posed.line.size >= shape.pipeline * shape.per_device:
             tried.append((least_value(posed, shape, objective), number, shape, posed))
+    searched = {} if searched is None else searched
+
+    def closely(search: MeshSearch, posed: Posed) -> Meshed | None:
+        if posed not in searched:
+            searched[posed] = _found(search)
+        return searched[posed]
+
     best: Meshed | None = None
-    rough: list[tuple[float, int, MeshSearch]] = []
+    rough: list[tuple[float, int, MeshSearch, Posed]] = []
     least = float("inf")
     for bound, number, shape, posed in sorted(tried, key=lambda one: one[:2]):
         if bound > min(least, float("inf") if best is None else best.value) * (1 + 1e-9):
@@ -193,24 +204,28 @@ def best_mesh(shapes: Iterable[Shape], pose: Callable[[Shape], Posed | None], ob
         if search.count * shape.microbatches >= _LARGE:
             value = search.rough()
             if np.isfinite(value):
-                rough.append((value, number, search))
+                rough.append((value, number, search, posed))
                 least = min(least, value)
             continue
-        found = search.best(range(search.positions))
-        best = best if found is None else _better(search, found, best)
-    for _, _, search in sorted(rough, key=lambda one: one[:2])[:FINALISTS]:
-        found = search.best(range(search.positions))
-        if found is not None:
-            best = _better(search, found, best)
+        best = _better(closely(search, posed), best)
+    for _, _, search, posed in sorted(rough, key=lambda one: one[:2])[:FINALISTS]:
+        best = _better(closely(search, posed), best)
     return best
 
 
-def _better(search: MeshSearch, found: Found, best: Meshed | None) -> Meshed:
-    """Less; between equals fewer devices, then the simpler shape: the order of trying does not matter."""
+def _found(search: MeshSearch) -> Meshed | None:
+    """The best partition of a shape; None if none fits."""
+    found = search.best(range(search.positions))
+    if found is None:
+        return None
     value, held = search.value(found), search.held(found)
-    one = Meshed(shape=search.shape, line=search.line, found=found, value=value, held=held)
-    if best is None:
-        return one
+    return Meshed(shape=search.shape, line=search.line, found=found, value=value, held=held)
+
+
+def _better(one: Meshed | None, best: Meshed | None) -> Meshed | None:
+    """Less; between equals fewer devices, then the simpler shape: the order of trying does not matter."""
+    if one is None or best is None:
+        return one or best
 
     def key(meshed: Meshed) -> tuple[object, ...]:
         shape = meshed.shape

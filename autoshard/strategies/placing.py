@@ -35,7 +35,7 @@ from autoshard.strategies.paths import collapse
 from autoshard.strategies.peaks import MAX_CELLS, find_peaks
 from autoshard.strategies.problem import device_kinds
 from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Objective, Solution, can_fit
+from autoshard.strategies.solve import Objective, Solution, most_even
 
 Strategy = Callable[[Chain, Objective], Solution | None]
 STRATEGIES: dict[str, Strategy] = {
@@ -177,10 +177,13 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
     seeks_least = seeks_least and bool(chain.seconds.any())
     seeks_least = seeks_least and chain.num_units * chain.num_devices <= _MANY_STAGES
     best: Checked | None = None
+    least: float | None = None  # how full the fullest device is, whatever is where; worked out if in doubt
     for limit in limits:
         posed = replace(chain, capacity_bytes=limit)
-        if best is None and not _has_room(posed) and not can_fit(posed):
-            continue
+        if best is None and not _has_room(posed):
+            least = _least_load(chain, budget) if least is None else least
+            if least * (1 - _SAME) > float((limit / np.maximum(budget, 1.0)).max()):
+                continue
         given = strategy == "sequential"
         finest = sequential(posed, objective) if given else balanced(posed, objective, any_equal=True)
         if finest is None or (best is not None and finest.value >= best.solution.value * (1 - _SAME)):
@@ -191,6 +194,12 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
         if best is not None and not seeks_least:
             break
     return best
+
+
+def _least_load(chain: Chain, budget: np.ndarray) -> float:
+    """What no contiguous placement goes below: the part of its budget that the fullest device holds, by the chain."""
+    even = most_even(replace(chain, capacity_bytes=budget))
+    return np.inf if even is None else even.bound
 
 
 def _has_room(chain: Chain) -> bool:

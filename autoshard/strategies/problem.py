@@ -164,11 +164,13 @@ def device_kinds(chain: Chain) -> tuple[int, ...]:
 
 
 def _swappable(chain: Chain, a: int, b: int) -> bool:
-    order = np.arange(chain.num_devices)
-    order[[a, b]] = b, a
-    off_diagonal = ~np.eye(chain.num_devices, dtype=bool)
+    """Whether two devices have the same links: with each other in both directions, and with every other device."""
+    others = np.ones(chain.num_devices, bool)
+    others[[a, b]] = False
     return all(
-        np.array_equal(links[np.ix_(order, order)][off_diagonal], links[off_diagonal])
+        links[a, b] == links[b, a]
+        and np.array_equal(links[a, others], links[b, others])
+        and np.array_equal(links[others, a], links[others, b])
         for links in (chain.link_seconds, chain.link_bytes_per_second)
     )
 

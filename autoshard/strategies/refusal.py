@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.cluster.cluster import Cluster, Link
 from autoshard.sizes import format_bytes
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import can_fit, solve
+from autoshard.strategies.solve import can_fit, most_even
 
 _MOST_MORE_DEVICES = 64
 
@@ -20,12 +20,7 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     Without `works` no change is looked for: that takes as long as several plans.
     """
     capacity = np.asarray(chain.capacity_bytes, float)
-    size = chain.num_devices
-    roomy = replace(
-        chain, capacity_bytes=np.maximum(capacity, 1.0) * 1e9,
-        link_seconds=np.zeros((size, size)), link_bytes_per_second=np.ones((size, size)),
-    )  # fmt: skip
-    even = solve(roomy, "memory")
+    even = most_even(chain)
     if even is None:
         return (
             "the pins contradict each other: modules that share a weight are pinned to different devices. "

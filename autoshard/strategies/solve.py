@@ -31,6 +31,8 @@ MIN_LONG = 200
 """Shortest chain on which the search without dense tables is the faster one."""
 SEARCH_BUDGET = 4_000_000
 """Labels times units that the search over unequal links may make before it settles for a proven gap."""
+_PLENTY = 1e9
+"""Times what devices have: as if memory had no limit."""
 MAX_TIES = 6
 """Tied tensors for which every combination of together and apart is tried."""
 
@@ -77,9 +79,22 @@ def solve(
 
 def can_fit(chain: Chain) -> bool:
     """Say whether any contiguous assignment fits; links play no part in that."""
+    return solve(_without_links(chain), "memory") is not None
+
+
+def most_even(chain: Chain) -> Solution | None:
+    """The contiguous assignment with the emptiest fullest device, whether it fits or not; None if pins forbid all."""
+    roomy = np.maximum(np.asarray(chain.capacity_bytes, float), 1.0) * _PLENTY
+    found = solve(replace(_without_links(chain), capacity_bytes=roomy), "memory")
+    if found is None:
+        return None
+    cost = replace(found.cost, load=found.cost.load * _PLENTY)
+    return replace(found, cost=cost, value=cost.load, bound=found.bound * _PLENTY)
+
+
+def _without_links(chain: Chain) -> Chain:
     size = chain.num_devices
-    free = replace(chain, link_seconds=np.zeros((size, size)), link_bytes_per_second=np.ones((size, size)))
-    return solve(free, "memory") is not None
+    return replace(chain, link_seconds=np.zeros((size, size)), link_bytes_per_second=np.ones((size, size)))
 
 
 def tie_choices(chain: Chain) -> Iterator[tuple[bool, ...]]:

@@ -17,12 +17,7 @@ def chain_from_profile(
     """Pose the placement of a profiled model on a cluster as arrays. `pins`: unit -> device index."""
     units = units or find_units(profile)
     devices = cluster.devices
-    latency, bandwidth = np.zeros((len(devices), len(devices))), np.ones((len(devices), len(devices)))
-    for row, source in enumerate(devices):
-        for column, destination in enumerate(devices):
-            if row != column:
-                link = cluster.link(source.name, destination.name)
-                latency[row, column], bandwidth[row, column] = link.latency_seconds, link.bytes_per_second
+    latency, bandwidth = cluster.link_tables
     accelerated = not any(device.name.startswith("cpu") for device in devices)
     return Chain(
         paths=units.paths,
