@@ -16,6 +16,8 @@ from torch import nn
 from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
 from autoshard.errors import CheckpointError
 from autoshard.integrations.traced import Leaf, Traced, evaluate, lean, leaves, traced
+from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.scales import unscaled
 from autoshard.sizes import parse_bytes
 
 
@@ -29,7 +31,10 @@ def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "i
             return split(file_tensors(model, state), {}, max_shard_bytes)
         return split(*without_ties(state), max_shard_bytes)
 
-    save_state(model, Path(path), prepare, functools.partial(write_configuration, model) if of_transformers else None)
+    write = functools.partial(write_configuration, model) if of_transformers else None
+    record = cut_record(model)
+    with unscaled(model, record.scales if record is not None else ()):  # a configuration may have a rank's sizes
+        save_state(model, Path(path), prepare, write)
 
 
 def is_of_transformers(model: nn.Module) -> bool:

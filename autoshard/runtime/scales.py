@@ -4,7 +4,8 @@ Objects on the way of a dotted attribute are copied for the module: a config tha
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,21 @@ def restore(model: nn.Module, log: list[Old]) -> None:
         if not own:  # it was an attribute of the class
             modules[path].__dict__.pop(name, None)
         if own or getattr(modules[path], name) is not value:
+            setattr(modules[path], name, value)
+
+
+@contextmanager
+def unscaled(model: nn.Module, log: Sequence[Old]) -> Iterator[None]:
+    """Inside, every attribute that was set has the value it had before: what is saved is the whole model's."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    before = {(path, name): value for path, name, value, _ in reversed(log)}  # of an attribute set twice, the first
+    now = {(path, name): getattr(modules[path], name) for path, name in before}
+    for (path, name), value in before.items():
+        setattr(modules[path], name, value)
+    try:
+        yield
+    finally:
+        for (path, name), value in now.items():
             setattr(modules[path], name, value)
 
 
