@@ -132,7 +132,7 @@ def plan_measured(
     if strategy == "auto":
         return _auto(request)
     makers: dict[str, Callable[[Request], Plan]] = {
-        "column-parallel": lambda request: _cut(request, streams=True),
+        "column-parallel": lambda request: _cut(request, asked=True),
         "pipeline": _pipeline,
         "data-parallel": _replicate,
         "hybrid": _mesh,
@@ -283,10 +283,11 @@ def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     )  # fmt: skip
 
 
-def _cut(request: Request, prove: "Prove | None" = None, streams: bool = False) -> Plan:
+def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) -> Plan:
     """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block.
 
-    `streams`: keep modules on the CPU or on disk between calls where the devices have no room; it takes processes.
+    `asked`: this strategy, not the best one: cut where one device would be faster, too, and keep modules on the CPU or
+    on disk between calls where the devices have no room, which takes processes.
     """
     from autoshard.strategies.column_parallel import column_parallel
     from autoshard.strategies.cut_streams import cut_and_stream
@@ -303,14 +304,14 @@ def _cut(request: Request, prove: "Prove | None" = None, streams: bool = False) 
         price = request.price if devices is cluster else None
         degree = processes if processes > 1 and processes == len(devices.devices) else None  # all of them run
         return column_parallel(
-            profile, devices, found, prove, objective=objective, degree=degree, even=even, price=price
+            profile, devices, found, prove, objective=objective, degree=degree, even=even, asked=asked, price=price
         )
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
     try:
         return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
     except PlanError as refusal:
-        if not streams:
+        if not asked:
             raise
         return cut_and_stream(profile, cluster, cut, request.price, refusal)
 

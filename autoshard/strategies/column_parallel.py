@@ -5,7 +5,7 @@
 Groups and degree are chosen together: for every set of devices worth a look the best compatible groups are found
 exactly (`cut_choice`), the best set of devices wins, and its cuts are proved. What can't be proved is out, and the
 choice is made again. One device without cuts takes part like the others, so a plan is never slower than one device by
-its own estimate unless one device can't hold the model.
+its own estimate unless one device can't hold the model, or cuts were asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,15 +62,17 @@ def column_parallel(
     objective: str = "latency",
     degree: int | None = None,
     even: bool = False,
+    asked: bool = False,
     price: Pricer | None = None,
 ) -> Plan:
     """Plan what is cut over the devices of a cluster.
 
     `found`: the axis groups of the same model. `degree`: cut over exactly so many devices, also if that is slower; None
-    takes as many as pay, one included. `even`: all ranks must keep as much, as where one process runs them all. With
-    "throughput" as with "latency" the seconds of a pass count, since all ranks work on the same pass; with "memory" as
-    much is cut as can be. `price`: of the same profile and cluster. Raises `PlanError` for a degree that nothing
-    allows, with those that are possible, and for a model that does not fit.
+    takes as many as pay, one included. `asked`: for cuts; then as much is cut as can be where one device would be
+    faster. `even`: all ranks must keep as much, as where one process runs them all. With "throughput" as with "latency"
+    the seconds of a pass count, since all ranks work on the same pass; with "memory" as much is cut as can be. `price`:
+    of the same profile and cluster. Raises `PlanError` for a degree that nothing allows, with those that are possible,
+    and for a model that does not fit.
     """
     if even:
         _check_one_process(profile)
@@ -79,9 +81,15 @@ def column_parallel(
     if degree is not None:
         _check_degree(task, degree)
     task, best, cuts = _fitting_at_last(task, degree, prove, price)
-    compared = best_choice(task, 1) if cuts else _best_cut(task)
-    if cuts and degree is None and objective != "memory" and compared is not None and compared.seconds <= best.seconds:
-        best, cuts, compared = compared, (), best  # by the exact figures it does not pay
+    compared = _compared(task, cuts)
+    slower = cuts and compared is not None and compared.seconds <= best.seconds  # by the exact figures
+    if degree is None and objective != "memory" and (slower or not cuts):
+        if asked:
+            task, best, cuts = _fitting_at_last(replace(task, objective="memory"), None, prove, price)
+            compared = _compared(task, cuts)
+        elif slower:
+            assert compared is not None
+            best, cuts, compared = compared, (), best
     return replace(
         _draft(task, best, cuts),
         devices=tuple(map(plan_device, best.devices if cuts else cluster.devices)),
@@ -89,6 +97,11 @@ def column_parallel(
         whole=explain_whole(task, found, best) if cuts else (),
         results=find_results(found, cuts),
     )
+
+
+def _compared(task: Task, cuts: tuple[Cut, ...]) -> Choice | None:
+    """What a choice is compared with: one device, or if that was chosen, the best cut."""
+    return best_choice(task, 1) if cuts else _best_cut(task)
 
 
 class _NothingFitsError(Exception):

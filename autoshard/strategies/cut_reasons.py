@@ -63,7 +63,7 @@ def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
         return f"no device alone has room for the {need} of the model"
     one = f"{format_seconds(alone.seconds)} on {alone.devices[0].name} alone"
     if best.seconds > alone.seconds:
-        why = "less memory" if task.wanted == "memory" else "this degree"
+        why = "less memory" if task.wanted == "memory" else "to cut it"
         return f"that is slower than {one}, but {why} was asked for"
     return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
 

@@ -166,9 +166,11 @@ def test_plans_with_cuts_are_verified(file):
     assert document["ok"] and document["compared"] == ["forward", "backward", "optimizer step"]
 
 
-def test_one_device_is_an_answer(file):
+def test_cuts_that_are_slower_than_one_device_are_made_if_asked_for(file):
     printed = command("plan", file, "--strategy", "column-parallel", "--devices", "2x100GiB").stdout
-    assert "one device is best: cuda:0 takes" in printed and "Modules" in printed
+    assert "slower than" in printed and "on cuda:0 alone, but to cut it was asked for" in " ".join(printed.split())
+    assert "\nCut\n" in printed
+    assert "Modules" in command("plan", file, "--devices", "2x100GiB").stdout  # auto takes what is faster
     assert (
         "pinned"
         in command("plan", file, "-s", "column-parallel", "--pin", "table=cuda:0", "-d", "2x1GiB", expect=2).stderr

@@ -320,8 +320,9 @@ def test_one_device_where_links_are_slow(profile):
     assert plan.cuts == () and plan.placements == {"": "d:0"} and len(plan.devices) == 4
     assert plan.reasons[0].startswith("one device is best: d:0 takes") and "in collectives" in plan.reasons[0]
     assert plan.device_map == {"": "d:0"}
-    asked = column_parallel(profile, alike(4, latency=1e-2), net_groups(), prove, degree=4)
-    assert len(asked.cuts) == 2 and len(asked.devices) == 4 and "slower than" in asked.reasons[0]
+    for demand in ({"degree": 4}, {"asked": True}):
+        asked = column_parallel(profile, alike(4, latency=1e-2), net_groups(), prove, **demand)
+        assert len(asked.cuts) == 2 and len(asked.devices) == 4 and "slower than" in asked.reasons[0]
 
 
 def test_fewer_devices_where_more_cost_too_much(profile):
