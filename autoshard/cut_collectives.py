@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from numpy import ndarray
+
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
@@ -58,7 +60,7 @@ class Alike:
 
 
 def count_alike(
-    collectives: Iterable[Collective], graph: ModelGraph, places: Sequence[int], carrying: Collection[int]
+    collectives: Iterable[Collective], graph: ModelGraph, places: "Sequence[int] | ndarray", carrying: Collection[int]
 ) -> dict[int, list[Alike]]:
     """Return place -> the collectives there. `places`: of every op; `carrying`: values that carry rows of the batch."""
     counts: Counter[tuple[int, Collective, bool]] = Counter()
