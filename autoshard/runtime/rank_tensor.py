@@ -335,7 +335,9 @@ def _part(value: Any, rank: int, devices: tuple[torch.device, ...]) -> Any:
     if isinstance(value, RankTensor):
         return value.parts[rank]
     if isinstance(value, torch.Tensor):
-        return value if rank == 0 or value.device != devices[0] else fresh_copy(value, devices[rank])
+        # of those elsewhere torch takes numbers; others are what a module has beside parameters and buffers
+        stays = rank == 0 if value.device == devices[0] else value.dim() == 0
+        return value if stays else fresh_copy(value, devices[rank])
     if isinstance(value, (list, tuple)):
         return type(value)([_part(item, rank, devices) for item in value])
     if isinstance(value, dict):

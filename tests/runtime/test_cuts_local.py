@@ -283,6 +283,28 @@ def test_ordinary_tensors_are_copied_for_each_rank():
     assert mixed.parts[1].tolist() == [[1, 1], [3, 4]]
 
 
+class Remembers(nn.Sequential):
+    """Keeps what it made in its first forward as an attribute that is no buffer."""
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.table = self[0].weight.detach().sum(0) + 1.0
+        return super().forward(x * self.table)
+
+
+def test_tensors_that_modules_keep_as_attributes_are_brought_to_every_device():
+    model, x = Remembers(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(2, 8)
+    devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
+    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+    assert plan.cuts
+    expected = model(x)
+    with autoshard.simulate(devices):
+        autoshard.apply(model, plan)
+        torch.testing.assert_close(model(x), expected)
+        autoshard.remove(model)
+    assert torch.equal(model(x), expected)
+
+
 def test_random_numbers_are_drawn_once():
     with RanksMode([torch.device("cpu")] * 2, torch.device("cpu")):
         torch.manual_seed(0)
