@@ -78,7 +78,8 @@ def test_loaded_to_devices(strategy, tmp_path):
         pins = None if strategy == "column-parallel" else {"model.layers.0": "cpu:0", "model.layers.2": "cpu:1"}
         found = autoshard.load(tmp_path, devices.cluster, strategy=strategy, dtype="int8", pins=pins)
         live = [devices.memory(name)[0] for name in devices]
-        assert sum(live) == nbytes and (pins is None or all(live))
+        # what is not cut is on every rank
+        assert (sum(live) == nbytes and all(live)) if pins else (nbytes <= sum(live))
         assert profile.parameter_bytes + profile.buffer_bytes == nbytes
         assert found.generate(ids, max_new_tokens=4, do_sample=False).cpu().equal(tokens)
         autoshard.remove(found)
