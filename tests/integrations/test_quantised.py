@@ -78,8 +78,10 @@ def test_loaded_to_devices(strategy, tmp_path):
         pins = None if strategy == "column-parallel" else {"model.layers.0": "cpu:0", "model.layers.2": "cpu:1"}
         found = autoshard.load(tmp_path, devices.cluster, strategy=strategy, dtype="int8", pins=pins)
         live = [devices.memory(name)[0] for name in devices]
-        # what is not cut is on every rank
-        assert (sum(live) == nbytes and all(live)) if pins else (nbytes <= sum(live))
+        if pins:
+            assert sum(live) == nbytes and all(live)
+        else:  # what is not cut is on both ranks
+            assert nbytes < sum(live) < 2.1 * nbytes
         assert profile.parameter_bytes + profile.buffer_bytes == nbytes
         assert found.generate(ids, max_new_tokens=4, do_sample=False).cpu().equal(tokens)
         autoshard.remove(found)
