@@ -205,8 +205,9 @@ def schedule(
 ) -> "LocalSchedule | RankSchedule":
     """Return what trains an applied model in micro-batches, in the order that its plan names.
 
-    `.step(*args, target=None, losses=None, **kwargs)` runs forwards and backwards; gradients are those of the whole
-    batch in one piece. Returns the outputs put together; `losses` is a list that gets the loss of each micro-batch.
+    `.step(*args, target=None, losses=None, return_outputs=True, **kwargs)` runs forwards and backwards; gradients are
+    those of the whole batch in one piece. Returns the outputs put together; `return_outputs=False` keeps none, which
+    saves memory where there is a large vocabulary. `losses` is a list that gets the loss of each micro-batch.
     `.eval(…)` runs forwards only. Where stages are on several processes, all call it with the same batch; the one with
     the last stage gets outputs and losses. `loss`: a function of the output and the target; None takes the model's own
     loss. `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives

@@ -14,13 +14,13 @@ from torch import nn
 from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
 from autoshard.pipelines.engine import Engine
-from autoshard.pipelines.finish import Finish
+from autoshard.pipelines.finish import Finish, Pass
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree, agree_in_step
-from autoshard.runtime.chunks import Part, merge, split, split_rows
+from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.cuts import cut_record
-from autoshard.runtime.losses import Loss, Reduction, check_arguments, check_reduction, factors_of, own_factors
+from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import pipeline_record
 
 
@@ -40,23 +40,30 @@ class RankSchedule:
         self._sums: list[Sum] = []
         self._steps = 0
 
-    def step(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, target: Any = None, losses: list | None = None, return_outputs: bool = True, **kwargs: Any
+    ) -> Any:
         """Run forward and backward on a batch, which adds to `.grad` what one call and `loss.backward()` would.
 
         All ranks of a replica give the same batch. `target`: divided along its first dimension and given to the loss
-        function with the output. Returns the outputs put together on the rank of the last stage, None on others;
-        there `losses`, a list, gets the loss of each micro-batch. A step that raises leaves gradients as they were.
-        Raises `PlanError` for a batch that can't be divided and for a loss that does not reduce as was said,
-        `ApplyError` for values that would make the forward run otherwise, `RankError` if a rank is gone.
+        function with the output. Returns the outputs put together on the rank of the last stage, None on others, and
+        everywhere with `return_outputs=False`, when none is kept; there `losses`, a list, gets the loss of each
+        micro-batch. A step that raises leaves gradients as they were. Raises `PlanError` for a batch that can't be
+        divided and for a loss that does not reduce as was said, `ApplyError` for values that would make the forward run
+        otherwise, `RankError` if a rank is gone.
         """
-        return self._run(args, kwargs, target, losses, training=True)
+        return self._run(args, kwargs, target, losses, return_outputs, training=True)
 
-    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self, *args: Any, target: Any = None, losses: list | None = None, return_outputs: bool = True, **kwargs: Any
+    ) -> Any:
         """Run the forwards only, without gradients; arguments and result as of `step`."""
         with torch.no_grad():
-            return self._run(args, kwargs, target, losses, training=False)
+            return self._run(args, kwargs, target, losses, return_outputs, training=False)
 
-    def _run(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, training: bool) -> Any:
+    def _run(
+        self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, returned: bool, training: bool
+    ) -> Any:
         model, record = self._applied(), self._record
         batch = record.plan.batch
         assert batch is not None
@@ -65,13 +72,17 @@ class RankSchedule:
         targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
         ways, engine = self._ready(model, parts, training)
         factors = self._factors(ways[0], batch, parts, targets, training)
-        finish = Finish(self.loss, ways, targets, factors, training, losses is not None)
+        pass_ = Pass(
+            batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
+            losses=losses is not None, returned=returned, number=self._steps,
+        )  # fmt: skip
+        finish = Finish(self.loss, pass_)
         inputs = [input_tensors(part, record.device) for part in parts]
         if training:
-            output = self._train(engine, ways, inputs, finish, batch, parts, targets)
+            output = self._train(engine, ways, inputs, finish)
         else:
             engine.run(ways, inputs, finish)
-            output = merge(batch, finish.outputs(), parts) if engine.has_last else None
+            output = finish.output() if engine.has_last else None
         if losses is not None and engine.has_last:
             losses.extend(finish.losses)
         return output
@@ -82,10 +93,7 @@ class RankSchedule:
             raise ApplyError("the plan of this schedule is no longer applied. Make a schedule after autoshard.apply.")
         return model
 
-    def _train(
-        self, engine: Engine, ways: list[Prepared], inputs: list, finish: Finish, batch: BatchAxis,
-        parts: Sequence[Part], targets: list,
-    ) -> Any:  # fmt: skip
+    def _train(self, engine: Engine, ways: list[Prepared], inputs: list, finish: Finish) -> Any:
         """Run all forwards and backwards, and sum gradients over those who share parameters; returns the output."""
         model = self._applied()
         cuts = cut_record(model)
@@ -97,7 +105,8 @@ class RankSchedule:
             output, error = None, None
             try:
                 if engine.has_last:  # while the other ranks are in their last backwards
-                    output = self._finished(finish, batch, parts, targets)
+                    finish.check(self.reduction)
+                    output = finish.output()
             except Exception as found:
                 error = found
             agree_in_step(self._record.across, error, self._record.device)
@@ -107,14 +116,6 @@ class RankSchedule:
             raise
         self._steps += 1
         return output
-
-    def _finished(self, finish: Finish, batch: BatchAxis, parts: Sequence[Part], targets: list) -> Any:
-        """The output of a training step. Raises `PlanError` if parts can't be joined, or a loss reduces otherwise."""
-        outputs = finish.outputs()
-        if self.loss is not None and len(parts) > 1:
-            moved = [finish.moved(target) for target in targets]
-            check_reduction(batch, self.loss, self.reduction, outputs, moved, parts, self._steps)
-        return merge(batch, outputs, parts)
 
     def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[list[Prepared], Engine]:
         """The way that each part goes, and the schedule for parts of this shape.

@@ -68,24 +68,27 @@ def own_factors(batch: BatchAxis, path: str, parts: Sequence[Part]) -> list[floa
     return part_weights(replace(how, how="mean") if how.how == "same" else how, parts)
 
 
+def sample(batch: BatchAxis, output: Any, part: Part, step: int) -> Any:
+    """The output of a part for one of its rows, another one in every step."""
+    return _row(batch, output, part, step % part.rows)
+
+
 def check_reduction(
-    batch: BatchAxis, loss: Loss, reduction: Reduction, outputs: Sequence[Any], targets: Sequence[Any],
+    batch: BatchAxis, loss: Loss, reduction: Reduction, samples: Sequence[Any], targets: Sequence[Any],
     parts: Sequence[Part], step: int,
 ) -> None:  # fmt: skip
     """Raise `PlanError` unless a loss function reduces as was said, judged by one row of each part.
 
     A mean over labels that are not ignored is no mean over rows, and a contrastive loss is no sum over parts; their
-    gradients would be wrong without a sign of it. `outputs`: of the parts that have run, from the first. `step`: other
-    rows are looked at in every step.
+    gradients would be wrong without a sign of it. `samples`: see `sample`; of the parts that have run, from the first.
     """
-    parts, targets = parts[: len(outputs)], targets[: len(outputs)]
+    parts, targets = parts[: len(samples)], targets[: len(samples)]
     rows = [step % part.rows for part in parts]
     with torch.no_grad():
         singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]
-        few = [_row(batch, output, part, row) for output, part, row in zip(outputs, parts, rows, strict=True)]
         wanted = [_target_row(target, part, row) for target, part, row in zip(targets, parts, rows, strict=True)]
-        values = [_value(loss, output, target) for output, target in zip(few, wanted, strict=True)]
-        together = _value(loss, merge(batch, few, singles), _joined(wanted))
+        values = [_value(loss, output, target) for output, target in zip(samples, wanted, strict=True)]
+        together = _value(loss, merge(batch, samples, singles), _joined(wanted))
         factors = factors_of(reduction, singles, wanted)
         terms = [float(value) * factor for value, factor in zip(values, factors, strict=True) if factor]
         found, expected = float(together), sum(terms)

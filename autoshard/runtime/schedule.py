@@ -29,6 +29,7 @@ from autoshard.runtime.losses import (
     factors_of,
     own_factors,
     own_loss,
+    sample,
 )
 from autoshard.runtime.microbatches import Written, why_whole
 from autoshard.runtime.state import Division, Runtime
@@ -36,13 +37,17 @@ from autoshard.runtime.state import Division, Runtime
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
-    """One batch on its way: its parts, and what they have made so far. `factors`: see `losses.py`."""
+    """One batch on its way: its parts, and what they have made so far. `factors`: see `losses.py`.
+
+    `losses`, `returned`: whether the caller wants the losses, and the outputs.
+    """
 
     parts: list[Part]
     targets: list[Any]
     factors: list[float]
     training: bool
     losses: bool
+    returned: bool
     outputs: list[Any] = field(default_factory=list)
     values: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -64,21 +69,28 @@ class LocalSchedule:
         self._steps = 0
         self._runtime()
 
-    def step(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, target: Any = None, losses: list | None = None, return_outputs: bool = True, **kwargs: Any
+    ) -> Any:
         """Run forward and backward on a batch, which adds to `.grad` what one call and `loss.backward()` would.
 
         `target`: divided along its first dimension and given to the loss function with the output. `losses`: a list to
         which the loss of each micro-batch is appended. Returns the outputs put together, where the last stage made
-        them. Raises `PlanError` for a batch that can't be divided and for a loss that does not reduce as was said.
+        them; with `return_outputs=False` None, and no output is kept. Raises `PlanError` for a batch that can't be
+        divided and for a loss that does not reduce as was said.
         """
-        return self._run(args, kwargs, target, losses, training=True)
+        return self._run(args, kwargs, target, losses, return_outputs, training=True)
 
-    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self, *args: Any, target: Any = None, losses: list | None = None, return_outputs: bool = True, **kwargs: Any
+    ) -> Any:
         """Run the forwards only, without gradients; arguments and result as of `step`."""
         with torch.no_grad():
-            return self._run(args, kwargs, target, losses, training=False)
+            return self._run(args, kwargs, target, losses, return_outputs, training=False)
 
-    def _run(self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, training: bool) -> Any:
+    def _run(
+        self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, returned: bool, training: bool
+    ) -> Any:
         runtime = self._runtime()
         division = runtime.record.division
         if division is not None and division.devices:  # replicas divide each call by themselves
@@ -86,7 +98,10 @@ class LocalSchedule:
         parts = self._parts(division, args, kwargs)
         targets = split_rows(target, parts, "target") if target is not None else [None] * len(parts)
         factors = factors_of(self.reduction, parts, targets) if self.loss is not None else []
-        pass_ = _Pass(parts=parts, targets=targets, factors=factors, training=training, losses=losses is not None)
+        pass_ = _Pass(
+            parts=parts, targets=targets, factors=factors, training=training, losses=losses is not None,
+            returned=returned,
+        )  # fmt: skip
         ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
         written = Written(() if division is None else division.batch.written, self.model)
         with runtime.copies.joined(), closing(written):
@@ -101,6 +116,8 @@ class LocalSchedule:
         self._steps += 1
         if losses is not None:
             losses.extend(value.detach() for value in pass_.values if value is not None)
+        if not returned:
+            return None
         return pass_.outputs[0] if division is None else merge(division.batch, pass_.outputs, parts)
 
     def _runtime(self) -> Runtime:
@@ -137,7 +154,7 @@ class LocalSchedule:
         output = to_device(output, devices[-1]) if len(devices) > 1 else output
         wanted = pass_.training or pass_.losses
         pass_.values.append(self._loss_of(output, pass_.targets[index]) if wanted else None)
-        pass_.outputs.append(output if pass_.training else _without_history(output))
+        pass_.outputs.append(output if pass_.training else _left(pass_, output))
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
         if self.loss is None:
@@ -156,16 +173,25 @@ class LocalSchedule:
         elif self.check and division is not None and len(outputs) > 1:
             device = next((tensor.device for _, tensor in tensors_in(outputs[0])), None)
             targets = [target if device is None else to_device(target, device) for target in pass_.targets]
-            check_reduction(division.batch, self.loss, self.reduction, outputs, targets, pass_.parts, self._steps)
+            rows = [
+                sample(division.batch, output, part, self._steps)
+                for output, part in zip(outputs, pass_.parts, strict=False)
+            ]
+            check_reduction(division.batch, self.loss, self.reduction, rows, targets, pass_.parts, self._steps)
 
 
 def _backward(pass_: _Pass, index: int) -> None:
     value, factor = pass_.values[index], pass_.factors[index]
-    pass_.outputs[index] = _without_history(pass_.outputs[index])
+    pass_.outputs[index] = _left(pass_, pass_.outputs[index])
     assert value is not None
     if factor:  # a part without a label has a loss of NaN, and no share in that of the batch
         torch.autograd.backward(value, torch.full_like(value, factor))
     pass_.values[index] = value.detach()
+
+
+def _left(pass_: _Pass, output: Any) -> Any:
+    """What is kept of the output of a part that is done."""
+    return _without_history(output) if pass_.returned else None
 
 
 def _order(count: int, ahead: int) -> Iterator[tuple[str, int]]:

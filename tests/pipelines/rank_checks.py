@@ -17,7 +17,7 @@ def token_loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def differences(make, positions, schedule, parts=4, loss=None, target=None, **settings):
+def differences(make, positions, schedule, parts=4, loss=None, target=None, return_outputs=True, **settings):
     """Train a step and evaluate; `make`: () -> (model, stages, keyword inputs)."""
     torch.manual_seed(0)
     model, stages, inputs = make()
@@ -33,10 +33,14 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, **se
     autoshard.apply(model, plan)
     problems, losses = [], []
     runner = autoshard.schedule(model, loss)
-    for output in (runner.step(**inputs, target=target, losses=losses), runner.eval(**inputs, target=target)):
+    stepped = runner.step(**inputs, target=target, losses=losses, return_outputs=return_outputs)
+    evaluated = runner.eval(**inputs, target=target)
+    has_last = evaluated is not None
+    if (stepped is not None) != (has_last and return_outputs):
+        problems.append(f"a step returns {type(stepped).__name__}")
+    for output in (stepped, evaluated):
         if output is not None:
             problems += unlike("output", tensors_in(output), tensors_in(reference))
-    has_last = output is not None
     if has_last != bool(losses) or (has_last and len(losses) != parts):
         problems.append(f"{len(losses)} losses")
     found = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}

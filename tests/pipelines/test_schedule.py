@@ -20,6 +20,7 @@ def on_two():
         "interleaved": differences(partial(decoder, 4, 4), 2, "interleaved"),
         "recomputed": differences(partial(decoder, 4, 4), 2, "interleaved", recompute=True),
         "skips": differences(skips, 2, "interleaved"),
+        "unwanted outputs": differences(tied, 2, "1f1b", loss=token_loss, target=target, return_outputs=False),
         "zero bubble": differences(partial(decoder, 4, 4), 2, "zero-bubble"),
         "transposed gradient": differences(turned, 2, "zero-bubble"),
     }

@@ -1,5 +1,7 @@
 """Training steps in micro-batches: gradients are those of the whole batch, whatever the order and the loss."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ import autoshard
 from autoshard.errors import ApplyError, PlanError, SpecError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime.copies import Copies
+from autoshard.runtime.schedule import LocalSchedule
 from autoshard.sharding import Action, Cut, Shard
 from tests.runtime.pipelines import VOCAB, pipeline, sentences, words
 
@@ -147,6 +150,31 @@ def test_a_contrastive_loss_is_refused():
         autoshard.apply(model, pipeline(model, inputs))
         with pytest.raises(PlanError, match="does not reduce so"):
             autoshard.schedule(model, apart).step(inputs["ids"], target=inputs["ids"])
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "eval"])
+def test_outputs_that_nobody_wants_are_not_kept(kind):
+    """The same gradients and losses; of the logits those of the parts between forward and backward are there."""
+    original, model, inputs = words(), words(), sentences()
+    target = LOSSES["mean"][2](8)
+    mean(original(inputs["ids"]), target).backward()
+    alive, most = [], 0
+
+    def watch(output, target):
+        nonlocal most
+        alive.append(weakref.ref(output["logits"].untyped_storage()))
+        most = max(most, sum(one() is not None for one in alive))
+        return mean(output, target)
+
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs, schedule="1f1b"))
+        steps, losses = LocalSchedule(model, watch, check=False), []
+        run = steps.eval if kind == "eval" else steps.step
+        assert run(inputs["ids"], target=target, losses=losses, return_outputs=False) is None
+        assert len(losses) == 4 and most == (1 if kind == "eval" else 3)
+        if kind != "eval":
+            for ours, theirs in zip(gradients(model), gradients(original), strict=True):
+                close(ours, theirs)
 
 
 def test_evaluation_leaves_no_gradients():
