@@ -279,6 +279,7 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     their own weights) or that a backward graph holds. Such a graph can't be run any more: its gradient would end in the
     wrong object, so backward raises RuntimeError. Raises RuntimeError for a tensor with history that a graph holds.
     """
+    torch.clear_autocast_cache()  # it refers weakly to parameters, which torch does not swap then
     for tensor in (left, right):
         if _use_count(tensor) > 1:
             if not tensor.is_leaf:

@@ -115,6 +115,7 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     same_kind = tensor.device == data.device and not is_packed(tensor)  # `.data = ` leaves what is behind a face there
     ordinary = type(data) is torch.Tensor and type(tensor) in _ORDINARY and tensor.is_meta == data.is_meta
     if same_kind or ordinary:
+        torch.clear_autocast_cache()  # it holds what the tensor was, in another dtype
         tensor.data = data
     else:
         swap(tensor, data)

@@ -161,6 +161,18 @@ def test_failing_half_way_changes_nothing():
     assert torch.equal(model.a.weight.grad, torch.ones(D, D))
 
 
+def test_everything_within_autocast():
+    """Torch refers to parameters that it has cast until autocast ends, and does not exchange what is referred to."""
+    model, original = (nn.Sequential(nn.Linear(D, 16), nn.Linear(16, D)) for _ in range(2))
+    original.load_state_dict(model.state_dict())
+    x = rows(3, 4)
+    with autoshard.simulate("2x1MiB"), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        for device_map in ({"0": "cpu:0", "1": "cpu:1"}, {"0": "cpu:1", "1": "cpu:0"}):
+            assert torch.equal(apply_device_map(model, device_map)(x), original(x))
+        assert torch.equal(remove(model)(x), original(x))
+    assert same(dict(model.state_dict()), dict(original.state_dict()))
+
+
 def test_failing_again_leaves_the_first_plan():
     model, x = build(HARD["residual"]), rows()
     expected = model(x)

@@ -144,6 +144,18 @@ def test_only_the_planned_room_is_needed():
             assert torch.equal(model(rows()), original(rows()))
 
 
+def test_autocast_keeps_no_copy_of_what_has_gone():
+    """Torch holds every parameter that it has cast until the outermost autocast ends: all of the model, in time."""
+    model, original = net(), net()
+    room = parameter_bytes(model.first) + parameter_bytes(model.last) + 5 * WIDTH * 4 + 8 * 1024
+    room += 2 * parameter_bytes(model.blocks[0]) * 3 // 2  # with its halves in bfloat16
+    with autoshard.simulate({"cpu:0": room}), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        apply_plan(model, streaming(model, "cpu:0", "cpu"))
+        for _ in range(2):
+            assert torch.equal(model(rows()), original(rows()))
+        remove(model)
+
+
 def test_pages_of_a_file_are_given_back(tmp_path):
     """Computing on the CPU from disk: no more of the file is in the process than two blocks, and nothing is copied."""
     model = on_disk(net().to(torch.bfloat16), tmp_path)
