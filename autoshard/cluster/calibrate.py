@@ -1,7 +1,8 @@
 """Measure what the hardware table can only claim: at most two seconds per device, nothing kept between calls.
 
 matrix products    three sizes per dtype, the best rate counts: large layers reach it, small ones are bound by the rest
-copies             a device to itself (read + write) and to every other device, a small and a large one
+copies             a device to itself (read + write) and to every other device, a small and a large one; not between
+                   CPUs of one machine, which are simulated, or processes with its loopback between them
 op floor           the time of an op too small to do anything
 disk               what it gives that is not in memory; a link from it is as fast as the slower of it and the other's
 """
@@ -107,8 +108,9 @@ def _gemm_rate(target: torch.device, dtype: torch.dtype, sizes: tuple[int, ...],
 
 
 def _measure_links(cluster: Cluster, real: Mapping[str, str]) -> tuple[Link, ...]:
-    """Measure each link between real devices once; between simulated ones it is a copy within the same memory."""
-    pairs = {(real[k.source], real[k.destination]) for k in cluster.links if k.source in real and k.destination in real}
+    """Measure each link between two real devices once."""
+    ends = {(real.get(link.source, ""), real.get(link.destination, "")) for link in cluster.links}
+    pairs = {(source, destination) for source, destination in ends if source != destination and source and destination}
     budget = LINKS_SECONDS * len(set(real.values())) / max(len(pairs), 1)
     rates = {pair: _link_rate(torch.device(pair[0]), torch.device(pair[1]), budget) for pair in sorted(pairs)}
     links = []
@@ -135,13 +137,8 @@ def _link_rate(source: torch.device, destination: torch.device, budget_seconds: 
     small = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=source)
     large = torch.ones(nbytes, dtype=torch.uint8, device=source)
 
-    def copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if source == destination:  # two simulated devices: a copy in the same memory
-            return tensor.clone
-        return lambda: tensor.to(destination)
-
-    latency = _seconds(copy(small), destination, budget_seconds / 4, repeat=5)
-    seconds = _seconds(copy(large), destination, budget_seconds / 2)
+    latency = _seconds(lambda: small.to(destination), destination, budget_seconds / 4, repeat=5)
+    seconds = _seconds(lambda: large.to(destination), destination, budget_seconds / 2)
     return nbytes / max(seconds - latency, 1e-9), latency
 
 
