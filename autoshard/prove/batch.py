@@ -354,7 +354,8 @@ def _named(question: Question, rows: Rows | None, error: Mixed) -> str:
     if not calls:
         return ""
     call = calls[min(time, len(calls) - 1)]
-    why = mixing_in(rows, call) if rows is not None else ""
+    below = [one for one in graph.calls if one.parent == call.index]
+    why = mixing_in(rows, call, below) if rows is not None else ""
     kind = next(module.class_name for module in graph.modules if module.path == call.path)
     place = f"{call.path} ({kind})" if call.path else "the model's own forward"
     return f"{place} mixes its rows{f' ({why})' if why else ''}: "

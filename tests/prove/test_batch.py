@@ -335,6 +335,15 @@ def test_the_module_in_which_rows_mix_is_named():
     assert "more.0 (Mixing) mixes its rows (mean in more.0)" in refused(model, torch.randn(4, 6))
 
 
+def test_an_op_that_is_named_is_one_of_who_mixes_rows():
+    class Last(nn.Module):
+        def forward(self, x):
+            return x[torch.arange(len(x)), x[..., 0].argmax(-1)]
+
+    model = Small(lambda self, x: self.linear(self.more[0](x)) @ self.linear(x[:, 0]).T, Last())
+    assert "the model's own forward mixes its rows: " in refused(model, torch.randn(4, 3, 6))
+
+
 def test_images_against_texts_are_refused():
     inputs = {"image": torch.randn(3, 6), "text": torch.randn(3, 5)}
     assert "can't be divided" in refused(Pair(), inputs)
