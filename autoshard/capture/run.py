@@ -69,6 +69,8 @@ def record_run(
     except Exception:
         forget(recorder.without_values, failed=True)
         raise
+    finally:
+        torch.clear_autocast_cache()  # within the caller's autocast it has casts of what stood in for parameters
     forget(recorder.without_values)
     return graph
 
@@ -143,6 +145,7 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     if run.workload.training:
         loss = training_loss(output, type(model).__name__)
         phases = [("forward", 0, ledger.now)]  # the loss belongs to it
+        torch.clear_autocast_cache()  # as where autocast ends, which it does before a backward
         recorder.backward = True
         with recorder.node_log.watching():
             torch.autograd.backward(loss)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.capture.capture import capture
 from autoshard.capture.replay import replay
 from autoshard.errors import CaptureError, SpecError
@@ -41,6 +42,17 @@ def test_real_when_a_float_decides(sign):
     assert len(multiplied) == (sign > 0)
     assert bitwise(replay(graph, model, inputs)[0][0], model(inputs))
     assert predicted_peak(graph) == measured_peak(model, inputs, training=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_within_autocast_nothing_is_run_for_real(training):
+    """Torch keeps what it cast of the parameters, which have no values here, until autocast ends."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        workload = autoshard.Workload(mode="training", optimizer="sgd") if training else None
+        graph = autoshard.capture(model, torch.ones(2, 4), workload=workload)
+        assert graph.level == "fake"
+        assert graph.values[graph.outputs[0]].dtype == model(torch.ones(2, 4)).dtype == torch.bfloat16
 
 
 def test_random_weights_where_there_are_none():

@@ -226,13 +226,16 @@ def count_hooks(model: nn.Module) -> int:
 
 
 def measured_peaks(
-    model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool, new_tokens: int = 0
-) -> dict[str, int]:
+    model: nn.Module, plan: autoshard.Plan, inputs: dict[str, Any], training: bool, new_tokens: int = 0,
+    around: Callable[[], Any] = torch.no_grad,
+) -> dict[str, int]:  # fmt: skip
     """Peak bytes of each simulated device over a forward, a training step or a greedy generation in the long run.
 
     The second one is measured: by then all copies of tied parameters and all optimizer state are there. It draws the
     same random numbers and finds the same weights as the capture did, since some models make shapes out of either
     (a router that sends other tokens to an expert of another device).
+
+    `around`: the context of each forward, in inference.
 
     Inputs start where the estimate assumes them: at the home of the root, or with the caller if they are in a list or
     a dict.
@@ -249,7 +252,7 @@ def measured_peaks(
             if new_tokens:
                 model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, eos_token_id=NO_TOKEN)
             elif optimizer is None:
-                with torch.no_grad():
+                with around(), torch.no_grad():
                     model(**inputs)
             else:
                 optimizer.zero_grad(set_to_none=True)

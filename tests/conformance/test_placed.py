@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+import torch
 
 import autoshard
 from tests.conformance.checks import (
@@ -128,6 +129,18 @@ def test_predicted_peak_of_generation(case, new_tokens):
     inputs.pop("use_cache", None)
     plan, estimate = plan_tightly(profiled(build, inputs, autoshard.Workload(new_tokens=new_tokens)), "balanced")
     measured = measured_peaks(build(), plan, inputs, False, new_tokens)
+    predicted = {device.name: device.peak_bytes for device in estimate.devices}
+    off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
+    assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
+
+
+@named([case for case in HF_CASES if case.name in ("llama", "convnext")])
+def test_predicted_peak_within_autocast(case):
+    """Torch keeps what it cast of the parameters until autocast ends."""
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    with autocast():
+        plan, estimate = plan_tightly(profiled(case.model, case.example()), "balanced")
+    measured = measured_peaks(case.model(), plan, case.example(), training=False, around=autocast)
     predicted = {device.name: device.peak_bytes for device in estimate.devices}
     off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
     assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)

@@ -1,5 +1,7 @@
 """What every rank of a test does: apply, step, compare with the model itself. Returns what was wrong, "" if nothing."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -17,13 +19,18 @@ def token_loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def differences(make, positions, schedule, parts=4, loss=None, target=None, return_outputs=True, **settings):
-    """Train a step and evaluate; `make`: () -> (model, stages, keyword inputs)."""
+def differences(
+    make, positions, schedule, parts=4, loss=None, target=None, return_outputs=True, around=nullcontext,
+    tolerance=TOLERANCE, **settings,
+):  # fmt: skip
+    """Train a step and evaluate; `make`: () -> (model, stages, keyword inputs); `around`: the context of forwards."""
     torch.manual_seed(0)
     model, stages, inputs = make()
     model.train()
-    reference = model(**inputs)
-    (loss(reference, target) if loss else reference["loss"]).backward()
+    with around():
+        reference = model(**inputs)
+        value = loss(reference, target) if loss else reference["loss"]
+    value.backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     for parameter in model.parameters():
@@ -33,18 +40,19 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, retu
     autoshard.apply(model, plan)
     problems, losses = [], []
     runner = autoshard.schedule(model, loss)
-    stepped = runner.step(**inputs, target=target, losses=losses, return_outputs=return_outputs)
-    evaluated = runner.eval(**inputs, target=target)
+    with around():
+        stepped = runner.step(**inputs, target=target, losses=losses, return_outputs=return_outputs)
+        evaluated = runner.eval(**inputs, target=target)
     has_last = evaluated is not None
     if (stepped is not None) != (has_last and return_outputs):
         problems.append(f"a step returns {type(stepped).__name__}")
     for output in (stepped, evaluated):
         if output is not None:
-            problems += unlike("output", tensors_in(output), tensors_in(reference))
+            problems += unlike("output", tensors_in(output), tensors_in(reference), tolerance)
     if has_last != bool(losses) or (has_last and len(losses) != parts):
         problems.append(f"{len(losses)} losses")
     found = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
-    problems += unlike("gradient", found.items(), [(name, wanted[name]) for name in found])
+    problems += unlike("gradient", found.items(), [(name, wanted[name]) for name in found], tolerance)
     if any(parameter.grad is not None for parameter in model.parameters() if parameter.is_meta):
         problems.append("a parameter of another stage has a gradient")
     autoshard.remove(model)
@@ -53,7 +61,7 @@ def differences(make, positions, schedule, parts=4, loss=None, target=None, retu
     return "; ".join(problems)
 
 
-def unlike(what, found, wanted):
+def unlike(what, found, wanted, tolerance=TOLERANCE):
     problems, found, wanted = [], list(found), list(wanted)
     floor = max((float(other.detach().abs().max()) for _, other in wanted if other is not None), default=0.0) * NOISE
     for (name, one), (_, other) in zip(found, wanted, strict=True):
@@ -62,6 +70,6 @@ def unlike(what, found, wanted):
                 problems.append(f"{what} {name}: {one is not None}, {other is not None}")
             continue
         error = float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=max(floor, 1e-6)))
-        if not error < TOLERANCE:
+        if not error < tolerance:
             problems.append(f"{what} {name} is off by {error:.1e}")
     return problems

@@ -9,6 +9,8 @@ from tests.pipelines.models import decoder, shared, skips, tied, turned
 from tests.pipelines.rank_checks import differences, token_loss
 from tests.ranks import run_ranks
 
+BFLOAT16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
 
 def on_two():
     """All that two ranks are asked, in one launch."""
@@ -21,6 +23,7 @@ def on_two():
         "recomputed": differences(partial(decoder, 4, 4), 2, "interleaved", recompute=True),
         "skips": differences(skips, 2, "interleaved"),
         "unwanted outputs": differences(tied, 2, "1f1b", loss=token_loss, target=target, return_outputs=False),
+        "mixed precision": differences(partial(decoder, 2, 2), 2, "1f1b", around=BFLOAT16, tolerance=2**-7),
         "zero bubble": differences(partial(decoder, 4, 4), 2, "zero-bubble"),
         "transposed gradient": differences(turned, 2, "zero-bubble"),
     }
