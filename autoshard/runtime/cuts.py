@@ -239,7 +239,13 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):
-        handles.append(model.register_forward_hook(Leave(), always_call=True))
+        inside = {path for block in ready.memos if block for path in modules if path.startswith(f"{block}.")}
+        for path, module in model.named_modules():
+            if path not in inside:
+                if path:
+                    first = AloneCall(ready.record.ranks.devices)
+                    handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(Leave(), always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is proved
         whole = Whole(ready.record)
         handles.append(model.register_state_dict_post_hook(whole))
@@ -297,10 +303,34 @@ class Arrive:
         left = torch_private.innermost_dispatch_mode()
         if isinstance(left, RanksMode):  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
-        ordinary = [tensor for _, tensor in tensors_in((args, kwargs)) if not isinstance(tensor, RankTensor)]
-        given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
-        RanksMode(devices, ordinary[0].device if ordinary else devices[0]).__enter__()
-        return given
+        return _begin(module, devices, args, kwargs)
+
+
+class AloneCall:
+    """Pre-hook of other modules: one called while no forward of the root runs is a forward on all ranks by itself.
+
+    As `generate()` calls an encoder, or a tower. A layer that is recomputed in backward is given tensors of all ranks.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if isinstance(torch_private.innermost_dispatch_mode(), RanksMode) or not _ordinary(args, kwargs):
+            return None
+        return _begin(module, self.devices, args, kwargs)
+
+
+def _ordinary(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    return [tensor for _, tensor in tensors_in((args, kwargs)) if not isinstance(tensor, RankTensor)]
+
+
+def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Enter a forward of `module` on all ranks of this process, and return its arguments, given to each of them."""
+    ordinary = _ordinary(args, kwargs)
+    given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
+    RanksMode(devices, ordinary[0].device if ordinary else devices[0], module).__enter__()
+    return given
 
 
 def _devices(model: nn.Module, ranks: Ranks) -> Sequence[torch.device]:
@@ -308,11 +338,11 @@ def _devices(model: nn.Module, ranks: Ranks) -> Sequence[torch.device]:
 
 
 class Leave:
-    """Hook of the root, also after an exception: a forward on all ranks in this process ends."""
+    """Hook, also after an exception: a forward on all ranks in this process ends where it began."""
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
         mode = torch_private.innermost_dispatch_mode()
-        if not isinstance(mode, RanksMode):
+        if not isinstance(mode, RanksMode) or mode.began is not module:
             return None
         mode.__exit__(None, None, None)
         return map_tensors(result, lambda tensor: collect(tensor, mode.home))

@@ -239,13 +239,14 @@ def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
 class RanksMode(TorchDispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
-    `home`: where the inputs came from, and the outputs go.
+    `home`: where the inputs came from, and the outputs go. `began`: the module that was called from outside.
     """
 
-    def __init__(self, devices: Sequence[torch.device], home: torch.device) -> None:
+    def __init__(self, devices: Sequence[torch.device], home: torch.device, began: Any = None) -> None:
         super().__init__()
         self.devices = tuple(devices)
         self.home = home
+        self.began = began
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

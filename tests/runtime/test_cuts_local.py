@@ -143,6 +143,44 @@ def test_parts_that_are_not_in_order_are_put_together_where_they_are():
         assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
 
 
+class Masked(nn.Module):
+    """A table and an MLP; the mask that it makes meets the ids that were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(12, 8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, ids):
+        found = self.table(ids)
+        seen = torch.zeros(found.shape[:-1], device=found.device)
+        seen[:, 1:] = (ids > torch.arange(ids.shape[1], device=found.device))[:, 1:]
+        return found + self.down(self.up(found).relu() * seen.unsqueeze(-1))
+
+
+def test_an_inner_module_is_called_alone():
+    """As generation calls encoders, towers and tables: with tensors on the CPU, while no forward of the model runs."""
+    model, ids = nn.Sequential(Masked(), nn.Linear(8, 8)), torch.tensor([[3, 1, 4, 1, 5]])
+    devices, alone = {"cpu:0": "1MiB", "cpu:1": "1MiB"}, (lambda: model[0](ids), lambda: model[0].table(ids))
+    expected = [call() for call in alone]
+    expected[0].sum().backward()
+    gradient = model[0].up.weight.grad.clone()
+    model.zero_grad()
+    plan = autoshard.plan(model, devices, inputs=ids, strategy="column-parallel", objective="memory")
+    assert any(shard.name.endswith("table.weight") for cut in plan.cuts for shard in cut.shards)
+    with autoshard.simulate(devices):
+        autoshard.apply(model, plan)
+        found = [call() for call in alone]
+        for one, other in zip(found, expected, strict=True):
+            assert one.device == ids.device and not isinstance(one, RankTensor)
+            torch.testing.assert_close(one, other, **TOLERANCE)
+        found[0].sum().backward()
+        with pytest.raises(IndexError):
+            model[0](torch.tensor([[100]]))
+        assert torch.equal(model(ids), model[1](found[0].detach()))
+        autoshard.remove(model)
+    torch.testing.assert_close(model[0].up.weight.grad, gradient, **TOLERANCE)
+
+
 class Fused(nn.Module):
     """Two matrices that share memory: views of a larger one, as libraries load what a checkpoint has fused."""
 
