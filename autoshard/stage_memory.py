@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
-from autoshard.flow import flow
+from autoshard.flow import Copy, Flow, flow
 from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.module_paths import above
 from autoshard.plan import Stage
@@ -116,6 +116,11 @@ class StageRows:
     masks: dict[str, np.ndarray]
 
 
+def _copies_of(moves: Flow, wanted: Callable[[Copy], bool]) -> np.ndarray:
+    """Mask over the buffers of a flow: copies of which this holds."""
+    return np.isin(np.arange(len(moves.buffers.storage)), [copy.buffer for copy in moves.copies if wanted(copy)])
+
+
 class StageMemory:
     """What lives on which stage in one pass of one micro-batch.
 
@@ -143,8 +148,15 @@ class StageMemory:
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= rows.born >= first  # not what the forward before left
+        self.freed = np.zeros(len(kind), bool)
         if processes:
             self.is_output = clones
+        else:  # What was brought to a module goes with what it was made of, and is an output where that returned it.
+            home, left = moves.homes.homes[""], {c.value: c.source for c in moves.copies if c.reason == "output"}
+            self.freed = rows.copied & ~_copies_of(moves, lambda copy: copy.value in graph.held)
+            self.is_output &= ~rows.copied | _copies_of(
+                moves, lambda copy: copy.value in graph.outputs and copy.destination == left.get(copy.value, home)
+            )
         self.returned = np.zeros(len(kind), bool)
         self.returned[[copy.buffer for copy in moves.copies if copy.reason == "output" and copy.buffer >= 0]] = True
         sent = {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
@@ -223,7 +235,7 @@ class StageMemory:
         index = self.moves.devices.index(str(stage))
         here = rows.device == index
         passing, nothing = here & self.passing, np.zeros_like(here)
-        lasting = passing & (rows.died > end)
+        lasting = passing & (rows.died > end) & ~self.freed
         if self.joined is not None:
             lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting

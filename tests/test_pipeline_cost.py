@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
 from autoshard.pipeline_cost import estimate_pipeline
+from autoshard.prove.batch import find_batch_axis
 from autoshard.strategies.pipeline import pipeline
 from tests.pipeline_models import Decoder, batch_of, halves, inputs_for, plan_by_hand, profile_of
 from tests.runtime.pipelines import pipeline as pipeline_by_hand
@@ -116,3 +119,26 @@ def test_gradients_wait_until_the_last_micro_batch_has_gone_back():
     assert checked.ok, checked.first_difference
     for peak in checked.peaks:
         assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.002)
+
+
+def test_copies_of_outputs_are_no_outputs():
+    """An output that a later stage reads too, as a whole or a view of it, is put together once: where it was made."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 4), nn.LayerNorm(64)])
+
+        def forward(self, x):
+            first, again, pooled = self.parts
+            hidden = first(x)
+            return {"hidden": hidden, "again": again(hidden), "pooled": pooled(hidden[:, 0])}
+
+    torch.manual_seed(0)
+    model, inputs = Encoder().eval(), {"x": torch.randn(8, 12, 16)}
+    workload = autoshard.Workload(batch_size=8)
+    plan = pipeline_by_hand(model, inputs, find_batch_axis(model, inputs, workload), workload=workload)
+    checked = autoshard.verify(model, plan, inputs=inputs)
+    assert checked.ok, checked.first_difference
+    for peak in checked.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.01), peak
