@@ -1,5 +1,6 @@
 """Settings for all tests: one thread (bitwise equality needs the same kernels), no chatter from transformers."""
 
+import gc
 import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -32,6 +33,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the collector off what is imported and stays: `verify` collects, and looked through all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

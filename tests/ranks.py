@@ -4,6 +4,7 @@ The processes are forked off one helper that has imported torch, so a start take
 must be importable (at the top of a test module); so must its arguments and results be picklable.
 """
 
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -80,6 +81,7 @@ def _collect(pipes, deadline, may_die):
 
 
 def _rank(pipe, folder, rank, count, function, args, group_seconds):
+    gc.freeze()  # what was imported stays: the collector would look through all of it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
