@@ -307,8 +307,12 @@ def _paths(paths: tuple[str, ...], values: tuple[int, ...], value: int) -> list[
 
 
 def differentiable(graph: ModelGraph) -> set[int]:
-    """Values that a gradient may reach: parameters, floating-point inputs, and what is computed from them."""
-    found = {tensor.value for tensor in graph.tensors if tensor.kind == "parameter" and tensor.trainable}
+    """Values that a gradient may reach: parameters, floating-point inputs, and what is computed from them.
+
+    Frozen parameters as well: those of the first of equal blocks may be, and of others not, or not for long.
+    """
+    parameters = [tensor.value for tensor in graph.tensors if tensor.kind == "parameter"]
+    found = {value for value in parameters if _is_continuous(graph, value)}
     found |= {value for value in graph.inputs if graph.values[value].dtype.is_floating_point}
     for op in graph.ops:
         if not found.isdisjoint(op.inputs):

@@ -62,7 +62,7 @@ class Prover:
         self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]]
     ) -> None:
         self._model, self._graph, self._calls = model, graph, calls
-        self._groups = found.groups
+        self._groups, self._regions = found.groups, found.regions
         self._elements = [path for region in found.regions if region.path != OUTSIDE for path in region.paths]
         self._blocks: dict[str, nn.Module] = {}
         self._differentiable = differentiable(graph)
@@ -133,7 +133,9 @@ class Prover:
 
     def _sample(self, path: str) -> Sample:
         if path not in self._samples:
-            self._samples[path] = sample_block(self._block(path), self._given(path), self._tracked(path))
+            self._samples[path] = sample_block(
+                self._block(path), self._given(path), self._tracked(path), self._trained(path)
+            )
         return self._samples[path]
 
     def _tracked(self, path: str) -> list[set[str]]:
@@ -142,6 +144,12 @@ class Prover:
             {where for where, value in zip(call.input_paths, call.inputs, strict=True) if value in self._differentiable}
             for call in self._calls_of(path)
         ]
+
+    def _trained(self, path: str) -> set[str]:
+        """The parameters of a block that have gradients there, or in one of the blocks that are like it."""
+        alike = next((region.paths for region in self._regions if region.path == path), (path,))
+        blocks = [self._model.get_submodule(other) for other in alike]
+        return {name for block in blocks for name, one in block.named_parameters() if one.requires_grad}
 
     def _left_out(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
         """These groups, and others that can be made smaller with them. Raises `NotFound` if that is not enough."""
@@ -183,7 +191,7 @@ class Prover:
             smaller_cut(cut, _scales(found, (1,) * SLICES, SLICES))
             for cut, found in zip(whole[: len(groups)], scales, strict=False)
         )
-        return sample_block(block, given, self._tracked(path)), small
+        return sample_block(block, given, self._tracked(path), self._trained(path)), small
 
     # ---- the scales
 

@@ -26,12 +26,14 @@ class Sample:
 
 
 def sample_block(
-    module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]], tracked: Iterable[Container[str]]
-) -> Sample:
+    module: nn.Module, calls: Iterable[tuple[tuple, dict[str, Any]]], tracked: Iterable[Container[str]],
+    trained: Container[str],
+) -> Sample:  # fmt: skip
     """Copy a block with random values in place of its own; `calls` are arguments with `TensorSpec` for tensors.
 
-    `tracked`: for each call, the paths of the arguments that a gradient may reach in the model. Raises whatever copying
-    raises: a block that can't be copied can't be proved.
+    `tracked`: for each call, the paths of the arguments that a gradient may reach in the model; `trained`: the names of
+    the parameters that have gradients in this block or in one like it. Raises whatever copying raises: a block that
+    can't be copied can't be proved.
     """
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
@@ -43,6 +45,8 @@ def sample_block(
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = random_like(value, generator)
     block = copy.deepcopy(module, memo)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name in trained)
     made = tuple(fill_specs(call, lambda spec: _tensor(spec, generator)) for call in calls)
     for call, paths in zip(made, tracked, strict=False):
         for path, tensor in tensors_in(call):
