@@ -169,7 +169,8 @@ class StageMemory:
         self.gradients = ~rows.copied & (gradients | made_last)
         # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
-        lent = rows.copied & (kind == 1)  # one copy of a parameter is enough for all micro-batches
+        # One copy of a parameter is enough for all micro-batches; each has a view of its own, and copies that.
+        lent = rows.copied & _copies_of(moves, lambda copy: graph.values[copy.value].op < 0) & (kind == 1)
         self.passing &= ~lent
         self.lent = lent & (rows.died <= begin)
         self.kept_copies = self.kept_copies & ~lent if processes else self.kept_copies | lent

@@ -135,8 +135,56 @@ def test_copies_of_outputs_are_no_outputs():
             return {"hidden": hidden, "again": again(hidden), "pooled": pooled(hidden[:, 0])}
 
     torch.manual_seed(0)
-    model, inputs = Encoder().eval(), {"x": torch.randn(8, 12, 16)}
-    workload = autoshard.Workload(batch_size=8)
+    check_peaks(Encoder().eval(), {"x": torch.randn(8, 12, 16)})
+
+
+def test_zeros_of_as_many_rows_are_divided_too():
+    """As code makes them that adds scores of all heads to nothing."""
+
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)])
+
+        def forward(self, x):
+            rows, length, width = x.shape
+            first, second, third = self.parts
+            heads = second(first(x)).view(rows, length, 4, 4).transpose(1, 2).reshape(rows * 4, length, 4)
+            empty = torch.zeros(rows * 4, length, length, dtype=x.dtype, device=x.device)
+            scores = torch.baddbmm(empty, heads, heads.transpose(1, 2))
+            return third((scores @ heads).view(rows, length, width))
+
+    torch.manual_seed(0)
+    check_peaks(Scores().eval(), {"x": torch.randn(8, 24, 16)})
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_a_view_of_a_table_of_another_stage_comes_once_for_each_micro_batch(train):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Embedding(300, 16), nn.Linear(16, 64), Head()])
+
+        def forward(self, ids):
+            first, second, third = self.parts
+            return third(second(first(ids)), first.weight.T)
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow = nn.Linear(64, 16)
+
+        def forward(self, x, table):
+            x = self.narrow(torch.cat([x] * 9, -1)[..., :64])  # the most is there before the table is
+            return x @ table[:, :4]
+
+    torch.manual_seed(0)
+    check_peaks(Tied().train(train), {"ids": torch.randint(0, 300, (8, 12))})
+
+
+def check_peaks(model, inputs):
+    """Planned peaks of four micro-batches on three devices are those of the run."""
+    workload = autoshard.Workload(mode="training" if model.training else "inference", batch_size=8, optimizer="none")
     plan = pipeline_by_hand(model, inputs, find_batch_axis(model, inputs, workload), workload=workload)
     checked = autoshard.verify(model, plan, inputs=inputs)
     assert checked.ok, checked.first_difference

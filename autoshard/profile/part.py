@@ -139,7 +139,21 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
                 carrying.add(value)
                 if not repeated:
                     carrying_storages.add(row.storage)
-    return frozenset(carrying)
+    found = _made_of_nothing(graph, carrying)
+    return frozenset(carrying | {value for value, row in enumerate(graph.values) if row.storage in found})
+
+
+def _made_of_nothing(graph: ModelGraph, carrying: set[int]) -> set[int]:
+    """Storages of zeros and the like of which ops make what has rows, in the same shape: zeros(rows * heads, S, S)."""
+    made = {graph.values[value].storage for op in graph.ops if not op.inputs for value in op.outputs}
+    made -= {graph.values[value].storage for value in carrying}
+    shapes = [{graph.values[value].shape for value in op.outputs if value in carrying} for op in graph.ops]
+    return {
+        graph.values[value].storage
+        for op, rows in zip(graph.ops, shapes, strict=True) if rows
+        for value in op.inputs
+        if graph.values[value].storage in made and graph.values[value].shape in rows
+    }  # fmt: skip
 
 
 def _has_rows(graph: ModelGraph, op: Op, value: int, carrying: set[int]) -> bool:
