@@ -131,7 +131,7 @@ def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | Non
     if trial.training:
         first = tuple(ways[0] for ways in found.values())
         merged = merge(replace(division.batch, outputs=first), outputs, division.parts(first))
-        with trial.weights:
+        with trial.weights, steady_draws(trial.most_elements):  # a backward may run modules again, as they were run
             _check_gradients(trial.model, whole.output, merged)
     return Checked(ways=found, written=tuple(written), draws=whole.draws)
 

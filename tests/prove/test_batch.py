@@ -231,6 +231,15 @@ def test_inputs_that_are_written_and_checkpoints_that_ask_for_backward():
     assert ways(found(Small(checkpointed, nn.Linear(6, 6)), given)) == {"": "cat"}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_run_again_in_backward_drops_what_it_dropped(reentrant):
+    def checkpointed(self, x):
+        return checkpoint(self.more[0], self.linear(x), use_reentrant=reentrant)
+
+    model = Small(checkpointed, nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5))).train()
+    assert ways(found(model, torch.randn(4, 6))) == {"": "cat"}
+
+
 def test_a_model_whose_backward_fails_is_refused():
     assert "its backward fails" in refused(Small(lambda self, x: self.linear(x).sigmoid().mul_(2)), torch.randn(4, 6))
 
