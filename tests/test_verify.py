@@ -4,12 +4,13 @@ import copy
 import importlib
 import math
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard import Workload, torch_private
+from autoshard import Workload, estimate, profile, torch_private
 from autoshard import plan as make_plan
 from autoshard.errors import PlanError, VerifyError
 from autoshard.plan import Plan, PlanDevice
@@ -233,6 +234,26 @@ def test_an_applied_model_is_compared_with_its_removed_state(model, inputs):
 def test_too_little_memory_is_a_finding(model, inputs):
     report = verify(model, a_plan(SPLIT, memory_bytes=1200), inputs)
     assert not report.ok and "out of memory" in report.first_difference.message
+
+
+def test_gradients_that_are_compared_need_no_room():
+    """A plan that fits to the byte does, though what is compared of outputs without a loss takes more."""
+    model, inputs = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4000)), torch.randn(64, 8)
+    training = Workload(mode="training", optimizer="none")
+    plan = make_plan(model, {"cpu:0": "1GiB"}, inputs=inputs, strategy="sequential", workload=training)
+    needed = estimate(plan, profile(model, inputs, workload=training)).devices[0].peak_bytes
+    exact = replace(plan, devices=(PlanDevice(name="cpu:0", memory_bytes=needed),))
+    report = verify(model, exact, inputs)
+    assert report.ok, report.first_difference
+    short = verify(model, replace(exact, devices=(PlanDevice(name="cpu:0", memory_bytes=needed - 4096),)), inputs)
+    assert "out of memory" in short.first_difference.message and short.first_difference.during == "forward"
+
+
+def test_devices_are_as_large_as_before_after_a_comparison(model, inputs):
+    with simulate("1x64KiB"):
+        assert verify(model, {"": "cpu:0"}, inputs, training=True).ok
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 17, device="cpu:0")
 
 
 def test_decode_is_compared(monkeypatch):

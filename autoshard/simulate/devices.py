@@ -18,6 +18,8 @@ from autoshard.torch_private import TorchDispatchMode
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
 
+_NEVER_FULL = 1 << 62
+
 
 class SimulatedDevices(list[str]):
     """The names of the simulated devices, a plain list of them, with the counters behind them."""
@@ -39,6 +41,11 @@ class SimulatedDevices(list[str]):
         """Start measuring peaks anew, from what is live now."""
         for device in self._devices:
             device.peak_bytes = device.live_bytes
+
+    def limit(self, to_size: bool) -> None:
+        """Let devices be full at their sizes, or never."""
+        for device, known in zip(self._devices, self.cluster.devices, strict=True):
+            device.limit_bytes = known.budget_bytes if to_size else _NEVER_FULL
 
     def _device(self, name: str) -> SimulatedDevice:
         if name not in self:

@@ -7,8 +7,9 @@ fresh model ──apply(plan)─────▶ the same on the plan's devices �
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.simulate.devices import SimulatedDevices
 from autoshard.stream_cost import with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import runs_in_processes
@@ -206,7 +208,7 @@ def _compare(
     simulated = stage.simulated if stage is not None else None
     home = _home(stage, original()) if stage is not None else None
     accelerators = _accelerators(stage)
-    with same_start(accelerators) as restart:
+    with same_start(accelerators) as restart, _room_to_compare(simulated, work):
         tell("runs", 0, 2)
         restart()
         with same_draws(work.divided, notes):
@@ -214,9 +216,11 @@ def _compare(
         tell("runs", 1, 2)
         restart()
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
-        measure = simulated.reset_peak if simulated is not None else None
+        measure = functools.partial(_measure, simulated) if simulated is not None else None
         with same_draws(work.divided, notes):
             found, failure, full = _run_applied(applied, work, home, measure)
+        if simulated is not None:
+            simulated.limit(to_size=not work.training)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
         kind = work.cut, work.divided
         errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, *kind)
@@ -250,6 +254,24 @@ def _compare(
         peaks=peaks,
         notes=tuple(notes),
     )
+
+
+@contextlib.contextmanager
+def _room_to_compare(simulated: SimulatedDevices | None, work: Work) -> Iterator[None]:
+    """Let no device be full but in the pass that is measured: gradients that are compared are more than a plan has."""
+    if simulated is not None:
+        simulated.limit(to_size=not work.training)
+    try:
+        yield
+    finally:
+        if simulated is not None:
+            simulated.limit(to_size=True)
+
+
+def _measure(simulated: SimulatedDevices) -> None:
+    """Begin the pass whose peak counts, and that has to fit."""
+    simulated.limit(to_size=True)
+    simulated.reset_peak()
 
 
 def _explained(
@@ -315,7 +337,7 @@ def _run_applied(
     except Exception as error:  # anything that a tensor on the wrong device may make the user's forward raise
         full = isinstance(error, torch.OutOfMemoryError)
         message = str(error) if full else f"{type(error).__name__}: {error}"
-        during = "decode" if results else "forward"
+        during = "decode" if results and work.new_tokens else "forward"
         return results, Difference(during=during, module="", output="", max_error=math.inf, message=message), full
 
 
