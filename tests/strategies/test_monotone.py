@@ -85,7 +85,7 @@ def test_what_the_chain_does_not_know_does_not_cost_a_better_plan(
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput", "memory"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_more_memory_or_a_device_never_makes_the_plan_worse(profiles, objective: str, data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from(["inference", "training"]))

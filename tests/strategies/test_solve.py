@@ -52,8 +52,8 @@ def run_many(seeds: range) -> dict[str, int]:
 
 
 def test_equal_to_brute_force_on_many_chains() -> None:
-    seen = run_many(range(1_500))
-    assert all(count >= 45 for count in seen.values()), f"a feature was hardly tried: {seen}"
+    seen = run_many(range(1_000))
+    assert all(count >= 30 for count in seen.values()), f"a feature was hardly tried: {seen}"
 
 
 def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
@@ -81,7 +81,7 @@ def test_long_chains_are_solved_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     """The solver for thousands of units, on chains small enough for brute force. Loops it may only bound."""
     monkeypatch.setattr(solve_module, "MAX_DENSE", 0)
     exact = 0
-    for seed in range(600):
+    for seed in range(400):
         chain = random_chain(seed, per_pair=False)
         objective, order = OBJECTIVES[seed % 3], ORDERS[seed // 3 % 2]
         place = all_assignments(chain, order)
@@ -105,7 +105,7 @@ def test_long_chains_are_solved_as_well(monkeypatch: pytest.MonkeyPatch) -> None
 def test_any_of_the_equals_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the value alone is wanted, chains are solved without dense tables if that is exact."""
     monkeypatch.setattr(solve_module, "MIN_LONG", 0)
-    for seed in (*range(400), 2005):  # in 2005 a device with a pinned unit has room for a stage, but for no part of it
+    for seed in (*range(250), 2005):  # in 2005 a device with a pinned unit has room for a stage, but for no part of it
         chain = random_chain(seed, per_pair=False, max_units=9)
         found, best = solve(chain, any_equal=True), solve(chain)
         assert (found is None) == (best is None), seed
