@@ -301,7 +301,14 @@ def _concatenated(batch: BatchAxis, how: BatchOutput, tensors: list[torch.Tensor
     sizes = [tensor.shape[how.dim] if tensor.dim() > how.dim else 0 for tensor in tensors]
     axes = [_axis_with(how.axis, own, size) for own, size in zip(rows, sizes, strict=True)]
     shapes = {(*tensor.shape[: how.dim], *tensor.shape[how.dim + 1 :]) for tensor in tensors}
-    if None in axes or len(shapes) > 1:
+    if len(shapes) > 1:
+        listed = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise PlanError(
+            f"the parts of the output {how.path or 'of the model'} can't be put together along dimension {how.dim}: "
+            f"they have the shapes {listed}. Some models make them as long as the longest row needs; apply a plan "
+            "without micro-batches, or give rows that need the same length."
+        )
+    if None in axes:
         raise PlanError(
             f"the output {how.path or 'of the model'} has {sizes} in dimension {how.dim} for parts of {rows} rows, "
             f"which does not go with the plan ({how.axis}). Plan with inputs of the shapes that the model is called "
