@@ -11,6 +11,7 @@ from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.cut_streams import CutStreams
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
 from autoshard.runtime.slices import CutTensor, Kept, merge, slice_of
@@ -95,9 +96,15 @@ class Whole:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         if any(isinstance(value, nn.Parameter) for value in state.values()):
             return
+        tensors = named_tensors(module)
+        made: dict[int, torch.Tensor] = {}  # tied names share one tensor, as ever
         for name, value in state.items():
             if name.startswith(prefix) and isinstance(value, torch.Tensor):
-                state[name] = whole_tensor(value, name.removeprefix(prefix), self.record)
+                own = name.removeprefix(prefix)
+                key = id(tensors.get(own, value))
+                if key not in made:
+                    made[key] = whole_tensor(value, own, self.record)
+                state[name] = made[key]
 
     def divide(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take this rank's part of what is about to be loaded, where it is whole."""

@@ -210,6 +210,29 @@ def test_views_of_one_memory_are_cut_each_by_itself(dim):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_tied_names_share_one_tensor_in_the_state_dict():
+    """As in that of the plain model: what saves it tells ties by their memory."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    model, devices = Tied(), {"cpu:0": "1MiB", "cpu:1": "1MiB"}
+    plan = autoshard.plan(model, devices, inputs=torch.arange(8), strategy="column-parallel", objective="memory")
+    with autoshard.simulate(devices):
+        autoshard.apply(model, plan)
+        state = model.state_dict()
+        autoshard.remove(model)
+    assert plan.cuts and list(state) == ["embed.weight", "head.weight"]
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+    assert torch.equal(state["head.weight"].cpu(), model.head.weight)
+
+
 def test_views_that_overlap_are_not_cut():
     model = Fused(0)
     model.gate.weight = nn.Parameter(model.up.weight.detach().view(-1).as_strided((24, 8), (8, 1), 64))
