@@ -110,7 +110,7 @@ def counted_flops(profile: Profile) -> np.ndarray:
 
 
 def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:
-    """Return the seconds of ops that compute and move so much, in these dtypes; 0 for those that do neither."""
+    """Return the seconds of ops ([…, ops]) that compute and move so much, in these dtypes; 0 where they do neither."""
     names = sorted(set(dtypes))
     code = {name: i for i, name in enumerate(names)}
     rates = np.array([device.flops(name) for name in names] or [1.0])

@@ -288,18 +288,18 @@ def _literals(op: Op) -> object:
     """The arguments of an op that are no tensors, and numbers in those that are."""
     if op.node is None:
         return None
+    return tuple(map(_plain, op.node.args)), tuple((name, _plain(item)) for name, item in op.node.kwargs.items())
 
-    def plain(item: object) -> object:
-        if isinstance(item, torch.fx.Node):
-            content = item.meta.get("content") if item.op == "placeholder" else None
-            if content is None or content.dim() != 1 or len(content) > MOST_NUMBERS:
-                return "%"
-            return tuple(content.tolist())
-        if isinstance(item, (list, tuple)):
-            return tuple(map(plain, item))
-        return item if isinstance(item, (int, float, bool, str, type(None))) else str(item)
 
-    return tuple(map(plain, op.node.args)), tuple((name, plain(item)) for name, item in op.node.kwargs.items())
+def _plain(item: object) -> object:
+    if isinstance(item, torch.fx.Node):
+        content = item.meta.get("content") if item.op == "placeholder" else None
+        if content is None or content.dim() != 1 or len(content) > MOST_NUMBERS:
+            return "%"
+        return tuple(content.tolist())
+    if isinstance(item, (list, tuple)):
+        return tuple(map(_plain, item))
+    return item if isinstance(item, (int, float, bool, str, type(None))) else str(item)
 
 
 def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:

@@ -50,9 +50,9 @@ class Saving:
     def seconds(self, profile: Profile, device: Device, part: float) -> float:
         """Seconds that a device saves in one block if it has this part of the group."""
         gone = 1 - part
-        whole = roofline(self.flops, self.moved, self.dtypes, device)
-        flops, moved = self.flops * (1 - gone * self.flops_cut), self.moved * (1 - gone * self.moved_cut)
-        own = roofline(flops, moved, self.dtypes, device)
+        flops = np.stack([self.flops, self.flops * (1 - gone * self.flops_cut)])
+        moved = np.stack([self.moved, self.moved * (1 - gone * self.moved_cut)])
+        whole, own = roofline(flops, moved, self.dtypes, device)
         return float((whole - own).sum()) + optimizer_seconds(gone * self.trained_bytes, profile.workload, device)
 
     def collective_seconds(self, cluster: Cluster, names: Sequence[str]) -> float:

@@ -64,6 +64,7 @@ class Poser:
     kinds: Array = field(init=False)
     seconds: Array = field(init=False)
     known_ranks: dict[tuple[int, bool, int], Ranks | None] = field(default_factory=dict)
+    _options: dict[int, list[Option]] = field(default_factory=dict)
     _sums: dict[object, Array] = field(default_factory=dict)
     _rates: dict[object, float] = field(default_factory=dict)
     _used: dict[int, Array] = field(default_factory=dict)
@@ -113,8 +114,10 @@ class Poser:
         key = tensor, staged, variant
         if key not in self.known_ranks:
             devices = self.order[:tensor]
+            if tensor not in self._options:
+                self._options[tensor] = options_on(self._shared_task(tensor), devices)
             usual = [
-                option for option in options_on(self._shared_task(tensor), devices)
+                option for option in self._options[tensor]
                 if option.index not in self.task.fallback and (not staged or self._in_one_stage(option))
             ]  # fmt: skip
             goal, whole = "memory" if variant else "latency", self.task.whole_bytes
@@ -165,6 +168,7 @@ class Poser:
         self.lacking.clear()
         self.posed.clear()
         self.known_ranks.clear()
+        self._options.clear()
 
     def _pose(self, shape: Shape) -> Posed | None:
         rows = self.rows(shape)
