@@ -207,7 +207,9 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
 
 def _route(transfer: Transfer) -> str:
     """ "a.b.c -> a.b.d" with what both share said once: "a.b: c -> d"."""
-    producer, consumer = transfer.producer or "inputs", transfer.consumer or "outputs"
+    made_by_root = not transfer.producer and not transfer.consumer  # inputs go to modules
+    producer = transfer.producer or ("own forward" if made_by_root else "inputs")
+    consumer = transfer.consumer or "outputs"
     a, b = producer.split("."), consumer.split(".")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:

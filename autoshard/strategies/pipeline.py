@@ -331,8 +331,10 @@ def _refusal(
                 f"for the whole batch, and {room.name} has {format_bytes(room.budget_bytes)}"
             )
         else:
+            needed, there = float(line.always.sum()), sum(device.budget_bytes for device in cluster.devices)
+            more = ", more while they run" if needed <= there else ""
             start = (
-                f"no pipeline fits: its stages need at least {format_bytes(float(line.always.sum()))} at the end of a "
-                f"pass, and the devices have {format_bytes(sum(d.budget_bytes for d in cluster.devices))} together"
+                f"no pipeline fits: its stages need at least {format_bytes(needed)} at the end of a pass{more}, "
+                f"and the devices have {format_bytes(there)} together"
             )
     return f'{start}. {change}, or strategy="balanced".'
