@@ -5,7 +5,8 @@
     python benchmarks/tensor_parallel.py one-process
     python benchmarks/tensor_parallel.py summed
 
-Two gloo ranks of one thread each, on this machine's CPU; some 4 minutes with nothing else running. Hidden sizes 1,024,
+Two gloo ranks of one thread each, on this machine's CPU, each bound to a processor of its own, as launchers of ranks
+do: else the scheduler puts both on one now and then. Some 4 minutes with nothing else running. Hidden sizes 1,024,
 2,048 and 4,096 with 4, 2 and 1 layers. Each rank holds the same random Llama three times: cut by autoshard's plan, cut
 by `from_pretrained(tp_plan="auto")`, and whole. They take turns:
 
@@ -172,6 +173,9 @@ def rank_main(rank: int, folder: str, dtype: torch.dtype, seconds: float) -> Non
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # with the threads of gloo, which are not made yet
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", rank=rank, world_size=2)
     models = build(folder, dtype)
