@@ -93,6 +93,16 @@ def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
         assert getattr(part, name) == getattr(own, name)
 
 
+def test_a_gradient_as_large_as_a_weight_is_divided():
+    """16 rows of 2 tokens are as many as a layer reads: the gradient of what it reads is as large as its matrix's."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)], nn.Linear(32, 8))
+    workload = Workload(mode="training", optimizer="none")
+    batch = BatchAxis(size=16, inputs=(BatchInput(path="input", dim=0, axis="*16"),), outputs=())
+    part = figures(part_of_batch(autoshard.profile(model, torch.randn(16, 2, 32), workload=workload), batch, 2))
+    own = figures(autoshard.profile(model, torch.randn(2, 2, 32), workload=workload))
+    assert part.peak_bytes == own.peak_bytes
+
+
 def test_the_whole_batch_is_the_profile_itself():
     profile = autoshard.profile(Pictures(), pictures(8))
     batch = BatchAxis(size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=())
