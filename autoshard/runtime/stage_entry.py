@@ -102,16 +102,21 @@ class Entry:
 
 
 def publish(wire: Wire, output: Any) -> Any:
-    """Return an output with tensors that all processes have."""
+    """Return an output with tensors that all processes have.
+
+    What is in it twice is told once, by its values where they are: a hook inside of a module may have kept what the
+    module returned, which is a tensor of its own for the position that has it, and one and the same for the others.
+    """
     known: dict[int, torch.Tensor] = {}
     kept = []
 
     def public(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:
-            kept.append(tensor)
-            settled = wire.settled(tensor)
-            known[id(tensor)] = wire.published(settled) if isinstance(settled, StageTensor) else tensor
-        return known[id(tensor)]
+        tensor = wire.settled(tensor)
+        own = tensor.value if isinstance(tensor, StageTensor) and tensor.value is not None else tensor
+        if id(own) not in known:
+            kept.append(own)
+            known[id(own)] = wire.published(tensor) if isinstance(tensor, StageTensor) else tensor
+        return known[id(own)]
 
     return map_tensors(output, public)
 
