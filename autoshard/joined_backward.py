@@ -89,9 +89,9 @@ class JoinedBackward:
                     for value in node.incoming if value >= 0}  # fmt: skip
         self.of_outputs = late & self.rows.copied & np.isin(self.rows.storage, list(incoming)) & ~self.waits
 
-    def of(self, device: int, passing: np.ndarray, gone: np.ndarray, block_bytes: int) -> JoinedBytes:
-        """Bytes of a device. `passing`: rows that pass in the backward of a micro-batch; `gone`: those recomputed."""
-        rows, back = self.rows, self.moments(device, passing, gone, block_bytes)
+    def of(self, device: int, passing: np.ndarray, block_bytes: int) -> JoinedBytes:
+        """Bytes of a device. `passing`: rows that pass in the backward of a micro-batch."""
+        rows, back = self.rows, self.moments(device, passing, block_bytes)
         nbytes = -(-rows.nbytes // block_bytes) * block_bytes
 
         def live(mask: np.ndarray) -> np.ndarray:
@@ -106,12 +106,12 @@ class JoinedBackward:
             returning=int(nbytes[back.outputs].sum()),
         )
 
-    def moments(self, device: int, passing: np.ndarray, gone: np.ndarray, block_bytes: int) -> JoinedMoments:
+    def moments(self, device: int, passing: np.ndarray, block_bytes: int) -> JoinedMoments:
         """Return when what lives on a device; the arguments are those of `of`."""
         rows, here = self.rows, self.rows.device == device
         begin, end = self.graph.backward_begin, len(self.graph.ops)
         first, later, last, waiting = self._gradients(device, block_bytes)
-        alive = here & passing & ~self.waits & ~gone & (rows.died - 1 >= begin - 1)
+        alive = here & passing & ~self.waits & (rows.died - 1 >= begin - 1)
         moments = {time for row in (*first, *last) for time in row[:2] if begin <= time <= end}
         times = np.union1d(np.arange(begin, end + 1), [*moments, *rows.born[alive & (rows.born >= begin)]])
         return JoinedMoments(

@@ -18,7 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Stage
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.stage_memory import Recomputed, StageBytes, StageMemory, segments_of
+from autoshard.stage_memory import StageBytes, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +84,18 @@ def stage_figures(
     trained = trained_sizes(graph) if training else []
     found = []
     for index, (stage, device) in enumerate(zip(stages, devices, strict=True)):
-        recomputed = None
-        if stage.recompute and training:
-            recomputed = Recomputed(graph, segments_of(graph, staged, index, stage.paths, processes=processes))
-        again = 0.0 if recomputed is None else float(forward[index][recomputed.ops].sum())
+        again = forward[index][memory.runs_again]
         own = tuple((name, nbytes) for name, nbytes in trained if index in held[name])
-        back = float(backward[index].sum()) + again
-        launches = np.count_nonzero(forward[index]) + np.count_nonzero(backward[index])
-        launches += 0 if recomputed is None else np.count_nonzero(forward[index][recomputed.ops])
+        back = float(backward[index].sum() + again.sum())
+        launches = sum(map(np.count_nonzero, (forward[index], backward[index], again)))
         found.append(
             StageFigures(
                 forward_seconds=float(forward[index].sum()),
                 backward_seconds=back,
                 # Torch's split backward of the first stage is all weight: nobody wants gradients of its inputs.
                 weight_seconds=back if index == 0 else float(weight[index].sum()),
-                recompute=recomputed is not None,
-                nbytes=memory.of(index, device, own, recomputed),
+                recompute=stage.recompute and training,
+                nbytes=memory.of(index, device, own),
                 trained=own,
                 launch_seconds=device.launch_seconds * launches,
             )

@@ -19,9 +19,9 @@ from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Copy, Flow, flow
 from autoshard.joined_backward import JoinedBackward, JoinedBytes
-from autoshard.module_paths import above
 from autoshard.plan import Stage
 from autoshard.profile.profile import Profile
+from autoshard.recomputed import run_again, segments_of
 from autoshard.stage_exchange import exchange
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
@@ -57,43 +57,6 @@ class StageBytes:
     joined: JoinedBytes = field(default_factory=JoinedBytes)
 
 
-def segments_of(graph: ModelGraph, staged: Staged, stage: int, paths: Sequence[str], *, processes: bool) -> list[int]:
-    """Return which part of a stage runs again together, per op; -1 for what does not: its modules, one by one.
-
-    With `processes` the whole stage does, as it is one function there.
-    """
-    if processes:
-        return [0 if at == stage and op.index < graph.backward_begin else -1
-                for op, at in zip(graph.ops, staged.op_stage, strict=True)]  # fmt: skip
-    number = {path: i for i, path in enumerate(paths)}
-    of_call = [next((number[p] for p in (call.path, *above(call.path)) if p in number), -1) for call in graph.calls]
-    return [of_call[op.call] if op.index < graph.backward_begin else -1 for op in graph.ops]
-
-
-class Recomputed:
-    """The parts of a stage that run again in backward, each from what it was given; `segment`: per op, its part.
-
-    Attributes:
-        ops: mask of the forward ops in them.
-        dropped: storage -> its part, of those that nothing outside of that reads: they are not kept.
-    """
-
-    def __init__(self, graph: ModelGraph, segment: Sequence[int]) -> None:
-        self.ops = np.array(segment, np.int64) >= 0
-        self.dropped: dict[int, int] = {}
-        for storage in graph.storages:
-            if storage.kind == "activation" and 0 <= storage.born < graph.backward_begin and segment[storage.born] >= 0:
-                self.dropped[storage.index] = segment[storage.born]
-        read = [
-            (graph.values[v].storage, segment[op.index]) for op in graph.ops[: graph.backward_begin] for v in op.inputs
-        ]
-        for index, reader in read:
-            if self.dropped.get(index, reader) != reader:
-                del self.dropped[index]
-        for value in graph.held:
-            self.dropped.pop(graph.values[value].storage, None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageRows:
     """Which rows of the flow's buffers are what on one stage, as masks over them.
@@ -102,7 +65,6 @@ class StageRows:
         device, begin: index of the stage in `Flow.devices`, and of the first op of backward.
         here: all of the stage; passing: what lives and dies within a micro-batch; gradients: of parameters.
         kept, and masks["lasting"], ["outputs"], …: as in `StageBytes`.
-        gone: what is computed again, and so not there between forward and backward; segments: per row of it, its part.
     """
 
     device: int
@@ -111,8 +73,6 @@ class StageRows:
     passing: np.ndarray
     gradients: np.ndarray
     kept: np.ndarray
-    gone: np.ndarray
-    segments: np.ndarray
     masks: dict[str, np.ndarray]
 
 
@@ -127,6 +87,7 @@ class StageMemory:
     Attributes:
         held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
             `processes` each of these stages has its own.
+        runs_again: mask of the forward ops that run a second time.
 
     `schedule`: of a plan; processes hold what they exchange as it says.
     """
@@ -142,15 +103,18 @@ class StageMemory:
         if processes:
             self.held = dict(staged.held)
             moves, clones = exchange(graph, staged, moves, len(stages), schedule)
+        segments = segments_of(graph, staged, stages, processes=processes)
+        self.runs_again = segments >= 0
+        moves, again = run_again(graph, moves, segments)
         rows = moves.buffers
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
-        self.is_output &= rows.born >= first  # not what the forward before left
+        self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
         self.freed = np.zeros(len(kind), bool)
         if processes:
-            self.is_output = clones
+            self.is_output = clones = np.concatenate([clones, np.zeros(len(kind) - len(clones), bool)])
         else:  # What was brought to a module goes with what it was made of, and is an output where that returned it.
             home, left = moves.homes.homes[""], {c.value: c.source for c in moves.copies if c.reason == "output"}
             self.freed = rows.copied & ~_copies_of(moves, lambda copy: copy.value in graph.held)
@@ -165,7 +129,7 @@ class StageMemory:
         self.kept_copies[[copy.buffer for copy in moves.copies if copy.kept and copy.buffer >= 0]] = True
         gradients = np.isin(rows.storage, [graph.values[value].storage for _, value in graph.gradients])
         end, begin = len(graph.ops), graph.backward_begin
-        made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end)
+        made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end) & ~again
         self.gradients = ~rows.copied & (gradients | made_last)
         # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
@@ -180,9 +144,7 @@ class StageMemory:
         self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
-    def of(
-        self, stage: int, device: Device, trained: Sequence[tuple[str, int]], recomputed: Recomputed | None
-    ) -> StageBytes:
+    def of(self, stage: int, device: Device, trained: Sequence[tuple[str, int]]) -> StageBytes:
         """Return the bytes of one stage, rounded as its device's allocator does."""
 
         def rounded(nbytes: int) -> int:
@@ -199,7 +161,7 @@ class StageMemory:
             inputs=sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
             if stage == self.home or self.processes else 0,
         )  # fmt: skip
-        rows = self.rows_of(stage, recomputed)
+        rows = self.rows_of(stage)
         if rows is None:
             return found
         name, buffers, begin = str(stage), self.moves.buffers, rows.begin
@@ -207,28 +169,22 @@ class StageMemory:
         live = self.moves.timeline(name, device.block_bytes, rows.passing)
         new = self.moves.timeline(name, device.block_bytes, rows.gradients)
         made_at = np.ceil(buffers.born[rows.gradients]).astype(np.int64)
-        again = np.bincount(made_at, nbytes[rows.gradients], len(new))  # of gradients that are there already
-        one_more = 0
-        if len(rows.segments):  # one module at a time has all of its activations
-            live = live - self.moves.timeline(name, device.block_bytes, rows.gone)
-            one_more = int(np.bincount(rows.segments, nbytes[rows.gone]).max())
+        more = np.bincount(made_at, nbytes[rows.gradients], len(new))  # of gradients that are there already
         joined = JoinedBytes()
         if self.joined is not None:
-            joined = self.joined.of(rows.device, rows.passing, rows.gone, device.block_bytes)
-            joined = replace(joined, first=joined.first + one_more, later=joined.later + one_more,
-                             last=joined.last + one_more)  # fmt: skip
+            joined = self.joined.of(rows.device, rows.passing, device.block_bytes)
         return replace(
             found,
             parameter=parameter + int(nbytes[rows.here & self.kept_copies].sum()),
-            forward=int(live[:begin].max(initial=0)) + one_more,
+            forward=int(live[:begin].max(initial=0)),
             kept=int(nbytes[rows.kept].sum()),
-            first_backward=int((live + new)[begin:].max(initial=0)) + one_more,
-            backward=int((live + again)[begin:].max(initial=0)) + one_more,
+            first_backward=int((live + new)[begin:].max(initial=0)),
+            backward=int((live + more)[begin:].max(initial=0)),
             joined=joined,
             **{kind: int(nbytes[mask].sum()) for kind, mask in rows.masks.items()},
         )
 
-    def rows_of(self, stage: int, recomputed: Recomputed | None) -> StageRows | None:
+    def rows_of(self, stage: int) -> StageRows | None:
         """Return which buffers of the flow are what on a stage; None for a stage that has none."""
         if str(stage) not in self.moves.devices:
             return None
@@ -240,11 +196,6 @@ class StageMemory:
         if self.joined is not None:
             lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
-        gone, segments = nothing, np.zeros(0, np.int64)
-        if recomputed is not None:
-            gone = kept & ~rows.copied & np.isin(rows.storage, list(recomputed.dropped))
-            kept = kept & ~gone
-            segments = np.array([recomputed.dropped[storage] for storage in rows.storage[gone].tolist()], np.int64)
         return StageRows(
             device=index,
             begin=begin,
@@ -252,8 +203,6 @@ class StageMemory:
             passing=passing,
             gradients=here & self.gradients if begin < end else nothing,
             kept=kept,
-            gone=gone,
-            segments=segments,
             masks={
                 "lasting": lasting,
                 "outputs": nothing if self.processes else lasting & self.is_output,

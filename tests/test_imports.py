@@ -41,7 +41,7 @@ FLOORS = (
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
     {"flow", "prove", "cut_collectives"},
-    {"cost", "stream_schedule", "joined_backward", "shard_memory", "stage_exchange"},
+    {"cost", "stream_schedule", "joined_backward", "shard_memory", "stage_exchange", "recomputed"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},
     {"cut_stream_cost"},

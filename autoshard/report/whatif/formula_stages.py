@@ -167,15 +167,14 @@ def _bytes(stage: Mapping[str, Any], columns: Sequence[float]) -> dict[str, floa
     found = {"gradient": stage["gradient"]}
     if "forward" not in stage:
         return found | dict.fromkeys(("forward", "first", "back", *SUMS), 0.0)
-    more = largest(stage["more"], columns)
-    found["forward"] = largest(stage["forward"], columns) + more
-    found["first"] = largest(stage["first"], columns) + more
-    found["back"] = largest(stage["back"], columns) + more
+    found["forward"] = largest(stage["forward"], columns)
+    found["first"] = largest(stage["first"], columns)
+    found["back"] = largest(stage["back"], columns)
     for name in SUMS:
         found[name] = polynomial(stage.get(name, ()), columns)
     if "joined" in stage:
         for name in ("first", "later", "last"):
-            found["joined " + name] = largest(stage["joined"][name], columns) + more
+            found["joined " + name] = largest(stage["joined"][name], columns)
         found["waiting"] = stage["joined"]["waiting"]
         found["returning"] = polynomial(stage["joined"]["returning"], columns)
     return found

@@ -26,7 +26,7 @@ from autoshard.report.whatif.sparse import counted, terms
 from autoshard.schedules.fast import compile_order
 from autoshard.schedules.orders import make_order
 from autoshard.stage_cost import borders_of, weight_ops
-from autoshard.stage_memory import Recomputed, StageMemory, StageRows, segments_of
+from autoshard.stage_memory import StageMemory, StageRows
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 WAYS = "FBIW"
@@ -234,11 +234,7 @@ class _Staged:
         self, stage: int, device: Device, part: Part, ops: tuple[list[int], list[int]],
         trained: Sequence[tuple[str, int]],
     ) -> dict[str, Any]:  # fmt: skip
-        graph, begin = self.profile.graph, self.profile.graph.backward_begin
-        recomputed = None
-        if self.stages[stage].recompute and self.profile.workload.training:
-            segments = segments_of(graph, self.staged, stage, self.stages[stage].paths, processes=self.processes)
-            recomputed = Recomputed(graph, segments)
+        begin = self.profile.graph.backward_begin
         mine = [(index, ops[0][index]) for index in self.ops_of[stage] if ops[0][index] >= 0]
         more = [
             (extra.before, kind) for extra, kind in zip(self.scaling.extra, ops[1], strict=True)
@@ -251,15 +247,15 @@ class _Staged:
             "F": counted(kind for index, kind in [*mine, *more] if index < begin),
             "B": counted(kind for index, kind in [*mine, *more] if index >= begin),
             "W": counted(kind for index, kind in mine if self.weights[index]),
-            "again": counted(kind for index, kind in mine if recomputed is not None and recomputed.ops[index]),
+            "again": counted(kind for index, kind in mine if self.memory.runs_again[index]),
             "gradient": own,
-            **self._bytes(stage, device, part, recomputed),
+            **self._bytes(stage, device, part),
         }
 
-    def _bytes(self, stage: int, device: Device, part: Part, recomputed: Recomputed | None) -> dict[str, Any]:
+    def _bytes(self, stage: int, device: Device, part: Part) -> dict[str, Any]:
         """What of `StageBytes` changes with the sizes; see there."""
         memory, graph = self.memory, self.profile.graph
-        rows = memory.rows_of(stage, recomputed)
+        rows = memory.rows_of(stage)
         if rows is None:
             return {}
         buffers, steps, block = memory.moves.buffers, memory.moves.steps, device.block_bytes
@@ -278,11 +274,6 @@ class _Staged:
         times = np.unique([0, min(rows.begin, steps), *np.ceil(buffers.born[rows.here]).clip(0, steps)])
         times = times[(times <= graph.uncounted.start) | (times >= graph.uncounted.stop)]
         passing, new = live(rows.passing, times), live(rows.gradients, times)
-        extra = np.zeros((0, vectors.shape[1]))
-        if len(rows.segments):
-            passing = passing - live(rows.gone, times)
-            extra = np.zeros((int(rows.segments.max()) + 1, vectors.shape[1]))
-            np.add.at(extra, rows.segments, vectors[rows.gone])
         late = times >= rows.begin
         again = np.zeros_like(passing)  # of gradients that are there already
         at = np.searchsorted(times, np.ceil(buffers.born[rows.gradients]))
@@ -290,7 +281,6 @@ class _Staged:
         found: dict[str, Any] = {
             "inputs": self._inputs(stage, part),
             "forward": fronts(passing[~late]),
-            "more": fronts(extra),
             "first": fronts((passing + new)[late]),
             "back": fronts((passing + again)[late]),
             "kept": terms(vectors[rows.kept].sum(axis=0)),
@@ -311,7 +301,7 @@ class _Staged:
         """What is held beside the one backward of all micro-batches, if they have one; `vectors`: of each buffer."""
         memory, buffers = self.memory, self.memory.moves.buffers
         assert memory.joined is not None
-        back = memory.joined.moments(rows.device, rows.passing, rows.gone, block)
+        back = memory.joined.moments(rows.device, rows.passing, block)
 
         def live(mask: np.ndarray) -> np.ndarray:
             return live_at(back.times, buffers.born[mask], buffers.died[mask] - 1, vectors[mask])
