@@ -9,11 +9,12 @@ entries of dicts taken out, as whoever has a cache is prepared not to find somet
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from autoshard.collector import all_listed
 
 _DEPTH = 4
 """Caches are looked into so deep: entries, tuples in them, lists and dicts in those."""
@@ -34,7 +35,7 @@ def forget(left: Callable[[], list[torch.Tensor]], *, failed: bool = False) -> N
         gc.collect()  # most are in cycles that nobody has
     if not (found := left()):
         return
-    with _all_listed():
+    with all_listed():
         ours = {id(tensor) for tensor in found}
         for cache in [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]:
             if _holds(cache, ours):
@@ -46,18 +47,6 @@ def forget(left: Callable[[], list[torch.Tensor]], *, failed: bool = False) -> N
             f"a tensor of shape {tuple(rest[0].shape)} without values is kept outside of the model's modules, so the "
             "next forward would be given it"
         )
-
-
-@contextmanager
-def _all_listed() -> Iterator[None]:
-    """Inside, the collector tells of what `gc.freeze` hides from it, too: servers do so before they fork."""
-    hidden = gc.get_freeze_count()
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        if hidden:
-            gc.freeze()
 
 
 def _holds(cache: Any, ours: set[int]) -> bool:

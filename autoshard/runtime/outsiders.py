@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.collector import all_listed
 from autoshard.errors import ApplyError, AutoshardError
 from autoshard.nested import tensors_in
 from autoshard.runtime.rank_tensor import NESTED
@@ -15,10 +16,11 @@ from autoshard.runtime.rank_tensor import NESTED
 
 def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `ApplyError` if a module outside of `model` has one of its tensors that are to be cut, by name."""
-    found = _sharing(model, tensors)
-    if found:
-        gc.collect()  # it may be gone but for a cycle
+    with all_listed():
         found = _sharing(model, tensors)
+        if found:
+            gc.collect()  # it may be gone but for a cycle
+            found = _sharing(model, tensors)
     if found:
         name, other = found
         raise ApplyError(
