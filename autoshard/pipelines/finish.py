@@ -10,7 +10,7 @@ from autoshard.batching import BatchAxis
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
 from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge
-from autoshard.runtime.losses import Loss, Reduction, call_loss, check_reduction, sample
+from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,8 @@ class Finish:
         self._losses[number] = loss.detach().clone()
         factor = pass_.factors[number]
         if factor:
+            if pass_.training and self.loss is not None:
+                check_differentiable(loss)  # torch's stages would leave it out without a word
             return (loss.reshape(1) * factor).float()  # torch can't let go of the history of a view
         # A part without a label has a loss of NaN, and no share in that of the batch.
         floats = [tensor for _, tensor in tensors_in(output) if tensor.requires_grad and tensor is not loss]

@@ -81,14 +81,15 @@ def check_reduction(
 
     A mean over labels that are not ignored is no mean over rows, and a contrastive loss is no sum over parts; their
     gradients would be wrong without a sign of it. `samples`: see `sample`; of the parts that have run, from the first.
+    Raises `SpecError` where the function returns no number for them, as it is called without gradients here.
     """
     parts, targets = parts[: len(samples)], targets[: len(samples)]
     rows = [step % part.rows for part in parts]
     with torch.no_grad():
         singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]
         wanted = [_target_row(target, part, row) for target, part, row in zip(targets, parts, rows, strict=True)]
-        values = [_value(loss, output, target) for output, target in zip(samples, wanted, strict=True)]
-        together = _value(loss, merge(batch, samples, singles), _joined(wanted))
+        values = [call_loss(loss, output, target) for output, target in zip(samples, wanted, strict=True)]
+        together = call_loss(loss, merge(batch, samples, singles), _joined(wanted))
         factors = factors_of(reduction, singles, wanted)
         terms = [float(value) * factor for value, factor in zip(values, factors, strict=True) if factor]
         found, expected = float(together), sum(terms)
@@ -105,15 +106,21 @@ def check_reduction(
 
 def call_loss(loss: Loss, output: Any, target: Any) -> torch.Tensor:
     """The loss of one part, on the device of its output. Raises `SpecError` unless it is one number."""
-    value = _value(loss, output, target)
+    value = loss(output) if target is None else loss(output, target)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise SpecError(f"the loss function returned {what}; it should return one number.")
+        where = "" if torch.is_grad_enabled() else ", called without gradients,"
+        raise SpecError(f"the loss function{where} returned {what}; it should return one number, a tensor.")
     return value
 
 
-def _value(loss: Loss, output: Any, target: Any) -> torch.Tensor:
-    return loss(output) if target is None else loss(output, target)
+def check_differentiable(value: torch.Tensor) -> None:
+    """Raise `SpecError` for a loss of which no gradients come."""
+    if not value.requires_grad:
+        raise SpecError(
+            "the loss has no gradients: the loss function returned a number that does not depend on the output of the "
+            "model (.detach(), .item(), torch.no_grad()), or no parameter of the model requires grad."
+        )
 
 
 def _row(batch: BatchAxis, output: Any, part: Part, row: int) -> Any:

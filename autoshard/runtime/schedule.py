@@ -25,6 +25,7 @@ from autoshard.runtime.losses import (
     Reduction,
     call_loss,
     check_arguments,
+    check_differentiable,
     check_reduction,
     factors_of,
     own_factors,
@@ -185,6 +186,7 @@ def _backward(pass_: _Pass, index: int) -> None:
     pass_.outputs[index] = _left(pass_, pass_.outputs[index])
     assert value is not None
     if factor:  # a part without a label has a loss of NaN, and no share in that of the batch
+        check_differentiable(value)
         torch.autograd.backward(value, torch.full_like(value, factor))
     pass_.values[index] = value.detach()
 

@@ -257,6 +257,27 @@ def test_what_makes_no_sense_is_refused():
             )
 
 
+@pytest.mark.parametrize(
+    ("loss", "words_of"),
+    [
+        (lambda output, target: None, "the loss function returned NoneType"),
+        (
+            lambda output, target: counted(output, target) if torch.is_grad_enabled() else None,
+            "the loss function, called without gradients, returned NoneType",
+        ),
+        (lambda output, target: output["logits"].detach().square().mean(), "the loss has no gradients"),
+        (lambda output, target: torch.tensor(1.0), "the loss has no gradients"),
+    ],
+)
+def test_a_loss_that_is_none_or_without_gradients_is_refused(loss, words_of):
+    model, inputs = words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs))
+        with pytest.raises(SpecError, match=words_of):
+            autoshard.schedule(model, loss).step(inputs["ids"], target=inputs["labels"])
+        assert not gradients(model)
+
+
 def test_a_plan_without_micro_batches_says_how_to_train():
     """Parameters cut over ranks: every call of the model runs on all of them."""
     model = nn.Sequential(nn.Linear(4, 4))
