@@ -90,10 +90,11 @@ def read_batch(data: Any) -> BatchAxis | None:
     batch: BatchAxis = _read(BatchAxis, data, "batch")
     expect(batch.size >= 1, "batch.size", "a number of rows", batch.size)
     expect(len(batch.inputs) > 0, "batch.inputs", "what is divided", batch.inputs)
-    texts = [one.axis for one in batch.inputs] + [one.axis for one in batch.outputs if one.how == "cat"]
+    made = (*batch.outputs, *batch.kept)
+    texts = [one.axis for one in batch.inputs] + [one.axis for one in made if one.how == "cat"]
     for text in texts:
         expect(is_axis(text, batch.size), "batch.axis", f"an axis with *{batch.size} in it", text)
-    dims = [one.dim for one in batch.inputs] + [one.dim for one in batch.outputs]
+    dims = [one.dim for one in batch.inputs] + [one.dim for one in made]
     expect(min(dims) >= 0, "batch.dim", "a dimension from 0", min(dims))
     return batch
 

@@ -221,7 +221,7 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
 
 def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
     """Compare the whole with parts for every kind of rows that the model takes."""
-    known: dict[str, list[BatchOutput]] | None = None
+    known: Checked | None = None
     checked: list[Checked] = []
     stopped: NotRun | None = None
     ran: Division | None = None
@@ -237,28 +237,37 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         except Mixed as error:
             error.division = division
             raise
-        known = _for_rows(one.ways, batch.size)
+        known = _for_rows(one, batch.size)
         checked.append(one)
         if not are_alike(bound, division.batch.inputs, count):  # which would show nothing by themselves
             ran = ran or division
     if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
-    outputs = tuple(ways[0] for ways in known.values())
+    outputs = tuple(ways[0] for ways in known.ways.values())
     proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
     if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
+    tracked = frozenset[str]().union(*(one.tracked for one in checked))
     return replace(
         batch,
         outputs=outputs,
         written=tuple(sorted({name for one in checked for name in one.written})),
+        attributes=tuple(sorted(changed := {name for one in checked for name in one.attributes})),
+        kept=tuple(ways[0] for ways in known.left.values()),
+        tracked=tuple(sorted(tracked & known.left.keys())),
+        cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
         frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows))),
         proof=proof,
     )
 
 
-def _for_rows(known: Mapping[str, list[BatchOutput]], rows: int) -> dict[str, list[BatchOutput]]:
+def _for_rows(known: Checked, rows: int) -> Checked:
     """The same ways with another number of rows in their axes."""
-    return {path: [replace(way, axis=with_rows(way.axis, rows)) for way in ways] for path, ways in known.items()}
+
+    def renewed(ways: Mapping[str, list[BatchOutput]]) -> dict[str, list[BatchOutput]]:
+        return {path: [replace(way, axis=with_rows(way.axis, rows)) for way in found] for path, found in ways.items()}
+
+    return replace(known, ways=renewed(known.ways), left=renewed(known.left))
 
 
 def _halves(parts: tuple[int, ...]) -> tuple[int, int]:
@@ -349,8 +358,12 @@ def _named(question: Question, rows: Rows | None, error: Mixed) -> str:
     if mixer is None:
         return ""
     (path, time), inside = mixer
+    path = path if inside else parent(path)
     graph = question.graph
-    calls = [call for call in graph.calls if call.path == (path if inside else parent(path))]
+    calls = [call for call in graph.calls if call.path == path]
+    while not inside and not calls and path:  # lists of modules are not called
+        path = parent(path)
+        calls = [call for call in graph.calls if call.path == path]
     if not calls:
         return ""
     call = calls[min(time, len(calls) - 1)]

@@ -35,9 +35,20 @@ def find_mixer(division: Division) -> tuple[Key, bool] | None:
         for key, tensors in made.items():
             if _apart(tensors, [piece[1].get(key) for piece in pieces], division) is wanted:
                 before = _apart(given[key], [piece[0].get(key) for piece in pieces], division)
+                outer = key
+                while before is False and (around := _around(outer, list(made))) is not None:
+                    if _apart(given[around], [piece[0].get(around) for piece in pieces], division) is not False:
+                        break
+                    outer = around  # what was mixed already came to it from further out
                 if before is not None:
-                    return key, before
+                    return outer, before
     return None
+
+
+def _around(key: Key, ended: Sequence[Key]) -> Key | None:
+    """The call of a module that a call was made by, which is the next one to end of those that it is inside of."""
+    later = ended[ended.index(key) + 1 :]
+    return next((one for one in later if not one[0] or key[0].startswith(f"{one[0]}.")), None)
 
 
 def _watched(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> tuple[Seen, Seen]:

@@ -8,7 +8,7 @@ values themselves, and not in the tenth digit.
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from autoshard.prove.copied import Trial
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import Part, merge, split
+from autoshard.runtime.left_behind import attributes, is_in, match, new_tensors
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-4}
 """Largest difference relative to the largest value of a tensor. Models compute parts in single precision anyhow."""
@@ -46,15 +47,26 @@ class Mixed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew."""
+    """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew.
+
+    `left`: the tensors that it put into attributes of modules.
+    """
 
     output: Any
     written: Mapping[str, torch.Tensor]
     draws: int
+    left: Mapping[str, torch.Tensor]
 
 
 def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     """Run the model once, with the buffers, and with random numbers, as at first. Raises what the model raises."""
+    model = trial.model
+    before = list(new_tensors(model, ()).values())
+    result = _run(trial, args, kwargs)
+    return replace(result, left=new_tensors(model, before))
+
+
+def _run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     model = trial.model
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     random.seed(0)
@@ -72,7 +84,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
             if name in before and not _identical(buffer, before[name]):
                 written[name] = buffer.detach().clone()
                 buffer.copy_(before[name])
-    return Result(output=output, written=written, draws=draws.count)
+    return Result(output=output, written=written, draws=draws.count, left={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +112,33 @@ class Checked:
     """What agreed: for each output the ways in which it can be made of those of parts, the likeliest first.
 
     `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
+    `left`: how tensors in attributes can be made, for those that can; `attributes`: of modules, which have them;
+    `tracked`: those with a history; `cached`: attributes in which only the first call puts tensors.
     """
 
     ways: dict[str, list[BatchOutput]]
     written: tuple[str, ...]
     draws: int
+    left: dict[str, list[BatchOutput]]
+    attributes: frozenset[str]
+    tracked: frozenset[str]
+    cached: frozenset[str]
 
 
-def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | None = None) -> Checked:
-    """Run a call whole and in parts, and compare. `known`: the ways for outputs found so far, of which some may fail.
+def check_parts(division: Division, known: Checked | None = None) -> Checked:
+    """Run a call whole and in parts, and compare. `known`: the ways that were found so far, of which some may fail.
 
     Raises `NotRun` or `Mixed`.
     """
     trial = division.trial
     try:
         whole = run(trial, division.args, division.kwargs)
+        earlier = whole
+        if whole.left and known is None:  # what the second call puts there, all of them do
+            whole = run(trial, division.args, division.kwargs)
     except Exception as error:
         raise NotRun(_in_short(error)) from error
+    _check_again(earlier, whole)
     results = []
     for part in division.parts():
         try:
@@ -126,14 +148,60 @@ def check_parts(division: Division, known: Mapping[str, list[BatchOutput]] | Non
             raise Mixed(f"{what}: {_in_short(error)}") from error
     outputs = [result.output for result in results]
     _refuse_without_numbers(whole.output)
-    found = find_outputs(whole.output, outputs, division, known)
+    found = find_outputs(whole.output, outputs, division, None if known is None else known.ways)
+    names = [name for name, *_ in attributes(trial.model)] if earlier.left else []
+    if known is not None:
+        whole = _renamed(whole, known.left, names)
+    results = [_renamed(result, whole.left, names) for result in results]
+    left = _find_left(whole, results, division, None if known is None else known.left)
     written = _check_written(whole, results)
     if trial.training:
-        first = tuple(ways[0] for ways in found.values())
-        merged = merge(replace(division.batch, outputs=first), outputs, division.parts(first))
+        first = tuple(ways[0] for ways in (*found.values(), *left.values()))
+        parts = division.parts(first)
+        batch = replace(division.batch, outputs=first)
+        merged = merge(batch, outputs, parts)
+        added = merge(batch, [{name: result.left[name] for name in left} for result in results], parts)
         with trial.weights, steady_draws(trial.most_elements):  # a backward may run modules again, as they were run
-            _check_gradients(trial.model, whole.output, merged)
-    return Checked(ways=found, written=tuple(written), draws=whole.draws)
+            _check_gradients(trial.model, [whole.output, {name: whole.left[name] for name in left}], [merged, added])
+    return Checked(
+        ways=found, written=tuple(written), draws=whole.draws, left=left,
+        attributes=frozenset(name for name in names if any(is_in(place, name) for place in whole.left)),
+        tracked=frozenset(name for name in left if whole.left[name].requires_grad),
+        cached=frozenset(name for name in names if any(is_in(place, name) for place in earlier.left)),
+    )  # fmt: skip
+
+
+def _check_again(first: Result, second: Result) -> None:
+    """Refuse a model whose next call depends on what this one leaves in attributes: parts would follow one another."""
+    for (path, wanted), (_, found) in zip(
+        nested.tensors_in(first.output), nested.tensors_in(second.output), strict=False
+    ):
+        if _difference(wanted, found):
+            places = ", ".join(sorted(second.left)[:4])
+            raise Mixed(f"{path or 'its output'} is another in a second call, by what the first one leaves in {places}")
+
+
+def _renamed(result: Result, known: Iterable[str], names: Sequence[str]) -> Result:
+    """The result with what it has left where another one has left it."""
+    places = match(known, result.left, names)
+    return replace(result, left={place: result.left[own] for place, own in places.items()})
+
+
+def _find_left(
+    whole: Result, results: Sequence[Result], division: Division, known: Mapping[str, list[BatchOutput]] | None
+) -> dict[str, list[BatchOutput]]:
+    """How tensors in attributes may be made of those of parts. Raises `Mixed` for one with a history that can't be."""
+    found = {}
+    for name, tensor in whole.left.items():
+        pieces = [result.left[name] for result in results if name in result.left]
+        try:
+            if len(pieces) < len(results) or (known is not None and name not in known):
+                raise Mixed(f"{name}, which the forward sets, is not the same for parts")
+            found[name] = find_output(name, tensor, pieces, division, None if known is None else known[name])
+        except Mixed:
+            if tensor.requires_grad and (known is None or name in known):  # it may be added to a loss
+                raise
+    return found
 
 
 def _refuse_without_numbers(output: Any) -> None:

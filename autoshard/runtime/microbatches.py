@@ -23,6 +23,8 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device, send
+from autoshard.runtime.hooks import to_device
+from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
 
@@ -86,12 +88,15 @@ class Divide:
         if len(parts) < 2:
             return None
         outputs: list[Any] = []
-        written = Written(self.division.batch.written, module)
-        call.parts = parts, outputs, written
-        for part in parts[:-1]:
+        written, left = Written(self.division.batch.written, module), LeftBehind(self.division.batch, module)
+        call.parts = parts, outputs, written, left
+        for index, part in enumerate(parts[:-1]):
             written.begin()
+            left.begin()
             outputs.append(module.forward(*part.args, **part.kwargs))
+            left.end(index)
         written.begin()
+        left.begin()
         return parts[-1].args, parts[-1].kwargs
 
     def shares(self, rows: int) -> int | Sequence[int]:
@@ -141,10 +146,13 @@ class Together:
         call = self.runtime.local.calls[-1] if self.runtime.local.calls else None
         if call is None or call.parts is None:
             return None
-        (parts, outputs, written), call.parts = call.parts, None
+        (parts, outputs, written, left), call.parts = call.parts, None
         written.close()
         if len(outputs) < len(parts) - 1 or output is None:  # one of them raised
+            left.begin()
             return None
+        left.end(len(parts) - 1)
+        left.close(parts, to_device)
         return merge(self.division.batch, [*outputs, output], parts)
 
 

@@ -37,6 +37,7 @@ from autoshard.runtime.chunks import merge
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.freshness import versions
 from autoshard.runtime.hooks import to_device
+from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import even_shares
@@ -65,7 +66,7 @@ class Scatter(Divide):
 
     def __init__(self, runtime: Runtime, division: Division) -> None:
         super().__init__(runtime, division)
-        self.replicas = Replicas(division.devices)
+        self.replicas = Replicas(division.devices, division.batch.attributes)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
         if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
@@ -82,11 +83,14 @@ class Scatter(Divide):
             for part, device in zip(parts[1:], devices[1:], strict=True)
         ]
         outputs = []
-        replicas = self.replicas.ready(module)
-        for replica, (own_args, own_kwargs) in zip(replicas, given, strict=False):
+        replicas, left = self.replicas.ready(module), LeftBehind(self.division.batch, module)
+        for index, (replica, (own_args, own_kwargs)) in enumerate(zip(replicas, given, strict=False), 1):
+            left.begin(replica.root, functools.partial(copy_tensor, device=replica.device))
             with _current(replica.device):
                 outputs.append(replica.root.forward(*own_args, **own_kwargs))
-        call.parts = parts, outputs, replicas[len(parts) - 2]
+            left.end(index, replica.root)
+        left.begin(move=functools.partial(copy_tensor, device=devices[0]))
+        call.parts = parts, outputs, replicas[len(parts) - 2], left
         return parts[0].args, parts[0].kwargs
 
     def shares(self, rows: int) -> Sequence[int]:
@@ -95,7 +99,7 @@ class Scatter(Divide):
 
     def __setstate__(self, state: tuple[Runtime, Division]) -> None:
         super().__setstate__(state)
-        self.replicas = Replicas(self.division.devices)
+        self.replicas = Replicas(self.division.devices, self.division.batch.attributes)
 
 
 class Collect:
@@ -112,7 +116,9 @@ class Collect:
         call = self.runtime.local.calls[-1]
         if call.parts is None:
             return None
-        (parts, outputs, last), call.parts = call.parts, None
+        (parts, outputs, last, left), call.parts = call.parts, None
+        left.end(0)
+        left.close(parts, to_device)
         first = self.division.devices[0]
         keep_written(module, self.division.batch.written, last, first)
         home = call.output_device or first
@@ -178,12 +184,18 @@ class _Copies:
 
 
 class Replicas:
-    """The replicas of one model; made at its first run, and again when its modules have other attributes."""
+    """The replicas of one model; made at its first run, and again when its modules have other attributes.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    `changing`: attributes that every forward changes, of which replicas are given what they need call by call.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], changing: Sequence[str] = ()) -> None:
         self.devices = tuple(devices)
+        self.changing: dict[str, set[str]] = {}
+        for path, _, attribute in (name.rpartition(".") for name in changing):
+            self.changing.setdefault(path, set()).add(attribute)
         self.made: list[Replica] = []
-        self.seen: list[tuple[nn.Module, dict, dict, dict]] = []
+        self.seen: list[tuple[nn.Module, dict, dict, dict, set[str]]] = []
         self.values: dict[int, _Copies] = {}
         self.backward_ran = False
         self.with_gradients = False
@@ -248,24 +260,28 @@ class Replicas:
         try:
             return all(
                 module is known
-                and vars(module) == attributes
+                and (_but(vars(module), changing) if changing else vars(module)) == attributes
                 and module._parameters == parameters
                 and module._modules == children
-                for module, (known, attributes, parameters, children) in zip(modules, self.seen, strict=True)
+                for module, (known, attributes, parameters, children, changing) in zip(modules, self.seen, strict=True)
             )
         except Exception:  # whatever comparing values that are no longer the same objects raises
             return False
 
     def _make(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self.seen = [(one, _attributes(one), dict(one._parameters), dict(one._modules)) for one in modules]
+        self.seen = []
+        for path, module in model.named_modules():
+            changing = self.changing.get(path, set())
+            own = _but(_attributes(module), changing)
+            self.seen.append((module, own, dict(module._parameters), dict(module._modules), changing))
+        modules = [module for module, *_ in self.seen]
         self.made = []
         for device in self.devices[1:]:
             shells = {id(module): _empty(module) for module in modules}
             replica = Replica(device, shells[id(model)])
-            for module in modules:
+            for module, *_, changing in self.seen:
                 shell = shells[id(module)]
-                for name, value in _attributes(module).items():
+                for name, value in _but(_attributes(module), changing).items():
                     if name not in _MODULE_TABLES:
                         vars(shell)[name], holds = _counterpart(value, shells, {})
                         if holds:
@@ -305,6 +321,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         name: copy.copy(value) if name in _HOOKS and name not in _MODULE_TABLES else value
         for name, value in vars(module).items()
     }
+
+
+def _but(attributes: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in names}
 
 
 def _empty(module: nn.Module) -> nn.Module:

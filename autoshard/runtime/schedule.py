@@ -20,6 +20,7 @@ from autoshard.nested import join_leaves, tensors_in
 from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge, split, split_rows
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
+from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.losses import (
     Loss,
     Reduction,
@@ -105,15 +106,18 @@ class LocalSchedule:
         )  # fmt: skip
         ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
         written = Written(() if division is None else division.batch.written, self.model)
+        left = None if division is None else LeftBehind(division.batch, self.model)
         with runtime.copies.joined(), closing(written):
             for kind, index in _order(len(parts), ahead):
                 if kind == "F":
                     written.begin()
-                    self._forward(runtime, pass_, index)
+                    self._forward(runtime, pass_, index, left)
                 elif training:
                     if index == 0:
                         self._before_backward(division, pass_)
                     _backward(pass_, index)
+        if left is not None:
+            left.close(parts, to_device, history=False)
         self._steps += 1
         if losses is not None:
             losses.extend(value.detach() for value in pass_.values if value is not None)
@@ -143,14 +147,18 @@ class LocalSchedule:
             raise PlanError(f"this batch can't be divided: {problem}. Call .eval() on it, or plan in training mode.")
         return split(division.batch, self.model, args, kwargs, division.count)
 
-    def _forward(self, runtime: Runtime, pass_: _Pass, index: int) -> None:
+    def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind | None) -> None:
         """Run the model on one part and leave its output where it was made, if that is one device."""
         part = pass_.parts[index]
         runtime.local.stepping = True
+        if left is not None:
+            left.begin()
         try:
             output = self.model(*part.args, **part.kwargs)
         finally:
             runtime.local.stepping = False
+        if left is not None:
+            left.end(index)
         devices = list(dict.fromkeys(tensor.device for _, tensor in tensors_in(output)))
         output = to_device(output, devices[-1]) if len(devices) > 1 else output
         wanted = pass_.training or pass_.losses

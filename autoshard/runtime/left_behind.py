@@ -1,0 +1,190 @@
+"""What a forward that runs in parts leaves in attributes of modules: an auxiliary loss, positions for the next call.
+
+self.aux = gate.mean()          whole call: of all rows          parts: each makes one of its own rows
+
+begin   every part finds the attributes as the call found them, lists and dicts with what was in them
+end     the tensors that it left are noted
+close   they become one as outputs do, and that is what the model has afterwards
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.batching import BatchAxis
+from autoshard.nested import map_tensors, replace_at, tensors_in
+from autoshard.runtime.chunks import Part, merge
+
+_TABLES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, buffers, children, hooks."""
+_ABSENT = object()
+_CONTAINERS = (list, deque, dict)
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+def attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name, module, attribute) for all that modules hold besides what torch has in each of them."""
+    for path, module in model.named_modules():
+        for attribute in list(vars(module)):
+            if attribute not in _TABLES:
+                yield (f"{path}.{attribute}" if path else attribute), module, attribute
+
+
+def tensors_left(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors in attributes, by "path.attribute" and the path inside it."""
+    return {
+        place: tensor
+        for name in names
+        for module, attribute in [_owner(model, name)]
+        for place, tensor in tensors_in(vars(module).get(attribute), name)
+    }
+
+
+def new_tensors(model: nn.Module, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in any attribute besides those that are known, as `tensors_left` names them."""
+    ids = set(map(id, known))
+    found = tensors_left(model, [name for name, *_ in attributes(model)])
+    return {place: tensor for place, tensor in found.items() if id(tensor) not in ids}
+
+
+class Attributes:
+    """Attributes of modules as they are now, to be brought back, or to see what is put into them."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self.model = model
+        self.tensors = list(tensors_left(model, names).values())
+        self.held = []
+        for name in names:
+            module, attribute = _owner(model, name)
+            value = vars(module).get(attribute, _ABSENT)
+            self.held.append((name, value, _contents(value)))
+
+    def bring_back(self, model: nn.Module, move: Move) -> None:
+        """Let the attributes of a model, or of a replica of it, be what they were, with tensors where it is."""
+        for name, value, contents in self.held:
+            module, attribute = _owner(model, name)
+            if value is _ABSENT:
+                vars(module).pop(attribute, None)
+            else:
+                vars(module)[attribute] = contents(move)
+
+
+class LeftBehind:
+    """The attributes that parts of one call change, as its plan lists them."""
+
+    def __init__(self, batch: BatchAxis, model: nn.Module) -> None:
+        self.batch = replace(batch, outputs=batch.kept)
+        self.model = model
+        self.before = Attributes(model, batch.attributes)
+        self.there: list[torch.Tensor] = []
+        self.parts: dict[int, dict[str, torch.Tensor]] = {}
+        self.places: dict[str, str] = {}
+
+    def begin(self, shell: nn.Module | None = None, move: Move | None = None) -> None:
+        """Before each part. `shell`: the replica that runs it, which has its own modules and the same lists and dicts;
+        `move` brings tensors to where the part runs.
+        """
+        if move is not None:
+            for name in self.batch.cached:
+                module, attribute = _owner(self.model, name)
+                if isinstance(vars(module).get(attribute), _CONTAINERS):
+                    Attributes(self.model, [name]).bring_back(shell or self.model, move)
+        if self.batch.attributes:
+            self.before.bring_back(shell or self.model, move or _as_it_is)
+            self.there = list(tensors_left(shell or self.model, self.batch.attributes).values())
+
+    def end(self, part: int, shell: nn.Module | None = None) -> None:
+        """After each part; `shell` as in `begin`."""
+        new = new_tensors(shell or self.model, self.there) if self.batch.attributes else {}
+        self.places = match([one.path for one in self.batch.outputs], new, self.batch.attributes)
+        self.parts[part] = {known: new[place] for known, place in self.places.items()}
+
+    def close(self, parts: Sequence[Part], move: Callable[[Any, torch.device], Any], history: bool = True) -> None:
+        """Leave in the model what the whole call would have left; without `history`, tensors that hold no graph.
+
+        `places` are those of the part that the model itself ran last; `move` brings values of replicas to it.
+        """
+        if len(self.parts) < len(parts):
+            return
+        here = tensors_left(self.model, self.batch.attributes)
+        for known, place in self.places.items():
+            pieces = [part[known] for _, part in sorted(self.parts.items()) if known in part]
+            if len(pieces) == len(parts) and place in here:
+                device = here[place].device
+                made = merge(self.batch, [{known: move(piece, device)} for piece in pieces], parts)[known]
+                _put(self.model, self.batch.attributes, place, made if history else made.detach())
+
+
+def match(known: Iterable[str], found: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Which of the tensors found in attributes is which of those known: known place -> place.
+
+    One after the other where an attribute has as many, since a list may have grown and a dict may have other keys.
+    """
+    known, found = list(known), list(found)
+    matched: dict[str, str] = {}
+    for name in names:
+        own, others = [one for one in known if is_in(one, name)], [one for one in found if is_in(one, name)]
+        matched |= (
+            dict(zip(own, others, strict=True))
+            if len(own) == len(others)
+            else {one: one for one in own if one in others}
+        )
+    return matched
+
+
+def is_in(place: str, attribute: str) -> bool:
+    """Whether a tensor, by its place, is what an attribute is or has in it."""
+    return place == attribute or place.startswith(f"{attribute}.")
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module of an attribute and the attribute, of their name: it is what is left of the longest path."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _put(model: nn.Module, names: Iterable[str], place: str, tensor: torch.Tensor) -> None:
+    """Put a tensor where `tensors_left` found one; lists and dicts stay the objects that they are."""
+    name = next(one for one in names if is_in(place, one))
+    module, attribute = _owner(model, name)
+    value, inner = vars(module)[attribute], place[len(name) + 1 :]
+    made = replace_at(value, inner, tensor)
+    if isinstance(value, list):
+        value[:] = made
+    elif isinstance(value, dict):
+        value.update(made)
+    else:
+        vars(module)[attribute] = made
+
+
+def _contents(value: Any) -> Callable[[Move], Any]:
+    """How to bring back a value that may be written since: containers are the same objects, with what was in them."""
+    if isinstance(value, (list, deque)):
+        items = [_contents(item) for item in value]
+
+        def again(move: Move) -> Any:
+            made = [item(move) for item in items]
+            value.clear()
+            value.extend(made)
+            return value
+
+        return again
+    if isinstance(value, dict):
+        entries = {key: _contents(item) for key, item in value.items()}
+
+        def refilled(move: Move) -> Any:
+            made = {key: item(move) for key, item in entries.items()}
+            value.clear()
+            value.update(made)
+            return value
+
+        return refilled
+    return lambda move: map_tensors(value, move) if isinstance(value, (torch.Tensor, tuple)) else value
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
