@@ -149,6 +149,29 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def put_hook_last(module: torch.nn.Module, hook: Any) -> bool:
+    """Let a forward pre-hook of a module be called after all others, from its next call on; whether it is already.
+
+    Those that are `uncounted`, as it is itself, may come later.
+    """
+    hooks: Any = module._forward_pre_hooks
+    names = list(hooks)
+    own = next(name for name, one in hooks.items() if one is hook)
+    later = [name for name in names[names.index(own) + 1 :] if not getattr(hooks[name], "uncounted", False)]
+    for name in names[names.index(own) :] if later else ():
+        if name not in later:
+            hooks.move_to_end(name)
+    return not later
+
+
+def put_hook_first(module: torch.nn.Module, hook: Any) -> None:
+    """Let a forward hook of a module be called before all others."""
+    hooks: Any = module._forward_hooks
+    own = next(name for name, one in hooks.items() if one is hook)
+    if next(iter(hooks)) != own:
+        hooks.move_to_end(own, last=False)
+
+
 class _UncountedHooks(OrderedDict):
     """Hooks of a module; those with a true attribute `uncounted` are called as any other and left out of `len`."""
 
