@@ -60,6 +60,7 @@ __all__ = [
     "opened",
     "release",
     "replace_total_norm",
+    "replace_unscale",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -283,6 +284,16 @@ def replace_total_norm(function: Callable[..., torch.Tensor] | None) -> None:
     """Let `torch.nn.utils.clip_grad_norm_` ask this function for the norm; None: torch's own again."""
     torch.nn.utils.clip_grad._get_total_norm = function or total_norm
     torch.nn.utils.get_total_norm = function or total_norm
+
+
+unscale_gradients: Callable[..., dict[torch.device, torch.Tensor]] = torch.amp.GradScaler._unscale_grads_
+"""Divides the gradients of an optimizer by the scale of a loss, and says per device whether some are not finite."""
+
+
+def replace_unscale(function: Callable[..., dict[torch.device, torch.Tensor]] | None) -> None:
+    """Let `GradScaler` ask another function, None for torch's own."""
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = function or unscale_gradients
 
 
 def untracked_views() -> Any:
