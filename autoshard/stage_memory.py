@@ -139,8 +139,10 @@ class StageMemory:
         self.lent = lent & (rows.died <= begin)
         self.kept_copies = self.kept_copies & ~lent if processes else self.kept_copies | lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
-        saved = {graph.values[save.value].storage for save in graph.saves}
-        self.unsaved = clones if processes else stay & ~np.isin(rows.storage, list(saved))
+        # An op on another device saves its copy.
+        saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
+        kept = [at in saved for at in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
+        self.unsaved = clones if processes else stay & ~np.array(kept, bool)
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
         self.moves = replace(moves, buffers=replace(rows, died=died))

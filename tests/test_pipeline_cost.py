@@ -175,6 +175,23 @@ def test_copies_of_outputs_are_no_outputs():
     check_peaks(Encoder().eval(), {"x": torch.randn(8, 12, 16)})
 
 
+def test_an_output_that_another_device_saves_goes_where_it_was_made():
+    """Its copy is what backward needs: the original goes once the outputs are put together."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 4), nn.Linear(4, 4)])
+
+        def forward(self, x):
+            first, second, third = self.parts
+            hidden = first(x)
+            return {"hidden": hidden, "last": third(second(hidden))}
+
+    torch.manual_seed(0)
+    check_peaks(Encoder().train(), {"x": torch.randn(8, 24, 16)})
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("anew", [False, True], ids=["found", "anew"])
 def test_what_the_model_keeps_is_there_once(anew, train):
