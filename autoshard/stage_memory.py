@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
-from autoshard.flow import Copy, Flow, flow
+from autoshard.flow import Buffers, Copy, Flow, flow
 from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.plan import Stage
 from autoshard.profile.profile import Profile
@@ -139,10 +139,33 @@ class StageMemory:
         self.lent = lent & (rows.died <= begin)
         self.kept_copies = self.kept_copies & ~lent if processes else self.kept_copies | lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
-        saved = {graph.values[save.value].storage for save in graph.saves}
-        self.unsaved = clones if processes else stay & ~np.isin(rows.storage, list(saved))
-        self.moves = replace(moves, buffers=replace(rows, died=np.where(stay, end + 1, rows.died)))
+        # An op on another device saves its copy.
+        saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
+        kept = [at in saved for at in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
+        self.unsaved = clones if processes else stay & ~np.array(kept, bool)
+        died = np.where(stay, end + 1, rows.died)
+        self._keep_once(rows, died)
+        self.moves = replace(moves, buffers=replace(rows, died=died))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
+
+    def _keep_once(self, rows: Buffers, died: np.ndarray) -> None:
+        """Count what the model keeps beside its outputs (tables) once: a micro-batch finds it, or makes it anew.
+
+        What the forward before left on an attribute is that one, until it is replaced.
+        """
+        graph, begin = self.graph, self.graph.backward_begin
+        others = {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
+        others |= {graph.values[save.value].storage for save in graph.saves}
+        storages = {graph.values[value].storage for value in graph.lasting} - others
+        mine = np.isin(rows.storage, list(storages)) & ~rows.copied & self.passing & (rows.born < begin)
+        carried = dict(graph.carried)
+        left = mine & (rows.born == 0) & np.isin(rows.storage, list(carried))
+        made = mine & ~left
+        for row in np.flatnonzero(made).tolist():
+            died[row] = max(carried.get(int(rows.storage[row]), 0), rows.born[row])
+        once = np.where(np.isin(rows.storage, rows.storage[left]), left, made)
+        self.kept_copies |= once
+        self.passing &= ~once
 
     def of(self, stage: int, device: Device, trained: Sequence[tuple[str, int]]) -> StageBytes:
         """Return the bytes of one stage, rounded as its device's allocator does."""

@@ -60,6 +60,7 @@ __all__ = [
     "opened",
     "release",
     "replace_total_norm",
+    "replace_unscale",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -147,6 +148,29 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward pre-hooks registered on a module, in calling order."""
     return list(module._forward_pre_hooks.values())
+
+
+def put_hook_last(module: torch.nn.Module, hook: Any) -> bool:
+    """Let a forward pre-hook of a module be called after all others, from its next call on; whether it is already.
+
+    Those that are `uncounted`, as it is itself, may come later.
+    """
+    hooks: Any = module._forward_pre_hooks
+    names = list(hooks)
+    own = next(name for name, one in hooks.items() if one is hook)
+    later = [name for name in names[names.index(own) + 1 :] if not getattr(hooks[name], "uncounted", False)]
+    for name in names[names.index(own) :] if later else ():
+        if name not in later:
+            hooks.move_to_end(name)
+    return not later
+
+
+def put_hook_first(module: torch.nn.Module, hook: Any) -> None:
+    """Let a forward hook of a module be called before all others."""
+    hooks: Any = module._forward_hooks
+    own = next(name for name, one in hooks.items() if one is hook)
+    if next(iter(hooks)) != own:
+        hooks.move_to_end(own, last=False)
 
 
 class _UncountedHooks(OrderedDict):
@@ -260,6 +284,16 @@ def replace_total_norm(function: Callable[..., torch.Tensor] | None) -> None:
     """Let `torch.nn.utils.clip_grad_norm_` ask this function for the norm; None: torch's own again."""
     torch.nn.utils.clip_grad._get_total_norm = function or total_norm
     torch.nn.utils.get_total_norm = function or total_norm
+
+
+unscale_gradients: Callable[..., dict[torch.device, torch.Tensor]] = torch.amp.GradScaler._unscale_grads_
+"""Divides the gradients of an optimizer by the scale of a loss, and says per device whether some are not finite."""
+
+
+def replace_unscale(function: Callable[..., dict[torch.device, torch.Tensor]] | None) -> None:
+    """Let `GradScaler` ask another function, None for torch's own."""
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = function or unscale_gradients
 
 
 def untracked_views() -> Any:

@@ -175,6 +175,56 @@ def test_copies_of_outputs_are_no_outputs():
     check_peaks(Encoder().eval(), {"x": torch.randn(8, 12, 16)})
 
 
+def test_an_output_that_another_device_saves_goes_where_it_was_made():
+    """Its copy is what backward needs: the original goes once the outputs are put together."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 4), nn.Linear(4, 4)])
+
+        def forward(self, x):
+            first, second, third = self.parts
+            hidden = first(x)
+            return {"hidden": hidden, "last": third(second(hidden))}
+
+    torch.manual_seed(0)
+    check_peaks(Encoder().train(), {"x": torch.randn(8, 24, 16)})
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("anew", [False, True], ids=["found", "anew"])
+def test_what_the_model_keeps_is_there_once(anew, train):
+    """A table that every micro-batch finds, or makes anew."""
+
+    def made(rows, length, width, device):
+        return (torch.arange(length * width, device=device).reshape(length, width) / 1000.0).repeat(rows, 1, 1)
+
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.table = nn.Linear(16, 64), None
+
+        def forward(self, x):
+            hidden = self.up(x)
+            if anew or self.table is None or self.table.shape != hidden.shape:
+                self.table = made(*hidden.shape, x.device)
+            return hidden + self.table
+
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([Places(), nn.Linear(64, 16), Places()])
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    torch.manual_seed(0)
+    check_peaks(Several().train(train), {"x": torch.randn(8, 24, 16)})
+
+
 def test_zeros_of_as_many_rows_are_divided_too():
     """As code makes them that adds scores of all heads to nothing."""
 

@@ -20,6 +20,7 @@ from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree, agree_in_step
 from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.left_behind import put_on_stages
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import pipeline_record
 
@@ -71,6 +72,7 @@ class RankSchedule:
         _check_equal(parts)
         targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
         ways, engine = self._ready(model, parts, training)
+        put_on_stages(model, batch)
         factors = self._factors(ways[0], batch, parts, targets, training)
         pass_ = Pass(
             batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
@@ -83,6 +85,7 @@ class RankSchedule:
         else:
             engine.run(ways, inputs, finish)
             output = finish.output() if engine.has_last else None
+        put_on_stages(model, batch)
         if losses is not None and engine.has_last:
             losses.extend(finish.losses)
         return output

@@ -130,7 +130,8 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
                 continue
             repeated = size in row.shape[:2] and row.nbytes > graph.storages[row.storage].nbytes
             alone = len(row.shape) > 1 and row.shape[0] == size > 1 and own.isdisjoint(op.inputs)
-            made_here = depends or alone or (repeated and size > 1)
+            copied = size > 1 and _repeats(graph, op, row.shape, size)
+            made_here = depends or alone or copied or (repeated and size > 1)
             if made_here:
                 reads.add(value)
             elements = prod(row.shape)
@@ -142,6 +143,17 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
                     carrying_storages.add(row.storage)
     found = _made_of_nothing(graph, carrying)
     return frozenset(carrying | {value for value, row in enumerate(graph.values) if row.storage in found})
+
+
+def _repeats(graph: ModelGraph, op: Op, shape: tuple[int, ...], size: int) -> bool:
+    """Whether an op puts one tensor beside itself for every row: table.repeat(rows, 1, 1), cat([table] * rows)."""
+    if op.backward or len(set(op.inputs)) != 1:
+        return False
+    before = graph.values[op.inputs[0]].shape
+    before = (1,) * (len(shape) - len(before)) + before
+    return prod(shape) == size * prod(before) > 0 and any(
+        new == size * old for new, old in zip(shape[:2], before, strict=False)
+    )
 
 
 def _made_of_nothing(graph: ModelGraph, carrying: set[int]) -> set[int]:

@@ -9,7 +9,6 @@ may look whether any row is masked at all; and with rows that are all alike, sin
 expert) may not be short otherwise.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
-from autoshard.runtime.chunks import bind, plain_arguments
+from autoshard.runtime.chunks import bind, call_like, plain_arguments
 from autoshard.workload import Workload
 
 ROWS = 4
@@ -62,10 +61,7 @@ class Question:
 
     def call(self, bound: Mapping[str, Any]) -> Call:
         """Arguments as they are given to the model."""
-        args, kwargs = self.given
-        signature = inspect.signature(self.model.forward).bind(*args, **kwargs)
-        signature.arguments.update(bound)
-        return signature.args, signature.kwargs
+        return call_like(self.model, *self.given, bound)
 
 
 def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None) -> BatchAxis:

@@ -58,6 +58,25 @@ def bind(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, 
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
+def call_like(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], bound: Mapping[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Undo `bind` for other values: by position what was given by position, by name what was given by name.
+
+    Hooks of the user's, and what is wrapped around a forward, look for arguments where the caller puts them.
+    """
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*args, **kwargs)
+    by_position = signature.bind_partial(*args).arguments
+    given.arguments.update(bound)
+    named: dict[str, Any] = {}
+    for name in [name for name in given.arguments if name not in by_position]:
+        value = given.arguments.pop(name)
+        various = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named.update(value if various else {name: value})
+    return given.args, named
+
+
 def count_rows(batch: BatchAxis, bound: Mapping[str, Any]) -> int:
     """How many rows the batch of a call has. Raises `PlanError` where its inputs disagree, or none has any."""
     found: dict[str, int] = {}
@@ -117,8 +136,7 @@ def split(
     `parts`: how many, as alike as they go and the first ones larger (10 rows in 4: 3, 3, 2, 2), or the rows of each.
     Raises `PlanError` for what can't be divided, and for fewer rows than parts.
     """
-    signature = inspect.signature(model.forward).bind(*args, **kwargs)
-    bound = dict(signature.arguments)
+    bound = bind(model, args, kwargs)
     state = state_in(bound)
     problem = f"nobody knows how to divide {state}" if state else unlike(batch, model, bound)
     if problem:
@@ -142,10 +160,10 @@ def split(
             tensor = tensor_at(bound, item.path)
             if tensor is not None:
                 own = replace_at(own, item.path, piece_of(tensor, item, shares, part))
-        signature.arguments.update(own)
+        own_args, own_kwargs = call_like(model, args, kwargs, own)
         weighted = [one for one in batch.outputs if one.how == "weighted" and tensor_at(own, one.weights) is not None]
         labels = {one.weights: _labels(own, one) for one in weighted}
-        made.append(Part(args=signature.args, kwargs=signature.kwargs, rows=count, labels=labels))
+        made.append(Part(args=own_args, kwargs=own_kwargs, rows=count, labels=labels))
     return made
 
 

@@ -6,7 +6,8 @@
     in a pipeline        p-norm of             |gradients of position 0|, |gradients of position 1|, …      ties once
 
 torch asks one function for it, which is replaced while such a model lives. Otherwise every rank would scale by another
-number, and what is replicated would drift apart.
+number, and what is replicated would drift apart. So is the one that says whether gradients of a scaled loss are finite:
+a step that one rank leaves out (`GradScaler`), all leave out.
 """
 
 import weakref
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.slices import CutTensor
 
@@ -31,14 +32,14 @@ def watch_norms(model: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
     if any(reference() is model for reference, _, _ in _models):
         return
     if not _models and not _staged:
-        torch_private.replace_total_norm(_total_norm)
+        _replace(True)
     _models.append((weakref.ref(model, _clean), cuts, ranks))
 
 
 def watch_staged_norms(model: nn.Module, record: PipelineRecord) -> None:
     """Let norms take the other positions of a pipeline into account until `forget_norms`, or until it is gone."""
     if not _models and not _staged:
-        torch_private.replace_total_norm(_total_norm)
+        _replace(True)
     _staged.append((weakref.ref(model, _clean), record))
 
 
@@ -53,7 +54,39 @@ def _clean(reference: Any) -> None:
     _models[:] = [entry for entry in _models if entry[0]() is not None]
     _staged[:] = [entry for entry in _staged if entry[0]() is not None]
     if not _models and not _staged:
-        torch_private.replace_total_norm(None)
+        _replace(False)
+
+
+def _replace(own: bool) -> None:
+    torch_private.replace_total_norm(_total_norm if own else None)
+    torch_private.replace_unscale(_unscaled if own else None)
+
+
+def _unscaled(
+    scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor]:
+    """Divide gradients by their scale; what is not finite on one rank of a model counts on all of them."""
+    per_device = torch_private.unscale_gradients(scaler, optimizer, inverse, found, allow_fp16)
+    every = _ranks_of(optimizer)
+    if not every:
+        return per_device
+    total = torch.stack([found, *(one.to(found.device) for one in per_device.values())]).amax().reshape(1)
+    for ranks in every:
+        total = ranks.all_reduce(total)
+    total = total.clamp(max=1).reshape(())
+    for one in per_device.values():
+        one.copy_(total)
+    return per_device or {found.device: total}
+
+
+def _ranks_of(optimizer: torch.optim.Optimizer) -> list[Ranks]:
+    """Who else has gradients of the models whose parameters an optimizer has: ranks of cuts, then of stages."""
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = [(reference(), ranks) for reference, _, ranks in _models if isinstance(ranks, ProcessRanks)]
+    known += [(reference(), record.across) for reference, record in _staged]
+    return [
+        ranks for model, ranks in known if model is not None and any(id(one) in given for one in model.parameters())
+    ]
 
 
 def _total_norm(

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from autoshard.batching import BatchAxis
-from autoshard.nested import map_tensors, replace_at, tensors_in
+from autoshard.errors import PlanError
+from autoshard.nested import leaves_in, map_tensors, replace_at, tensors_in
 from autoshard.runtime.chunks import Part, merge
 
 _TABLES = frozenset(vars(nn.Module()))
@@ -117,6 +118,42 @@ class LeftBehind:
                 device = here[place].device
                 made = merge(self.batch, [{known: move(piece, device)} for piece in pieces], parts)[known]
                 _put(self.model, self.batch.attributes, place, made if history else made.detach())
+
+
+class OnStages:
+    """In place of a tensor in an attribute where forwards run as stages on several processes: any use of it says so."""
+
+    def __init__(self, place: str) -> None:
+        object.__setattr__(self, "_place", place)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise self._error()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        raise next(one for _, one in leaves_in((args, kwargs)) if isinstance(one, cls))._error()
+
+    def __add__(self, other: Any = None) -> Any:
+        raise self._error()
+
+    __radd__ = __mul__ = __rmul__ = __float__ = __bool__ = __add__
+
+    def _error(self) -> PlanError:
+        place = object.__getattribute__(self, "_place")
+        return PlanError(
+            f"{place} is set by the forward, which runs in micro-batches as stages on several processes: none has it "
+            "for the whole batch. Return it from the forward, beside the output or in the loss."
+        )
+
+
+def put_on_stages(model: nn.Module, batch: BatchAxis) -> None:
+    """Let what a forward leaves with a history, which a loss may be made of, be unknown."""
+    for name in batch.attributes:
+        module, attribute = _owner(model, name)
+        if any(is_in(place, name) for place in batch.tracked):
+            vars(module)[attribute] = OnStages(name)
 
 
 def match(known: Iterable[str], found: Iterable[str], names: Iterable[str]) -> dict[str, str]:

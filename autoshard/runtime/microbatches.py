@@ -54,22 +54,24 @@ def division_of(plan: Plan) -> Division | None:
 def hook_division(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
     """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
     runtime.copies.carry = send
+    together = Together(runtime, division)
     return [
-        model.register_forward_pre_hook(Divide(runtime, division), with_kwargs=True),
-        model.register_forward_hook(Together(runtime, division), prepend=True, always_call=True),
+        model.register_forward_pre_hook(Divide(runtime, division, together), with_kwargs=True),
+        model.register_forward_hook(together, prepend=True, always_call=True),
     ]
 
 
 class Divide:
     """Pre-hook of the root: runs all parts of the batch but the last one, which it leaves to the call."""
 
-    __slots__ = ("division", "runtime", "said")
+    __slots__ = ("division", "runtime", "said", "together")
     uncounted = True
     undivided = "one device after another"
 
-    def __init__(self, runtime: Runtime, division: Division) -> None:
+    def __init__(self, runtime: Runtime, division: Division, together: Any) -> None:
         self.runtime = runtime
         self.division = division
+        self.together = together  # the post-hook that puts the outputs together
         self.said: set[str] = set()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
@@ -85,7 +87,7 @@ class Divide:
         if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
             return None
         parts = self.parts(module, args, kwargs)
-        if len(parts) < 2:
+        if len(parts) < 2 or not self.is_next_to_forward(module):
             return None
         outputs: list[Any] = []
         written, left = Written(self.division.batch.written, module), LeftBehind(self.division.batch, module)
@@ -98,6 +100,15 @@ class Divide:
         written.begin()
         left.begin()
         return parts[-1].args, parts[-1].kwargs
+
+    def is_next_to_forward(self, module: nn.Module) -> bool:
+        """Let the user's own hooks of the root see whole calls: none may come between the dividing and the forward.
+
+        A pre-hook that was registered after these is moved before them, which holds from the next call on; this one
+        runs whole.
+        """
+        torch_private.put_hook_first(module, self.together)
+        return torch_private.put_hook_last(module, self)
 
     def shares(self, rows: int) -> int | Sequence[int]:
         """Into how many parts so many rows are divided, or the rows of each."""
@@ -125,11 +136,11 @@ class Divide:
             warnings.warn(f"autoshard: {text}: {problem}. {AS_CALLED}", RuntimeWarning, stacklevel=5)
         return []
 
-    def __getstate__(self) -> tuple[Runtime, Division]:
-        return self.runtime, self.division
+    def __getstate__(self) -> tuple[Runtime, Division, Any]:
+        return self.runtime, self.division, self.together
 
-    def __setstate__(self, state: tuple[Runtime, Division]) -> None:
-        (self.runtime, self.division), self.said = state, set()
+    def __setstate__(self, state: tuple[Runtime, Division, Any]) -> None:
+        (self.runtime, self.division, self.together), self.said = state, set()
 
 
 class Together:

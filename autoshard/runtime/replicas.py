@@ -43,6 +43,8 @@ from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import even_shares
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_COMPILED = "_compiled_call_impl"
+"""What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
 _HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 """Registries of hooks: a shell has its own, for what a forward registers on it is not for the model."""
 _DEPTH = 4
@@ -51,10 +53,10 @@ _DEPTH = 4
 
 def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
     """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
-    scatter = Scatter(runtime, division)
+    collect = Collect(runtime, division)
     return [
-        model.register_forward_pre_hook(scatter, with_kwargs=True),
-        model.register_forward_hook(Collect(runtime, division), prepend=True),
+        model.register_forward_pre_hook(Scatter(runtime, division, collect), with_kwargs=True),
+        model.register_forward_hook(collect, prepend=True),
     ]
 
 
@@ -64,8 +66,8 @@ class Scatter(Divide):
     __slots__ = ("replicas",)
     undivided = "on the first device alone"
 
-    def __init__(self, runtime: Runtime, division: Division) -> None:
-        super().__init__(runtime, division)
+    def __init__(self, runtime: Runtime, division: Division, together: Any) -> None:
+        super().__init__(runtime, division, together)
         self.replicas = Replicas(division.devices, division.batch.attributes)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
@@ -75,7 +77,7 @@ class Scatter(Divide):
         if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
             return None
         parts = self.parts(module, args, kwargs)
-        if len(parts) < 2:
+        if len(parts) < 2 or not self.is_next_to_forward(module):
             return None
         devices = self.division.devices[: len(parts)]
         given = [
@@ -97,7 +99,7 @@ class Scatter(Divide):
         """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""
         return divided(rows, self.division.shares, len(self.division.devices))
 
-    def __setstate__(self, state: tuple[Runtime, Division]) -> None:
+    def __setstate__(self, state: tuple[Runtime, Division, Any]) -> None:
         super().__setstate__(state)
         self.replicas = Replicas(self.division.devices, self.division.batch.attributes)
 
@@ -282,7 +284,7 @@ class Replicas:
             for module, *_, changing in self.seen:
                 shell = shells[id(module)]
                 for name, value in _but(_attributes(module), changing).items():
-                    if name not in _MODULE_TABLES:
+                    if name not in (*_MODULE_TABLES, _COMPILED):
                         vars(shell)[name], holds = _counterpart(value, shells, {})
                         if holds:
                             replica.holders.append((shell, name, _counterpart(value, shells, {})[0]))

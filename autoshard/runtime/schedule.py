@@ -17,6 +17,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import join_leaves, tensors_in
+from autoshard.runtime.apply import adopt
 from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge, split, split_rows
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
@@ -94,6 +95,8 @@ class LocalSchedule:
         self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, returned: bool, training: bool
     ) -> Any:
         runtime = self._runtime()
+        if runtime.tree is None or runtime.tree.changed:  # all parts must run in the same way
+            adopt(self.model)
         division = runtime.record.division
         if division is not None and division.devices:  # replicas divide each call by themselves
             division = None

@@ -60,7 +60,7 @@ def divide_of(plan: Plan) -> Divide | None:
     division = Division(
         batch=plan.batch, count=plan.num_microbatches, stages=plan.mesh.pipeline, schedule=plan.schedule
     )
-    return Divide(None, division)  # type: ignore[arg-type]
+    return Divide(None, division, None)  # type: ignore[arg-type]
 
 
 class _Follow(TorchDispatchMode):

@@ -74,6 +74,43 @@ def test_three_steps_with_clipping_and_saving(tmp_path):
     assert Tied  # the model of the first case
 
 
+def overflows():
+    """What rank 0 finds not finite, in a part of its own, keeps all from stepping, and scales are the same."""
+    said = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model, stages, inputs = decoder(2, 2)
+        plan = plan_of(model, stages, 2, inputs, parts=4)
+        if cut:
+            plan = autoshard.plan(
+                model, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, inputs=inputs, strategy="column-parallel", objective="memory"
+            )
+        autoshard.apply(model, plan)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.zeros(()))
+        before = {name: value.clone() for name, value in model.named_parameters() if not value.is_meta}
+        for number in range(2):
+            if cut:
+                model(**inputs)["loss"].backward()
+            else:
+                autoshard.schedule(model).step(**inputs)
+            layer = model.model.layers[0].mlp.up_proj.weight
+            if number == 0 and torch.distributed.get_rank() == 0:
+                layer.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            same = all(torch.equal(value, before[n]) for n, value in model.named_parameters() if n in before)
+            said.append((same, scaler.get_scale()))
+        autoshard.remove(model)
+    return said
+
+
+def test_a_step_that_one_rank_leaves_out_all_leave_out():
+    for said in run_ranks(overflows, 2):
+        assert said == [(True, 4.0), (False, 4.0)] * 2
+
+
 def refused():
     """What is refused, with a message, on every rank alike; gradients and parameters stay as they were."""
     torch.manual_seed(0)

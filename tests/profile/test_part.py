@@ -57,6 +57,19 @@ class Queries(nn.Module):
         return F.scaled_dot_product_attention(asked, *[self.see(x)] * 2)
 
 
+class Relative(nn.Module):
+    """A table of places that is put beside itself for every row: its heads and the rows are one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.see = nn.Parameter(torch.randn(200, 16)), nn.Linear(10, 16)
+
+    def forward(self, x):
+        heads = self.places.unflatten(-1, (4, 4)).transpose(0, 1).contiguous()
+        own = self.see(x).unflatten(-1, (4, 4)).transpose(1, 2).flatten(0, 1)
+        return torch.bmm(own, heads.repeat(len(x), 1, 1).transpose(1, 2)).mean(-1)
+
+
 def decoder(rows):
     return {"ids": torch.randint(0, 50, (rows, 6)), "labels": torch.randint(0, 50, (rows, 6))}
 
@@ -79,7 +92,9 @@ def figures(profile):
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("kind, make", [(Decoder, decoder), (Pictures, pictures), (Queries, sequences)])
+@pytest.mark.parametrize(
+    "kind, make", [(Decoder, decoder), (Pictures, pictures), (Queries, sequences), (Relative, sequences)]
+)
 def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
     model, workload = kind(), Workload(mode=mode)
     batch = BatchAxis(

@@ -344,6 +344,24 @@ def test_the_module_in_which_rows_mix_is_named():
     assert "more.0 (Mixing) mixes its rows (mean in more.0)" in refused(model, torch.randn(4, 6))
 
 
+class Centred(nn.Module):
+    """Mixes rows before its first layer, which then is the first module that makes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)) for _ in range(2)])
+
+    def forward(self, x):
+        x = x - x.mean(0)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_a_module_was_given_mixed_is_told_of_those_who_mixed_it():
+    assert "the model's own forward mixes its rows (mean in the model itself)" in refused(Centred(), torch.randn(4, 6))
+
+
 def test_an_op_that_is_named_is_one_of_who_mixes_rows():
     class Last(nn.Module):
         def forward(self, x):

@@ -8,6 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import PlanError
+from tests.ranks import run_ranks
 
 TRAINING = autoshard.Workload(mode="training", optimizer="sgd")
 
@@ -128,3 +129,19 @@ def test_an_auxiliary_loss_that_parts_do_not_give_is_refused_where_it_can_be_tra
     with pytest.raises(PlanError, match=r"0\.spread is neither a sum nor a mean of what parts give"):
         planned(model, rows, devices, "pipeline")
     planned(model, rows, devices, "pipeline", autoshard.Workload())
+
+
+def a_loss_of_stages():
+    model, rows = model_and_rows()
+    autoshard.apply(model, planned(model, rows, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, "pipeline"))
+    autoshard.schedule(model, lambda output, _: output.pow(2).mean()).step(rows, target=torch.zeros(8))
+    said = []
+    for use in (lambda loss: loss + 1, lambda loss: torch.zeros(()) + loss, float, lambda loss: loss.item()):
+        with pytest.raises(PlanError, match="Return it from the forward") as error:
+            use(model[1].loss)
+        said.append(str(error.value).split()[0])
+    return said
+
+
+def test_over_processes_a_use_of_what_stages_leave_is_an_error():
+    assert run_ranks(a_loss_of_stages, 2) == [["1.loss"] * 4] * 2

@@ -12,7 +12,7 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
-from tests.runtime.pipelines import LABELLED, pipeline, sentences, words
+from tests.runtime.pipelines import LABELLED, VOCAB, pipeline, sentences, words
 
 
 def counted(model):
@@ -53,6 +53,30 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(recompute, rows):
         for module in model.modules()
         if module is not model.blocks[0]
     )
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_hooks_of_the_users_are_around_whole_calls(named):
+    """Registered after the plan was applied; the first call after that runs whole, and later ones in parts."""
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs))
+        seen, sizes = counted(model), []
+        for one in (original, model):
+            one.register_forward_pre_hook(shifted if named else shifted_first, with_kwargs=named)
+            one.register_forward_hook(lambda module, args, output: sizes.append(len(output["logits"])), prepend=True)
+        for _ in range(2):
+            wanted, found = ((one(**inputs) if named else one(*inputs.values())) for one in (original, model))
+            close(found["loss"], wanted["loss"])
+        assert seen == [8, 2, 2, 2, 2] and sizes == [8] * 4
+
+
+def shifted(module, args, kwargs):
+    return args, {**kwargs, "ids": (kwargs["ids"] + 1) % VOCAB}
+
+
+def shifted_first(module, args):
+    return (args[0] + 1) % VOCAB, *args[1:]
 
 
 def test_inference_mode():

@@ -241,6 +241,30 @@ def test_hooks_that_a_forward_registers(devices):
     close(model(x), alone(x))
 
 
+def test_modules_that_are_compiled_in_place(model, devices):
+    alone = copy.deepcopy(model)
+    call = model.up._call_impl
+    model.up._compiled_call_impl = lambda *args, **kwargs: call(*args, **kwargs)  # as torch does in `compile`
+    replicated(model, inputs(), devices)
+    close(model(**inputs())["loss"], alone(**inputs())["loss"])
+
+
+def test_hooks_of_the_users_around_whole_calls(model, devices):
+    alone = copy.deepcopy(model)
+    replicated(model, inputs(), devices)
+    for one in (model, alone):
+        one.register_forward_pre_hook(shifted, with_kwargs=True)
+        one.register_forward_hook(lambda module, args, output: {**output, "rows": len(output["logits"])}, prepend=True)
+    for _ in range(2):
+        found, wanted = model(**inputs()), alone(**inputs())
+        assert found["rows"] == wanted["rows"]
+        close(found["loss"], wanted["loss"])
+
+
+def shifted(module, args, kwargs):
+    return args, {**kwargs, "ids": (kwargs["ids"] + 1) % 40}
+
+
 def test_recurrent_layers(devices):
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(7, 4, 8)

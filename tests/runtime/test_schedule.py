@@ -111,6 +111,22 @@ def test_three_steps_of_an_optimizer():
     assert runs["model"] == pytest.approx(runs["original"], rel=1e-9)
 
 
+def test_a_step_after_modules_were_added():
+    """All parts go the same way: what is new is taken in before the first of them."""
+    original, model, inputs = words(), words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, pipeline(model, inputs))
+        for one in (original, model):
+            torch.manual_seed(1)
+            one.blocks.append(nn.Linear(16, 16).double())
+        output = autoshard.schedule(model).step(**inputs)
+        wanted = original(**inputs)
+        wanted["loss"].backward()
+        close(output["loss"], wanted["loss"])
+        for ours, theirs in zip(gradients(model), gradients(original), strict=True):
+            close(ours, theirs)
+
+
 def test_one_forward_one_backward_keeps_less():
     """Of twelve micro-batches, those of three are on a device at once."""
     peaks, inputs = {}, sentences(24, 18)
