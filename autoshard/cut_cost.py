@@ -7,11 +7,11 @@ out, so memory and seconds are rather over- than underestimated; the estimate na
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil, prod
 
 import numpy as np
-import torch
+from torch.fx import Node
 
 from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
@@ -19,7 +19,8 @@ from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
 from autoshard.axes.walk import MOST_NUMBERS, Walk, name_of
 from autoshard.capture.changed import changed
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.columns import columns_of
+from autoshard.capture.graph import ModelGraph, Op, TensorInfo
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.cut_collectives import Collective
@@ -27,9 +28,11 @@ from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.module_paths import join, relative
 from autoshard.plan import Plan
-from autoshard.profile.part import smaller_sizes, with_sizes
+from autoshard.profile.part import Sizes, smaller_sizes, with_sizes
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, coordinates_of, kept
+
+_NUMBERS = frozenset((int, float, bool, str, type(None)))
 
 Parts = tuple[float, ...]
 """Per rank, the part of a tensor that it has."""
@@ -109,11 +112,17 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
 
 def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
     """The recorded run as one rank sees it: the same ops, with the sizes, FLOPs and bytes of its tensors."""
+    sizes, tensors = local_sizes(profile, traced, rank)
+    return with_sizes(profile, sizes, tensors=tensors)
+
+
+def local_sizes(profile: Profile, traced: Traced, rank: int) -> tuple[Sizes, tuple[TensorInfo, ...]]:
+    """The sizes of the recorded run as one rank sees it, and its parameters and buffers."""
     parts = np.ones(len(profile.graph.values))
     parts[list(traced.parts)] = [part[rank] for part in traced.parts.values()]
     tensors = profile.graph.tensors
     smaller = changed(tensors, nbytes=[ceil(tensor.nbytes * float(parts[tensor.value])) for tensor in tensors])
-    return with_sizes(profile, smaller_sizes(profile, parts), tensors=smaller)
+    return smaller_sizes(profile, parts), smaller
 
 
 def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
@@ -142,14 +151,14 @@ class Tracer:
                 traced.parts |= self._parts(cut, block)
         names = self._known(frozenset(together))
         blocks = self._blocks[names]
-        done: dict[object, tuple[str, Traced]] = {}
+        done: dict[object, _Pattern] = {}
         for block, here in together.items():
             values = [self.by_name[join(block, shard.name)].value for cut in here for shard in cut.shards]
             look, numbers = blocks.look(block), blocks.numbers[block]
             key = (tuple(map(id, here)), look, *(numbers.get(value, -1) for value in values))
             if key not in done:
-                done[key] = block, self._trace_block(names, block, here)
-            _add(traced, done[key][1], blocks, done[key][0], block)
+                done[key] = _Pattern(blocks, block, self._trace_block(names, block, here))
+            done[key].add_to(traced, block)
         return traced
 
     def trace_first(self, cut: Cut, among: Iterable[str]) -> Traced:
@@ -194,21 +203,6 @@ class Tracer:
         return traced
 
 
-def _add(traced: Traced, found: Traced, blocks: "_Blocks", source: str, block: str) -> None:
-    """Add what was found in one block for a block that looks the same."""
-    if source == block:
-        traced.parts |= found.parts
-        traced.collectives += found.collectives
-        traced.lost += found.lost
-        return
-    own = list(blocks.numbers[block])
-    numbers = blocks.numbers[source]
-    traced.parts |= {own[numbers[value]]: part for value, part in found.parts.items()}
-    place = {op: at for at, op in enumerate(blocks.ops[source])}
-    traced.collectives += [replace(one, op=blocks.ops[block][place[one.op]], block=block) for one in found.collectives]
-    traced.lost += [block] * len(found.lost)
-
-
 @cache
 def parts_of(axis: str, shares: tuple[int, ...]) -> Parts:
     """The part of a dimension that each rank keeps."""
@@ -232,28 +226,43 @@ class _Blocks:
             inner.update(outside_ops(graph))
         paths = {call.path for call in graph.calls}
         of_path = {at: element_of(at, known) or None for at in paths}
-        self.of_op: list[str | None] = []
+        of_call = [of_path[call.path] for call in graph.calls]
+        self.of_op: list[str | None] = [of_call[op.call] for op in graph.ops]
         self.ops: dict[str, list[int]] = {block: [] for block in known}
         for op in graph.ops:
-            block: str | None = of_path[graph.calls[op.call].path]
+            block = self.of_op[op.index]
             if block is None and (op.forward if op.backward else op.index) in inner:
-                block = OUTSIDE
-            self.of_op.append(block)
+                block = self.of_op[op.index] = OUTSIDE
             if block is not None:
                 self.ops[block].append(op.index)
-        self.leaving = set(graph.outputs)
+        number = {block: at for at, block in enumerate((None, *known))}
+        self._of_op = np.array([number[block] for block in self.of_op], np.int64)
+        reads, self._maker = columns_of(graph).inputs, columns_of(graph).maker
+        made = self._maker[reads.value]
+        elsewhere = (made >= 0) & (self._of_op[made] != self._of_op[reads.op])
+        self.leaving = {*graph.outputs, *reads.value[elsewhere].tolist()}
         for call in graph.calls:
             if call.path in known:  # what a block returns is put together, whether somebody reads it or not
                 self.leaving.update(call.outputs)
-        for op in graph.ops:
-            for value in op.inputs:
-                maker = graph.values[value].op
-                if maker >= 0 and self.of_op[maker] != self.of_op[op.index]:
-                    self.leaving.add(value)
-
         self.numbers: dict[str, dict[int, int]] = {}
         self._looks: dict[str, int] = {}
         self._known_looks: dict[tuple[object, ...], int] = {}
+
+    @cached_property
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
+        """A number for every op and for every value: those with equal ones differ in the values that ops touch."""
+        graph, begin, uncounted = self.graph, self.graph.backward_begin, self.graph.uncounted
+        ops, values = dict[object, int](), dict[object, int]()
+        of_op = [
+            ops.setdefault((id(op.target), len(op.inputs), len(op.outputs), _literals(op), op.index < begin,
+                            op.index in uncounted), len(ops))
+            for op in graph.ops
+        ]  # fmt: skip
+        of_value = [
+            values.setdefault((row.shape, row.dtype, row.nbytes, row.op >= 0, row.index in self.leaving), len(values))
+            for row in graph.values
+        ]
+        return np.array(of_op, np.int64), np.array(of_value, np.int64)
 
     def look(self, block: str) -> int:
         """The number of the ops of a block with their values numbered: blocks that look the same are cut alike."""
@@ -262,21 +271,13 @@ class _Blocks:
         return self._looks[block]
 
     def _look(self, block: str) -> tuple[object, ...]:
-        graph, numbers = self.graph, self.numbers.setdefault(block, {})
-        begin, uncounted = graph.backward_begin, graph.uncounted
-        look: list[object] = []
-        for index in self.ops[block]:
-            op = graph.ops[index]
-            touched = (*op.inputs, *op.outputs)
-            for value in touched:
-                if value not in numbers:
-                    row = graph.values[value]
-                    numbers[value] = len(numbers)
-                    inside = row.op >= 0 and self.of_op[row.op] == block
-                    look.append((row.shape, row.dtype, row.nbytes, row.op >= 0, inside, value in self.leaving))
-            look.append((op.target, len(op.inputs), *(numbers[value] for value in touched), _literals(op),
-                         index < begin, index in uncounted))  # fmt: skip
-        return tuple(look)
+        ops, (of_op, of_value) = np.array(self.ops[block], np.int64), self._kinds
+        values = columns_of(self.graph).touched.of(ops)
+        own = list(dict.fromkeys(values))
+        numbers = self.numbers[block] = {value: number for number, value in enumerate(own)}
+        makers = self._maker[own]
+        inside = (makers >= 0) & (self._of_op[makers] == self._of_op[ops[:1]])
+        return tuple(map(numbers.__getitem__, values)), of_op[ops].tobytes(), of_value[own].tobytes(), inside.tobytes()
 
     def maker(self, value: int) -> str | None:
         """The block that made a value."""
@@ -284,22 +285,42 @@ class _Blocks:
         return self.of_op[op] if op >= 0 else None
 
 
+class _Pattern:
+    """What was found in one block, for all that look the same: values and ops by their place in it."""
+
+    def __init__(self, blocks: _Blocks, block: str, found: Traced) -> None:
+        self.blocks, self.found = blocks, found
+        place = {op: at for at, op in enumerate(blocks.ops[block])}
+        self.values = [blocks.numbers[block][value] for value in found.parts]
+        self.ops = [place[one.op] for one in found.collectives]
+
+    def add_to(self, traced: Traced, block: str) -> None:
+        """Note the same of a block."""
+        values, ops = list(self.blocks.numbers[block]), self.blocks.ops[block]
+        traced.parts.update(zip(map(values.__getitem__, self.values), self.found.parts.values(), strict=True))
+        here = zip(self.found.collectives, self.ops, strict=True)
+        traced.collectives += [replace(one, op=ops[at], block=block) for one, at in here]
+        traced.lost += [block] * len(self.found.lost)
+
+
 def _literals(op: Op) -> object:
     """The arguments of an op that are no tensors, and numbers in those that are."""
     if op.node is None:
         return None
-    return tuple(map(_plain, op.node.args)), tuple((name, _plain(item)) for name, item in op.node.kwargs.items())
+    args, kwargs = op.node.args, op.node.kwargs
+    named = tuple([(name, _plain(item)) for name, item in kwargs.items()]) if kwargs else ()
+    return tuple([_plain(item) for item in args]), named
 
 
 def _plain(item: object) -> object:
-    if isinstance(item, torch.fx.Node):
+    if type(item) in _NUMBERS:
+        return item
+    if isinstance(item, Node):
         content = item.meta.get("content") if item.op == "placeholder" else None
         if content is None or content.dim() != 1 or len(content) > MOST_NUMBERS:
             return "%"
         return tuple(content.tolist())
-    if isinstance(item, (list, tuple)):
-        return tuple(map(_plain, item))
-    return item if isinstance(item, (int, float, bool, str, type(None))) else str(item)
+    return tuple(map(_plain, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
 def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:

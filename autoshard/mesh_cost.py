@@ -13,19 +13,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.graph import TensorInfo
 from autoshard.capture.stages import stage_of_ops
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import check_devices, divided_bound, estimate, of_every_device, optimizer_seconds
 from autoshard.cut_collectives import Alike, count_alike
-from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_profile
+from autoshard.cut_cost import Traced, Tracer, estimate_cuts, local_sizes
 from autoshard.cut_stream_cost import estimate_cut_streams
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, gap_above
 from autoshard.pipeline_cost import Run, device_estimate, estimate_pipeline, needs_processes, rows_of_part, run_schedule
 from autoshard.pipeline_cost import price as price_pipeline
 from autoshard.plan import Mesh, Plan, Stage
-from autoshard.profile.part import carriers_of_rows, part_of_batch
+from autoshard.profile.part import Sizes, carriers_of_rows, part_of_batch, with_sizes
 from autoshard.profile.profile import Profile
 from autoshard.replica_cost import BUCKET_BYTES, estimate_replicas, rows_per_replica
 from autoshard.stage_cost import Figures, stage_figures
@@ -149,7 +150,7 @@ class _Combined:
     traced: Traced = field(init=False)
     carrying: frozenset[int] = field(init=False)
     alike: dict[int, list[Alike]] = field(init=False)
-    local: dict[tuple[int, ...], Profile] = field(default_factory=dict)
+    local: dict[tuple[int, ...], tuple[Sizes | None, tuple[TensorInfo, ...] | None]] = field(default_factory=dict)
     figures: dict[object, Figures] = field(default_factory=dict)
     collectives: dict[object, _Sums] = field(default_factory=dict)
 
@@ -210,11 +211,14 @@ class _Combined:
         if key not in self.figures:
             if shares not in self.local:
                 cut = bool(self.plan.cuts)
-                self.local[shares] = local_profile(self.profile, self.traced, tensor) if cut else self.profile
-            local = self.local[shares]
-            part = local if batch is None else part_of_batch(local, batch, rows, carrying=self.carrying)
+                self.local[shares] = local_sizes(self.profile, self.traced, tensor) if cut else (None, None)
+            sizes, tensors = self.local[shares]
+            if batch is not None:
+                part = part_of_batch(self.profile, batch, rows, carrying=self.carrying, sizes=sizes, tensors=tensors)
+            else:
+                part = self.profile if sizes is None else with_sizes(self.profile, sizes, tensors=tensors)
             schedule = self.plan.schedule
-            self.figures[key] = stage_figures(local, part, stages, devices, processes=True, schedule=schedule)
+            self.figures[key] = stage_figures(self.profile, part, stages, devices, processes=True, schedule=schedule)
         return self.figures[key]
 
     def _sums(self, stage: int, names: Sequence[str], share: float) -> _Sums:

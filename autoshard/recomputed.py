@@ -50,22 +50,22 @@ def run_again(graph: ModelGraph, moves: Flow, segments: Array) -> tuple[Flow, Ar
     begin = graph.backward_begin
     of_storage = np.full(len(graph.storages), -1, np.int64)
     of_storage[list(dropped)] = list(dropped.values())
-    alive = ~rows.copied & (rows.born < begin) & (rows.died - 1 >= begin)
-    of_row = np.where(alive, of_storage[rows.storage], -1)
-    gone = np.flatnonzero(of_row >= 0)
-    if not len(gone):
-        return moves, np.zeros(len(rows.storage), bool)
+    mine = ~rows.copied & (rows.born < begin)
+    of_row = np.where(mine, of_storage[rows.storage], -1)
+    ends = {number: int(np.flatnonzero(segments == number)[-1]) + 1 for number in set(of_row.tolist()) - {-1}}
+    died = rows.died.astype(np.float64)  # also of what nothing will go back through
+    died[of_row >= 0] = np.minimum(died[of_row >= 0], [ends[number] for number in of_row[of_row >= 0].tolist()])
+    of_row[rows.died - 1 < begin] = -1
+    if not (of_row >= 0).any():
+        return replace(moves, buffers=replace(rows, died=died)), np.zeros(len(rows.storage), bool)
     first = _first_use(graph, dropped)
-    ends = {number: int(np.flatnonzero(segments == number)[-1]) + 1 for number in set(of_row[gone].tolist())}
     added: list[tuple[int, float, float]] = []
-    for number in ends:
+    for number in sorted(set(of_row.tolist()) - {-1}):
         at = first.get(number, begin)
         own = np.flatnonzero(of_row == number)
         passing, late = _while_running(rows, segments, number, own)
         added += [(int(row), at, at + 1) for row in passing]
         added += [(int(row), at + (row in late), float(rows.died[row])) for row in own.tolist()]
-    died = rows.died.astype(np.float64)
-    died[gone] = np.minimum(died[gone], [ends[number] for number in of_row[gone].tolist()])
     source, born, until = (np.array(column) for column in zip(*added, strict=True))
     buffers = Buffers(
         storage=np.concatenate([rows.storage, rows.storage[source]]),

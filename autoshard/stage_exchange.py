@@ -63,8 +63,9 @@ class _Rows:
 def exchange(graph: ModelGraph, staged: Staged, moves: Flow, stages: int, schedule: str) -> tuple[Flow, np.ndarray]:
     """Change the flow of stages on devices of one process to that of processes; and which of its rows clone outputs."""
     made, rows = _Rows(graph, moves), moves.buffers
-    free = free_storages(graph) if stages > 1 or rows.copied.any() else frozenset()  # of one stage nothing is sent
     kind = np.array([{"input": 1, "activation": 2}.get(one.kind, 0) for one in graph.storages] or [0])[rows.storage]
+    asked = stages > 1 or (rows.copied & (kind == 2)).any()  # of one stage nothing is sent
+    free = free_storages(graph) if asked else frozenset()
     own = ~np.isin(rows.storage, list(free)) | (rows.born >= made.begin)
     made.nbytes[rows.copied & ((kind == 1) | ((kind == 2) & own))] = 0  # exchanged in another way, or by nobody
     for copy in moves.copies:  # two gradients are added up where they are made, so one arrives

@@ -43,6 +43,7 @@ __all__ = [
     "flop_formulas",
     "forward_pre_hooks",
     "gradient_hooks",
+    "hook_numbers",
     "innermost_dispatch_mode",
     "innermost_function_mode",
     "intercept",
@@ -148,6 +149,19 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward pre-hooks registered on a module, in calling order."""
     return list(module._forward_pre_hooks.values())
+
+
+def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
+    """The numbers of a module's hooks, no two of which are the same in a process, but for those of one package."""
+    tables: Any = (
+        module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    )  # fmt: skip
+    return tuple(
+        number
+        for table in tables
+        for number, hook in table.items()
+        if type(hook).__module__.partition(".")[0] != except_of
+    )
 
 
 def put_hook_last(module: torch.nn.Module, hook: Any) -> bool:

@@ -158,6 +158,32 @@ def test_modules_that_run_again_have_their_activations_one_after_the_other(sched
         assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.005 if schedule == "gpipe" else 0.025)
 
 
+def test_modules_that_run_again_keep_nothing_that_no_gradient_comes_to():
+    """As where a codebook is looked up: autograd has the history until the nearest entries are known."""
+
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ELU(), nn.Linear(64, 64)) for _ in range(6))
+            self.book, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return self.head(self.book(x.argmax(-1)))
+
+    torch.manual_seed(0)
+    model, inputs = Codes(), {"x": torch.randn(8, 48, 64)}
+    workload = autoshard.Workload(mode="training", batch_size=8, optimizer="none")
+    profile, batch = autoshard.profile(model, inputs, workload=workload), find_batch_axis(model, inputs, workload)
+    plan = plan_by_hand(profile, "2x1GiB", [["parts"], ["book", "head"]], batch=batch)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    checked = autoshard.verify(model, plan, inputs=inputs)
+    assert checked.ok, checked.first_difference
+    for peak in checked.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.06), peak
+
+
 def test_copies_of_outputs_are_no_outputs():
     """An output that a later stage reads too, as a whole or a view of it, is put together once: where it was made."""
 

@@ -28,6 +28,12 @@ class Column:
         np.minimum.at(found, self.op, of_value[self.value])
         return found
 
+    def of(self, ops: Array) -> list[int]:
+        """What these ops touch, one op after the other; `ops` ascend."""
+        these = np.zeros(self.ops, bool)
+        these[ops] = True
+        return self.value[these[self.op]].tolist()
+
     def has(self, mask: Array) -> Array:
         """[ops] whether an op touches any of these values."""
         found = np.zeros(self.ops, bool)
@@ -41,7 +47,8 @@ class Columns:
 
     Attributes:
         inputs, outputs, touched: what ops read, make, and both.
-        value_bytes: [values] and the storage of each. first: [storages] the first value in each, -1 if there is none.
+        value_bytes, storage, maker: [values] with `maker` the op that made each, -1 if none did.
+        first: [storages] the first value in each, -1 if there is none.
     """
 
     inputs: Column
@@ -49,6 +56,7 @@ class Columns:
     touched: Column
     value_bytes: Array
     storage: Array
+    maker: Array
     first: Array
 
     def of_storages(self, of_value: Array, without: float) -> Array:
@@ -80,6 +88,7 @@ def _columns(graph: ModelGraph) -> Columns:
         touched=_column([op.inputs + op.outputs for op in graph.ops]),
         value_bytes=np.array([value.nbytes for value in graph.values], np.int64),
         storage=storage,
+        maker=np.array([value.op for value in graph.values], np.int64),
         first=first,
     )
 

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.errors import PlanError
 from autoshard.module_paths import above, parent
@@ -67,13 +69,13 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
         numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
         if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
             bound.add(tensor.storage)
-    random = {target for target in {op.target for op in forward} if _draws(target)}
+    random = {key for key, target in {id(op.target): op.target for op in forward}.items() if _draws(target)}
     of, known, left = [value.storage for value in graph.values], -1, list(forward)
     while len(bound) > known:  # what is written later with something bound was bound from the start
         known, rest = len(bound), []
         for op in left:
-            if op.target in random or not bound.isdisjoint([of[value] for value in op.inputs]):
-                bound.update([of[value] for value in (*op.outputs, *op.mutates)])
+            if id(op.target) in random or not bound.isdisjoint(map(of.__getitem__, op.inputs)):
+                bound.update(map(of.__getitem__, op.outputs + op.mutates))
             else:
                 rest.append(op)
         left = rest
@@ -123,29 +125,27 @@ class _Division:
         self.op_stage = [0] * len(graph.ops)
         self.written: dict[int, int] = {}
         self.problems: dict[str, None] = {}
+        self._made = columns_of(graph).maker.tolist()
         phase = _phases(graph)
         current = next((s for s in (self.call_stage[op.call] for op in graph.ops) if s >= 0), 0)
-        for op in graph.ops:
+        for op in graph.ops if self.count > 1 else ():
             if op.forward >= 0:
                 current = self.op_stage[op.forward]
             elif self.call_stage[op.call] >= 0:
                 current = self.call_stage[op.call]
-            if op.backward:
-                self.op_stage[op.index] = current
-                continue
-            self.op_stage[op.index] = self._after_inputs(op, current, phase)
-            if op.mutates:
+            self.op_stage[op.index] = current if op.backward else self._after_inputs(op, current, phase)
+            if op.mutates and not op.backward:
                 self._write(op)
 
     def _after_inputs(self, op: Op, stage: int, phase: Sequence[int]) -> int:
         if stage == self.count - 1:  # there is no later one
             return stage
-        values = self.graph.values
         for value in op.inputs:
-            made = values[value].op
-            if made >= 0 and phase[made] == phase[op.index]:
-                stage = max(stage, self.op_stage[made])
-            stage = max(stage, self.written.get(values[value].storage, 0))
+            made = self._made[value]
+            if made >= 0 and self.op_stage[made] > stage and phase[made] == phase[op.index]:
+                stage = self.op_stage[made]
+            if self.written:
+                stage = max(stage, self.written.get(self.graph.values[value].storage, 0))
         return stage
 
     def _write(self, op: Op) -> None:
@@ -162,15 +162,19 @@ class _Division:
                 self.problems.setdefault(f"{where}, in stage {stage}, writes into {what}, which stage {before} has too")
             self.written[storage.index] = stage
 
+    def _readers(self, mask: np.ndarray) -> set[tuple[int, int]]:
+        """(value, stage that reads it) of these of all reads."""
+        reads, of_op = columns_of(self.graph).inputs, np.array(self.op_stage, np.int64)
+        return set(zip(reads.value[mask].tolist(), of_op[reads.op[mask]].tolist(), strict=True))
+
     def held(self) -> dict[str, tuple[int, ...]]:
         """Stages that read each parameter and buffer."""
         graph = self.graph
         readers: dict[int, set[int]] = {tensor.storage: set() for tensor in graph.tensors}
-        for op in graph.ops:
-            for value in op.inputs:
-                storage = graph.values[value].storage
-                if graph.values[value].op < 0 and storage in readers:
-                    readers[storage].add(self.op_stage[op.index])
+        columns = columns_of(graph)
+        for value, stage in self._readers(columns.maker[columns.inputs.value] < 0):
+            if graph.values[value].storage in readers:
+                readers[graph.values[value].storage].add(stage)
         first: dict[int, int] = {}
         for tensor in graph.tensors:
             first.setdefault(tensor.storage, self.tensor_stage[tensor.name])
@@ -183,12 +187,11 @@ class _Division:
 
     def crossings(self) -> tuple[Crossing, ...]:
         """Values that a later stage than their maker's reads in the forward."""
-        graph, readers = self.graph, dict[int, set[int]]()
-        for op in graph.ops:
-            stage = self.op_stage[op.index]
-            for value in () if op.backward or stage == 0 else op.inputs:
-                if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < stage:
-                    readers.setdefault(value, set()).add(stage)
+        graph, readers, reads = self.graph, dict[int, set[int]](), columns_of(self.graph).inputs
+        forward, of_op = np.array([not op.backward for op in graph.ops], bool), np.array(self.op_stage, np.int64)
+        made = columns_of(graph).maker[reads.value]
+        for value, stage in self._readers(forward[reads.op] & (made >= 0) & (of_op[made] < of_op[reads.op])):
+            readers.setdefault(value, set()).add(stage)
         for value in graph.outputs:
             if graph.values[value].op >= 0 and self.op_stage[graph.values[value].op] < self.count - 1:
                 readers.setdefault(value, set()).add(self.count - 1)

@@ -61,6 +61,7 @@ class Walk:
         self._views = Views(self.objects)
         self.sees = self._views.sees
         self._doubtful: set[int] = set()  # values that came back from a call as a copy: either object may be meant
+        self._calls = self._calls_that_matter()
         self._next_call = 0
         self._functions = iter(sorted(graph.functions, key=lambda function: function.begin))
         self._function: Function | None = next(self._functions, None)
@@ -135,21 +136,32 @@ class Walk:
 
     # ---- calls, and which object a value means in them
 
+    def _calls_that_matter(self) -> tuple[Call, ...]:
+        """Calls in order: all where there are gradients, else those of hooked modules, which see copies, and around."""
+        calls = self.graph.calls
+        if self.objects.grad:
+            return calls
+        kept: set[int] = set()
+        for call in reversed(calls):  # those inside begin later
+            if call.index in kept or call.path in self.hooked:
+                kept.update((call.index, call.parent))
+        return tuple(call for call in calls if call.index in kept)
+
     def _advance(self, time: int) -> None:
         """Enter and leave calls and functions so that all is as it was while op `time` ran."""
         while self._function is not None and self._function.end <= time:
             self._views.function.clear()
             self._function = next(self._functions, None)
-        calls = self.graph.calls
-        while self._next_call < len(calls) and calls[self._next_call].begin <= time:
-            call = calls[self._next_call]
+        calls, coming = self.graph.calls, self._calls
+        while self._next_call < len(coming) and coming[self._next_call].begin <= time:
+            call = coming[self._next_call]
             while self._stack and self._stack[-1] != call.parent:
                 self._leave(call.begin)
             self._enter(call)
             self._next_call += 1
         while self._stack and calls[self._stack[-1]].end <= time:
             self._leave(time)
-        events = [calls[index].begin for index in (self._next_call,) if index < len(calls)]
+        events = [coming[index].begin for index in (self._next_call,) if index < len(coming)]
         events += [calls[index].end for index in self._stack[-1:]]
         if self._function is not None:
             begin, end = self._function.begin, self._function.end

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard import torch_private
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import EVEN_ORDER, FINITE
 from autoshard.capture.graph import ModelGraph
@@ -23,6 +24,7 @@ from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_
 from autoshard.pipelines.steps import Recorded, find_steps, is_inside
 from autoshard.runtime.chunks import Part
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.stage_calls import is_over_several
 
 Spec = tuple[torch.Size, torch.dtype]
 MOST_WAYS = 16
@@ -72,7 +74,15 @@ def shape_key(part: Part, model: nn.Module) -> tuple:
         for path, leaf in leaves_in((part.args, part.kwargs))
     ]
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    return *leaves, autocast, tuple(module.training for module in model.modules())
+    modules, dtypes = list(model.modules()), tuple(parameter.dtype for parameter in model.parameters())
+    around = tuple(_written_down(module) for module in modules if is_over_several(module))
+    return *leaves, autocast, tuple(module.training for module in modules), dtypes, around
+
+
+def _written_down(module: nn.Module) -> tuple:
+    """What of a module with parts at several positions is in a recording as it was: numbers, switches, user's hooks."""
+    attributes = ((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str))
+    return *attributes, torch_private.hook_numbers(module, except_of="autoshard")
 
 
 def input_tensors(part: Part, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -19,10 +19,11 @@ from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, in
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree, agree_in_step
 from autoshard.runtime.chunks import Part, split, split_rows
+from autoshard.runtime.clipping import watch_staged_norms
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.left_behind import put_on_stages
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
-from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
 
 
 class RankSchedule:
@@ -102,6 +103,7 @@ class RankSchedule:
         cuts = cut_record(model)
         if cuts is not None:  # hooks of the root see no forward here
             cuts.unplanned.watch(model, lambda: [self._record.device], cuts.handles)
+        watch_staged_norms(model, self._record)  # a copy of the model is not known yet
         aside = Aside(engine.parameters, self._sums)
         try:
             engine.run(ways, inputs, finish)
@@ -132,6 +134,7 @@ class RankSchedule:
         ways: list[Prepared] = []
         error: Exception | None = None
         try:
+            _check_nothing_new(model, record)
             for part in parts:
                 way = next((way for way in known if goes_this_way(way, part, record.device)), None)
                 if way is None:
@@ -147,7 +150,8 @@ class RankSchedule:
             adopt_held(model, record, known[0].held)
             self._sums = find_sums(model, record)
         assert engine is not None
-        self._engines[key] = known, engine
+        # again: a forward may count its calls, and has just been recorded
+        self._engines[(*shape_key(parts[0], model), training)] = known, engine
         return ways, engine
 
     def _factors(
@@ -172,6 +176,16 @@ class RankSchedule:
         total = total or float(sum(part.rows for part in parts))
         every = float(replicas.all_reduce(torch.tensor([total], dtype=torch.float64, device=self._record.device)))
         return [factor * total / every for factor in factors]
+
+
+def _check_nothing_new(model: nn.Module, record: PipelineRecord) -> None:
+    """Raise `ApplyError` for parameters that were added after apply: they belong to no stage."""
+    new = [name for name, _ in model.named_parameters() if name not in record.holders]
+    if new:
+        raise ApplyError(
+            f"{new[0]} was added after autoshard.apply, and is in no stage of the plan. Call autoshard.remove(model), "
+            "add it then, and apply a plan that was made with it."
+        )
 
 
 def _check_equal(parts: Sequence[Part]) -> None:

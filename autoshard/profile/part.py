@@ -36,25 +36,36 @@ class Sizes:
     moved: list[int]
 
 
-def smaller_sizes(profile: Profile, parts: Array) -> Sizes:
+def smaller_sizes(profile: Profile, parts: Array, sizes: Sizes | None = None) -> Sizes:
     """Return the sizes of a run of whose values there are only these parts ([values], 1 for those that are whole).
 
     A storage shrinks with the first value in it, the FLOPs of an op with the smallest part of what it touches, and the
-    bytes it moves as all that it touches does.
+    bytes it moves as all that it touches does. `sizes`: what the parts are of, if not of the run as it was recorded.
     """
-    graph, columns = profile.graph, columns_of(profile.graph)
-    touched, whole = columns.touched, columns.value_bytes
+    columns = columns_of(profile.graph)
+    touched, sizes = columns.touched, sizes or _recorded(profile)
+    whole = np.array(sizes.values, np.int64)
     values = np.ceil(whole * parts).astype(np.int64)
-    storages = np.ceil(np.array([row.nbytes for row in graph.storages], np.int64) * columns.of_storages(parts, 1.0))
+    storages = np.ceil(np.array(sizes.storages, np.int64) * columns.of_storages(parts, 1.0))
     before, after = (touched.sums(nbytes).astype(np.int64).tolist() for nbytes in (whole, values))
     return Sizes(
         values=values.tolist(),
         storages=storages.astype(np.int64).tolist(),
-        flops=[ceil(op.flops * part) if part < 1 else op.flops
-               for op, part in zip(graph.ops, touched.least(parts).tolist(), strict=True)],
+        flops=[ceil(flops * part) if part < 1 else flops
+               for flops, part in zip(sizes.flops, touched.least(parts).tolist(), strict=True)],
         moved=[nbytes * new // old if new < old else nbytes  # in Python's numbers, which are as large as they must be
-               for nbytes, old, new in zip(profile.op_bytes, before, after, strict=True)],
+               for nbytes, old, new in zip(sizes.moved, before, after, strict=True)],
     )  # fmt: skip
+
+
+def _recorded(profile: Profile) -> Sizes:
+    graph = profile.graph
+    return Sizes(
+        values=columns_of(graph).value_bytes.tolist(),
+        storages=[row.nbytes for row in graph.storages],
+        flops=[op.flops for op in graph.ops],
+        moved=list(profile.op_bytes),
+    )
 
 
 def with_sizes(
@@ -83,19 +94,22 @@ def sizes_of_part(profile: Profile, part: float, carrying: frozenset[int]) -> Si
     return smaller_sizes(profile, _parts(profile.graph, part, carrying))
 
 
-def part_of_batch(profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None) -> Profile:
+def part_of_batch(
+    profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None,
+    sizes: Sizes | None = None, tensors: tuple[TensorInfo, ...] | None = None,
+) -> Profile:  # fmt: skip
     """Return the profile of the run with `rows` of the batch; ops, modules and parameters stay, sizes shrink.
 
-    `carrying`: what `carriers_of_rows` says of this graph, if it is known already. The figures per module stay those of
-    the whole batch.
+    `carrying`: what `carriers_of_rows` says of this graph, if it is known already; `sizes`, `tensors`: of the whole
+    batch, if they are not those of the profile. The figures per module stay those of the whole batch.
     """
     if rows == batch.size:
-        return profile
+        return profile if sizes is None else with_sizes(profile, sizes, tensors=tensors)
     carrying = carriers_of_rows(profile.graph, batch) if carrying is None else carrying
     parts = _parts(profile.graph, rows / batch.size, carrying)
     copies = [value.copy_bytes if value.copy_bytes <= 0 else ceil(value.copy_bytes * part)
               for value, part in zip(profile.graph.values, parts.tolist(), strict=True)]  # fmt: skip
-    return with_sizes(profile, smaller_sizes(profile, parts), copy_bytes=copies)
+    return with_sizes(profile, smaller_sizes(profile, parts, sizes), copy_bytes=copies, tensors=tensors)
 
 
 def _parts(graph: ModelGraph, part: float, carrying: frozenset[int]) -> Array:
@@ -160,13 +174,13 @@ def _made_of_nothing(graph: ModelGraph, carrying: set[int]) -> set[int]:
     """Storages of zeros and the like of which ops make what has rows, in the same shape: zeros(rows * heads, S, S)."""
     made = {graph.values[value].storage for op in graph.ops if not op.inputs for value in op.outputs}
     made -= {graph.values[value].storage for value in carrying}
-    shapes = [{graph.values[value].shape for value in op.outputs if value in carrying} for op in graph.ops]
-    return {
-        graph.values[value].storage
-        for op, rows in zip(graph.ops, shapes, strict=True) if rows
-        for value in op.inputs
-        if graph.values[value].storage in made and graph.values[value].shape in rows
-    }  # fmt: skip
+    columns, found = columns_of(graph), set()
+    reads = columns.inputs
+    for at in np.flatnonzero(np.isin(columns.storage[reads.value], list(made))).tolist():
+        row, op = graph.values[reads.value[at]], graph.ops[reads.op[at]]
+        if any(value in carrying and graph.values[value].shape == row.shape for value in op.outputs):
+            found.add(row.storage)
+    return found
 
 
 def _gradient_of(graph: ModelGraph) -> dict[int, list[int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.module_paths import parent
@@ -246,13 +247,12 @@ def _edges(
             copies.append(2 if differentiable else 0 if row.storage in owner else 1)
         edges[rows[index], unit] = None
 
-    uncounted = graph.uncounted
-    for op in graph.ops[: graph.backward_begin]:
-        if op.index in uncounted:
-            continue
-        unit = int(op_unit[op.index])
-        for index in op.inputs:
-            add(index, unit)
+    reads, counted = columns_of(graph).inputs, np.arange(len(graph.ops)) < graph.backward_begin
+    counted[list(graph.uncounted)] = False
+    makers, reading = columns_of(graph).maker[reads.value], op_unit[reads.op]
+    elsewhere = counted[reads.op] & ((makers < 0) | (op_unit[makers] != reading))
+    for index, unit in dict.fromkeys(zip(reads.value[elsewhere].tolist(), reading[elsewhere].tolist(), strict=True)):
+        add(index, unit)
     for index in graph.outputs:
         if graph.values[index].op >= 0:
             add(index, len(unit_of) or 1)

@@ -38,6 +38,8 @@ def watch_norms(model: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
 
 def watch_staged_norms(model: nn.Module, record: PipelineRecord) -> None:
     """Let norms take the other positions of a pipeline into account until `forget_norms`, or until it is gone."""
+    if any(reference() is model for reference, _ in _staged):
+        return
     if not _models and not _staged:
         _replace(True)
     _staged.append((weakref.ref(model, _clean), record))

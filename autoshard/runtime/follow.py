@@ -28,7 +28,10 @@ class Installed:
     """Undoes `install`."""
 
     model: "weakref.ref[nn.Module]"
-    followers: list[Follower]
+
+    def __deepcopy__(self, memo: dict) -> "Installed":
+        copied = memo.get(id(self.model()))
+        return Installed(self.model if copied is None else weakref.ref(copied))
 
     def remove(self) -> None:
         """Give every module its own forward and tensors back."""
@@ -39,13 +42,11 @@ class Installed:
             for kind in _KINDS:
                 if type(vars(module)[kind]) is Shown:
                     vars(module)[kind] = dict(vars(module)[kind].items())
-        for follower in self.followers:
-            module = follower.module()  # type: ignore[assignment]
-            if module is None or vars(module).get("forward") is not follower:
-                continue
-            del vars(module)["forward"]
-            if follower.usual is not None:
-                vars(module)["forward"] = follower.usual
+            follower = vars(module).get("forward")
+            if isinstance(follower, Follower):
+                del vars(module)["forward"]
+                if follower.usual is not None:
+                    vars(module)["forward"] = follower.usual
 
 
 def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int]) -> Installed:
@@ -72,7 +73,7 @@ def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int])
         assert module is not None
         vars(module)["forward"] = follower
     record.extras["inference"] = following
-    return Installed(weakref.ref(model), followers)
+    return Installed(weakref.ref(model))
 
 
 def _places(model: nn.Module, positions: dict[str, int]) -> tuple[dict[str, int], set[str]]:

@@ -31,7 +31,6 @@ class PipelineRecord:
         originals: name -> device it was on before; `whole`: name -> its shape when the model is whole.
         silent: set while the model runs only to be recorded: whatever hooks a forward lets it pass.
         extras: what else belongs to the applied model, by who put it there.
-        handles: undo the hooks.
     """
 
     plan: Plan
@@ -47,7 +46,6 @@ class PipelineRecord:
     originals: Mapping[str, torch.device]
     silent: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
 
     def owner(self, name: str) -> int:
         """The position whose value of a tensor counts."""
@@ -62,10 +60,11 @@ class PipelineRecord:
 
 
 class Marked:
-    """The hook on the root that holds the record; it does nothing."""
+    """The hook on the root that holds the record, and what undoes the hooks of this very model; it does nothing."""
 
     def __init__(self, record: PipelineRecord) -> None:
         self.record = record
+        self.handles: list[Any] = []
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         return None
@@ -73,5 +72,10 @@ class Marked:
 
 def pipeline_record(model: nn.Module) -> PipelineRecord | None:
     """What of a pipeline over processes was applied to a model, None if nothing was."""
-    hooks = torch_private.forward_pre_hooks(model)
-    return next((hook.record for hook in hooks if isinstance(hook, Marked)), None)
+    mark = mark_of_stages(model)
+    return None if mark is None else mark.record
+
+
+def mark_of_stages(model: nn.Module) -> Marked | None:
+    """The hook that says that a pipeline over processes is applied to a model, None if none is."""
+    return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, Marked)), None)

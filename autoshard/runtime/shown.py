@@ -85,6 +85,11 @@ class Away(nn.Parameter):
         record = vars(self).get("record")
         return torch.device("meta") if record is None or record.silent else record.device
 
+    def __deepcopy__(self, memo: dict) -> "Away":
+        made = super().__deepcopy__(memo)
+        vars(made).update(vars(self))  # the record, too
+        return made
+
 
 def send_away(parameter: Any, record: PipelineRecord) -> None:
     """Let a parameter that is on meta say that it is here."""

@@ -258,6 +258,12 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.is_inference() and type(tensor) is torch.Tensor else tensor
 
 
+def is_over_several(module: nn.Module) -> bool:
+    """Whether a module of a pipeline can be called and has parts at several positions."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, Follower) and forward.position is None
+
+
 def _kind_of(args: tuple, kwargs: dict) -> Any:
     """What kind of arguments these are: the same in all processes, and for most calls of a module."""
 

@@ -28,7 +28,7 @@ from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.follow import Installed, install
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
-from autoshard.runtime.pipeline_record import Marked, PipelineRecord, pipeline_record
+from autoshard.runtime.pipeline_record import Marked, PipelineRecord, mark_of_stages
 from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16
@@ -77,10 +77,11 @@ def apply_stages(
         if undo is not None:
             undo()
         raise
-    record.handles.append(model.register_forward_pre_hook(Marked(record)))
+    marked = Marked(record)
+    marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
     stages = stage_of_tensors(plan, tensors)
-    record.handles.append(install(model, record, {name: at % plan.mesh.pipeline for name, at in stages.items()}))
+    marked.handles.append(install(model, record, {name: at % plan.mesh.pipeline for name, at in stages.items()}))
     return model
 
 
@@ -89,19 +90,20 @@ def remove_stages(model: nn.Module) -> nn.Module:
 
     Raises `ApplyError` if nothing is applied, `RankError` if a rank is gone.
     """
-    record = pipeline_record(model)
-    if record is None:
+    marked = mark_of_stages(model)
+    if marked is None:
         raise ApplyError("nothing to remove: this model is not divided into stages.")
+    record = marked.record
     if cut_record(model) is not None:
         remove_cuts(model)
-    for handle in record.handles:
+    for handle in marked.handles:
         if isinstance(handle, Installed):
             handle.remove()
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
     forget_norms(model)
-    for handle in record.handles:
+    for handle in marked.handles:
         handle.remove()
     return model
 

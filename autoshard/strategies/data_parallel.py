@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
 from autoshard.axes.regions import element_of, repeated_elements
 from autoshard.batching import BatchAxis
+from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.errors import PlanError
@@ -239,13 +242,12 @@ def gathered_blocks(graph: ModelGraph) -> list[str]:
     elements = frozenset(paths)
     block_of = {name: element_of(name, elements) for name in values.values()}
     foreign: set[str] = set()
-    for op in graph.ops:
-        if op.backward:
-            continue
-        for value in op.inputs:
-            name = storages.get(graph.values[value].storage)
-            if name is not None and block_of[name] and not is_below(graph.calls[op.call].path, block_of[name]):
-                foreign.add(block_of[name])
+    columns = columns_of(graph)
+    reads = columns.inputs
+    for at in np.flatnonzero(np.isin(columns.storage[reads.value], list(storages))).tolist():
+        op, block = graph.ops[reads.op[at]], block_of[storages[columns.storage[reads.value[at]]]]
+        if block and not op.backward and not is_below(graph.calls[op.call].path, block):
+            foreign.add(block)
     for names in graph.tied():  # one that is registered in two places belongs to both
         homes = {block_of.get(name, "") for name in names}
         foreign |= homes if len(homes) > 1 else set()

@@ -176,13 +176,14 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
     seeks_least = not any_will_do and strategy not in ("sequential", "balanced_low_0") and objective != "memory"
     seeks_least = seeks_least and bool(chain.seconds.any())
     seeks_least = seeks_least and chain.num_units * chain.num_devices <= _MANY_STAGES
+    most = max(_fullest(limit, budget) for limit in limits)
     best: Checked | None = None
     least: float | None = None  # how full the fullest device is, whatever is where; worked out if in doubt
     for limit in limits:
         posed = replace(chain, capacity_bytes=limit)
         if best is None and not _has_room(posed):
-            least = _least_load(chain, budget) if least is None else least
-            if least * (1 - _SAME) > float((limit / np.maximum(budget, 1.0)).max()):
+            least = _least_load(chain, budget, most) if least is None else least
+            if least * (1 - _SAME) > _fullest(limit, budget):
                 continue
         given = strategy == "sequential"
         finest = sequential(posed, objective) if given else balanced(posed, objective, any_equal=True)
@@ -196,10 +197,28 @@ def _first(task: _Task, chain: Chain, *, any_will_do: bool = False) -> Checked |
     return best
 
 
-def _least_load(chain: Chain, budget: np.ndarray) -> float:
-    """What no contiguous placement goes below: the part of its budget that the fullest device holds, by the chain."""
+def _fullest(limit: np.ndarray, budget: np.ndarray) -> float:
+    """The part of its budget that a device may hold at most with these limits."""
+    return float((limit / np.maximum(budget, 1.0)).max())
+
+
+def _least_load(chain: Chain, budget: np.ndarray, most: float) -> float:
+    """What no contiguous placement goes below: the part of its budget that the fullest device holds, by the chain.
+
+    Where `simple_load` exceeds `most` it is enough to know that.
+    """
+    simple = simple_load(chain, budget)
+    if simple * (1 - _SAME) > most:
+        return simple
     even = most_even(replace(chain, capacity_bytes=budget))
     return np.inf if even is None else even.bound
+
+
+def simple_load(chain: Chain, budget: np.ndarray) -> float:
+    """What `_least_load` is not below: all units are somewhere, and each is whole."""
+    room = np.maximum(budget, 1.0)
+    unit = float((chain.resident_bytes + chain.transient_bytes).max())
+    return max(unit / float(room.max()), float(chain.resident_bytes.sum()) / float(room.sum()))
 
 
 def _has_room(chain: Chain) -> bool:

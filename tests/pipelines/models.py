@@ -113,3 +113,17 @@ def skips():
 def shared():
     """(model, stages, inputs)."""
     return Shared(), [["layers.0"], ["layers.1"], ["layers.2"], ["layers.3"]], {"x": torch.randn(8, 6)}
+
+
+class Scaled(nn.Module):
+    """What its own forward does is in the recording: a number, a switch, a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.squared, self.calls = 1.0, False, 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.second(torch.tanh(self.first(x))) * self.scale
+        return {"loss": (x**2 if self.squared else x).mean(), "x": x}

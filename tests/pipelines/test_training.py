@@ -1,5 +1,6 @@
 """Around the steps of a pipeline over processes: clipping, optimizers, saving, and what goes wrong."""
 
+import copy
 import dataclasses
 import hashlib
 import pathlib
@@ -8,10 +9,11 @@ from functools import partial
 import torch
 
 import autoshard
+from autoshard.errors import ApplyError
 from autoshard.plan import Mesh
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.staged import check_stages
-from tests.pipelines.models import Tied, decoder, shared, tied
+from tests.pipelines.models import Scaled, Tied, decoder, shared, tied
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import token_loss
 from tests.ranks import run_ranks
@@ -109,6 +111,64 @@ def overflows():
 def test_a_step_that_one_rank_leaves_out_all_leave_out():
     for said in run_ranks(overflows, 2):
         assert said == [(True, 4.0), (False, 4.0)] * 2
+
+
+def changes():
+    """What is changed between steps counts in the next one; copies are models of their own."""
+    torch.manual_seed(0)
+    model, inputs = Scaled(), {"x": torch.randn(8, 4)}
+    alone = copy.deepcopy(model)
+    autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs, parts=2))
+    runner, wrong = autoshard.schedule(model), []
+
+    def same(name, model=model, runner=runner):
+        alone.zero_grad()
+        alone(**inputs)["loss"].backward()
+        model.zero_grad()
+        runner.step(**inputs)
+        own = [one.grad for one in model.parameters() if not one.is_meta]
+        wanted = [b.grad for a, b in zip(model.parameters(), alone.parameters(), strict=True) if not a.is_meta]
+        if not all(torch.allclose(*pair) for pair in zip(own, wanted, strict=True)):
+            wrong.append(name)
+
+    same("first")
+    recorded = model.calls
+    same("again")
+    if model.calls != recorded:
+        wrong.append("recorded again")
+    for name, value in (("scale", 0.5), ("squared", True)):
+        setattr(model, name, value)
+        setattr(alone, name, value)
+        same(name)
+    hooks = [one.register_forward_hook(lambda module, args, out: {"loss": out["loss"] * 3}) for one in (model, alone)]
+    same("hook")
+    for hook in hooks:
+        hook.remove()
+    same("hook removed")
+    for one in (model, alone):
+        one.double()
+    inputs["x"] = inputs["x"].double()
+    same("dtype")
+    other = copy.deepcopy(model)
+    same("copy", other, autoshard.schedule(other))
+    norms = [float(torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)) for one in (other, alone)]
+    if abs(norms[0] - norms[1]) > 1e-6:
+        wrong.append("norm of the copy")
+    autoshard.remove(other)
+    same("after the copy is gone")
+    model.first.more = torch.nn.Parameter(torch.ones(()))
+    try:
+        runner.step(**inputs)
+    except ApplyError as error:
+        if "first.more was added after autoshard.apply" not in str(error):
+            wrong.append(str(error))
+    else:
+        wrong.append("added")
+    return wrong
+
+
+def test_changes_between_steps_count():
+    assert run_ranks(changes, 2) == [[], []]
 
 
 def refused():

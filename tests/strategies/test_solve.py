@@ -9,7 +9,8 @@ from autoshard.cost import relaxed_bound
 from autoshard.strategies import solve as solve_module
 from autoshard.strategies.chain import Chain, cost_of
 from autoshard.strategies.levels import coarsen, cut_depths
-from autoshard.strategies.solve import Solution, can_fit, solve
+from autoshard.strategies.placing import simple_load
+from autoshard.strategies.solve import Solution, can_fit, most_even, solve
 from tests.strategies.brute import all_assignments, price_all
 from tests.strategies.random_chains import random_chain, with_devices
 
@@ -152,6 +153,13 @@ def test_the_relaxed_bound_is_below_the_optimum(seed: int) -> None:
             held = np.asarray(chain.resident_bytes, float)
             bound = relaxed_bound(chain.seconds, held, np.asarray(chain.capacity_bytes, float), objective)
             assert bound <= found.value * (1 + 1e-9) + 1e-9
+
+
+@given(seed=st.integers(0, 10**9))
+def test_the_simple_load_is_below_the_most_even_one(seed: int) -> None:
+    chain = random_chain(seed)
+    even = most_even(chain)
+    assert even is None or simple_load(chain, np.asarray(chain.capacity_bytes, float)) <= even.bound * (1 + 1e-9)
 
 
 @given(seed=st.integers(0, 10**9))
