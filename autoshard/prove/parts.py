@@ -5,7 +5,6 @@ values in double precision, where the model can be brought to it: what rows add 
 values themselves, and not in the tenth digit.
 """
 
-import math
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +19,12 @@ from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.prove.copied import Trial
+from autoshard.prove.differences import difference, off_by
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import Part, merge, split
 from autoshard.runtime.left_behind import attributes, is_in, match, new_tensors
 
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 5e-4}
-"""Largest difference relative to the largest value of a tensor. Models compute parts in single precision anyhow."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 """How near, relative to the largest value, two ways to make the same output are alike."""
 NOISE = 1e-6
@@ -176,7 +174,7 @@ def _check_again(first: Result, second: Result) -> None:
     for (path, wanted), (_, found) in zip(
         nested.tensors_in(first.output), nested.tensors_in(second.output), strict=False
     ):
-        if _difference(wanted, found):
+        if difference(wanted, found):
             places = ", ".join(sorted(second.left)[:4])
             raise Mixed(f"{path or 'its output'} is another in a second call, by what the first one leaves in {places}")
 
@@ -262,8 +260,8 @@ def find_output(
         except PlanError:
             continue
         merged = nested.tensor_at(made, path)
-        if merged is not None and not _difference(whole, merged):
-            off = _off(whole, merged)[0]
+        if merged is not None and not difference(whole, merged):
+            off = off_by(whole, merged)[0]
             found.append((off, how))
             if how.how == "cat" or (how.how == "same" and not off):  # no other can be as good
                 break
@@ -283,7 +281,7 @@ def _closest(found: Sequence[tuple[float, BatchOutput]], whole: torch.Tensor) ->
     With random weights all tokens have about the same loss, so the mean over rows is near that over the labels that
     count, and even that of one part.
     """
-    rounding = ROUNDING.get(whole.dtype, ROUNDING[torch.float32]) * _off(whole, whole)[1]
+    rounding = ROUNDING.get(whole.dtype, ROUNDING[torch.float32]) * off_by(whole, whole)[1]
     limit = max(10 * min(off for off, _ in found), rounding)
     return [how for off, how in found if off <= limit]
 
@@ -314,7 +312,7 @@ def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: D
 def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
     for name, value in whole.written.items():
         for result in results:
-            if name not in result.written or _difference(value, result.written[name]):
+            if name not in result.written or difference(value, result.written[name]):
                 raise Mixed(f"the buffer {name} is written, and parts write something else into it", values=True)
     return list(whole.written)
 
@@ -333,7 +331,7 @@ def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
         raise Mixed(f"{min(set(wanted) ^ set(found))} has a gradient in one way only")
     largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
     for name, value in wanted.items():
-        if _difference(value, found[name], NOISE * largest):
+        if difference(value, found[name], NOISE * largest):
             raise Mixed(f"the gradient of {name} is not the sum of those of parts", values=True)
 
 
@@ -360,35 +358,6 @@ def _gradients(model: nn.Module, output: Any, weights: Mapping[str, torch.Tensor
     for _, parameter in named.values():
         parameter.grad = None
     return found
-
-
-def _difference(wanted: torch.Tensor, found: torch.Tensor, noise: float = 0.0) -> float:
-    """The largest difference where it is above what rounding explains, else 0."""
-    off, scale = _off(wanted, found)
-    return off if off > TOLERANCES.get(wanted.dtype, 5e-4) * scale + noise else 0.0
-
-
-def _off(wanted: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
-    """(largest difference, largest value); the first is infinite where no rounding explains it."""
-    if wanted.shape != found.shape or wanted.dtype != found.dtype:
-        return math.inf, 0.0
-    wanted, found = wanted.detach(), found.detach()
-    if not (wanted.is_floating_point() or wanted.is_complex()):
-        return (0.0 if torch.equal(wanted, found) else math.inf), 0.0
-    if not wanted.numel():
-        return 0.0, 0.0
-    off, scale = float((wanted - found).abs().max()), float(wanted.abs().max())
-    if not (math.isfinite(off) and math.isfinite(scale)):
-        good = wanted.isfinite()
-        same = wanted.isnan() == found.isnan()
-        if not torch.equal(good, found.isfinite()) or not bool(
-            (same & (good | wanted.isnan() | (wanted == found))).all()
-        ):
-            return math.inf, 0.0
-        if not good.any():
-            return 0.0, 0.0
-        off, scale = float((wanted - found)[good].abs().max()), float(wanted[good].abs().max())
-    return off, scale
 
 
 def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
