@@ -41,7 +41,7 @@ def segments_of(graph: ModelGraph, staged: Staged, stages: Sequence[Stage], *, p
     return found
 
 
-def run_again(graph: ModelGraph, moves: Flow, segments: Array) -> tuple[Flow, Array]:
+def run_again(graph: ModelGraph, moves: Flow, segments: Array, *, processes: bool) -> tuple[Flow, Array]:
     """Change what a flow keeps from forward to backward to what is computed again; and which of its rows are new."""
     rows = moves.buffers
     if not (segments >= 0).any():
@@ -56,6 +56,8 @@ def run_again(graph: ModelGraph, moves: Flow, segments: Array) -> tuple[Flow, Ar
     died = rows.died.astype(np.float64)  # also of what nothing will go back through
     died[of_row >= 0] = np.minimum(died[of_row >= 0], [ends[number] for number in of_row[of_row >= 0].tolist()])
     of_row[rows.died - 1 < begin] = -1
+    if not processes:  # there stages keep what they receive
+        died = _hold_arguments(graph, moves, died, segments)
     if not (of_row >= 0).any():
         return replace(moves, buffers=replace(rows, died=died)), np.zeros(len(rows.storage), bool)
     first = _first_use(graph, dropped)
@@ -120,6 +122,23 @@ def _first_use(graph: ModelGraph, dropped: dict[int, int]) -> dict[int, int]:
             if number >= 0:
                 found.setdefault(number, op.index)
     return found
+
+
+def _hold_arguments(graph: ModelGraph, moves: Flow, died: Array, segments: Array) -> Array:
+    """Let what a call was given be there until it has gone back: to run again it needs its arguments."""
+    rows, until = moves.buffers, dict[int, int]()
+    for save in graph.saves:
+        number = int(segments[save.op])
+        if number >= 0:
+            until[number] = max(save.released, until.get(number, 0))
+    for number, time in until.items():
+        call = graph.calls[number]
+        given = {graph.values[value].storage for value in call.inputs}
+        devices = {moves.op_device[op] for op in np.flatnonzero(segments == number).tolist()}
+        there = np.isin(rows.device, list(devices)) & np.isin(rows.storage, list(given))
+        there &= (rows.born <= call.begin) & (rows.died - 1 >= call.begin)
+        died = np.where(there, np.maximum(died, time), died)
+    return died
 
 
 def _while_running(rows: Buffers, segments: Array, number: int, own: Array) -> tuple[list[int], set[int]]:

@@ -105,7 +105,7 @@ class StageMemory:
             moves, clones = exchange(graph, staged, moves, len(stages), schedule)
         segments = segments_of(graph, staged, stages, processes=processes)
         self.runs_again = segments >= 0
-        moves, again = run_again(graph, moves, segments)
+        moves, again = run_again(graph, moves, segments, processes=processes)
         rows = moves.buffers
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]

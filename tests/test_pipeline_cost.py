@@ -201,6 +201,32 @@ def test_copies_of_outputs_are_no_outputs():
     check_peaks(Encoder().eval(), {"x": torch.randn(8, 12, 16)})
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_a_copy_of_what_is_expanded_for_every_row_is_as_large_as_it(train):
+    """And where modules run again it stays with what they were given."""
+
+    class Add(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(16, 16)
+
+        def forward(self, x, places):
+            return self.mix(x) + places
+
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(16, 16), Add(), nn.Linear(16, 16)])
+            self.register_buffer("places", torch.randn(1, 48, 16))
+
+        def forward(self, x):
+            first, second, third = self.parts
+            return third(second(first(x), (self.places * 2).expand(len(x), -1, -1)))
+
+    torch.manual_seed(0)
+    check_peaks(Places().train(train), {"x": torch.randn(8, 48, 16)}, recompute=train)
+
+
 def test_an_output_that_another_device_saves_goes_where_it_was_made():
     """Its copy is what backward needs: the original goes once the outputs are put together."""
 
@@ -295,10 +321,11 @@ def test_a_view_of_a_table_of_another_stage_comes_once_for_each_micro_batch(trai
     check_peaks(Tied().train(train), {"ids": torch.randint(0, 300, (8, 12))})
 
 
-def check_peaks(model, inputs):
+def check_peaks(model, inputs, *, recompute=False):
     """Planned peaks of four micro-batches on three devices are those of the run."""
     workload = autoshard.Workload(mode="training" if model.training else "inference", batch_size=8, optimizer="none")
     plan = pipeline_by_hand(model, inputs, find_batch_axis(model, inputs, workload), workload=workload)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
     checked = autoshard.verify(model, plan, inputs=inputs)
     assert checked.ok, checked.first_difference
     for peak in checked.peaks:

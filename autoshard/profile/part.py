@@ -107,7 +107,9 @@ def part_of_batch(
         return profile if sizes is None else with_sizes(profile, sizes, tensors=tensors)
     carrying = carriers_of_rows(profile.graph, batch) if carrying is None else carrying
     parts = _parts(profile.graph, rows / batch.size, carrying)
-    copies = [value.copy_bytes if value.copy_bytes <= 0 else ceil(value.copy_bytes * part)
+    stored = columns_of(profile.graph).of_storages(parts, 1.0).tolist()  # a copy of what is expanded has no more
+    copies = [value.copy_bytes if value.copy_bytes <= 0
+              else ceil(value.copy_bytes * (part if value.nbytes <= value.copy_bytes else stored[value.storage]))
               for value, part in zip(profile.graph.values, parts.tolist(), strict=True)]  # fmt: skip
     return with_sizes(profile, smaller_sizes(profile, parts, sizes), copy_bytes=copies, tensors=tensors)
 
@@ -138,6 +140,8 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     gradient_of = _gradient_of(graph)
     for op in graph.ops:
         depends = not reads.isdisjoint(op.inputs)
+        if op.backward and not op.inputs and op.forward >= 0:  # indices, or zeros that a gradient is put into
+            depends = not carrying.isdisjoint((*graph.ops[op.forward].inputs, *graph.ops[op.forward].outputs))
         for value in op.outputs:
             row = graph.values[value]
             if value in own or row.storage in gradients:

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
+from autoshard.runtime.elementwise import check_elementwise
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.slices import CutTensor
 
 Cuts = dict[str, CutTensor]
 _models: "list[tuple[weakref.ref[nn.Module], Cuts, Ranks]]" = []
+_watching: list[Any] = []
 _staged: "list[tuple[weakref.ref[nn.Module], PipelineRecord]]" = []
 
 
@@ -62,6 +65,20 @@ def _clean(reference: Any) -> None:
 def _replace(own: bool) -> None:
     torch_private.replace_total_norm(_total_norm if own else None)
     torch_private.replace_unscale(_unscaled if own else None)
+    if own:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    while _watching and not own:
+        _watching.pop().remove()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse optimizers that would need whole parameters where some are cut."""
+    cut: dict[int, int] = {}
+    for reference, cuts, _ in list(_models):
+        model = reference()
+        named = () if model is None else model.named_parameters()
+        cut |= {id(parameter): cuts[name].dim for name, parameter in named if name in cuts}
+    check_elementwise(optimizer, cut, closure=any(callable(one) for one in (*args[1:], kwargs.get("closure"))))
 
 
 def _unscaled(

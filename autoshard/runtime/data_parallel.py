@@ -36,7 +36,7 @@ from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.moves import move_tensors, named_tensors
-from autoshard.runtime.sharded import Replaced, check_shardable, no_sync, shard, unshard
+from autoshard.runtime.sharded import Replaced, check_shardable, is_sharded, no_sync, shard, unshard
 from autoshard.runtime.staged import group_of
 
 
@@ -107,7 +107,8 @@ def apply_replicas(
             undo()
         raise
     if mesh.sharded:
-        record.handles.append(model.register_forward_pre_hook(Marked(record)))
+        known = frozenset(name for name, _ in model.named_parameters())
+        record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
         _offer_no_sync(model, functools.partial(no_sync, model))
     else:
         average_gradients(model, record)
@@ -192,13 +193,22 @@ def remove_replicas(model: nn.Module) -> nn.Module:
 
 
 class Marked:
-    """The hook on the root of a sharded replica that holds the record; it does nothing."""
+    """The hook on the root of a sharded replica that holds the record. `known`: names of the parameters at apply."""
 
-    def __init__(self, record: ReplicaRecord) -> None:
-        self.record = record
+    def __init__(self, record: ReplicaRecord, known: frozenset[str]) -> None:
+        self.record, self.known = record, known
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        return None
+        """Refuse to train parameters whose gradients nobody would average."""
+        if not torch.is_grad_enabled():
+            return
+        named = ((name, one) for name, one in module.named_parameters() if name not in self.known)
+        new = [name for name, one in named if one.requires_grad and not is_sharded(one)]
+        if new:
+            raise ApplyError(
+                f"{new[0]} was added after autoshard.apply sharded the parameters, and each process would train its "
+                "own. Call autoshard.remove(model), add it then, and apply the plan again."
+            )
 
 
 class Inner(nn.Module):

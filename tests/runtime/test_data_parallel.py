@@ -290,12 +290,18 @@ def sharded_habits():
         early.step()
     except ApplyError as error:
         said = str(error)
+    model.out.more = nn.Parameter(torch.ones(3))  # nobody would average its gradients
+    try:
+        model(**mine)
+    except ApplyError as error:
+        said += str(error)
     return apart, float((norms[0].full_tensor() - norms[1]).abs()), said
 
 
 def test_what_people_do_with_sharded_replicas():
     for apart, norms, said in run_ranks(sharded_habits, 2):
         assert apart < 1e-6 and norms < 1e-5 and "made before autoshard.apply" in said, (apart, norms, said)
+        assert "out.more was added after autoshard.apply sharded" in said
 
 
 def save_replicas(folder):

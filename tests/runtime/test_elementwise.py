@@ -1,0 +1,59 @@
+"""Optimizers of cut models: those that look at whole matrices are refused, others step as ever."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import ApplyError
+
+EACH = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+    "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+    "foreach": lambda ps: torch.optim.RMSprop(ps, foreach=True),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+}
+WHOLE = {
+    "factored": torch.optim.Adafactor,
+    "orthogonal": lambda ps: torch.optim.Muon([one for one in ps if one.dim() == 2]),
+    "directions": torch.optim.LBFGS,
+}
+
+
+def cut_model():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8)
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+    return autoshard.apply(model, plan), x
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_treats_each_number_by_itself_steps(name):
+    model, x = cut_model()
+    optimizer = EACH[name](list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model(x).square().mean().backward()
+    called = []
+    optimizer.register_step_pre_hook(lambda *given: called.append(1))
+    optimizer.step()
+    scheduler.step()
+    assert called == [1] and all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_looks_at_whole_matrices_is_refused(name):
+    model, x = cut_model()
+    optimizer = WHOLE[name](list(model.parameters()))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model(x).square().mean().backward()
+    with pytest.raises(ApplyError, match="looks at more than one number of a parameter at a time"):
+        optimizer.step(*([lambda: torch.zeros(())] if name == "directions" else []))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    autoshard.remove(model)
+    optimizer.step(*([lambda: torch.zeros(())] if name == "directions" else []))
