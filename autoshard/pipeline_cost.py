@@ -73,7 +73,10 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     names = tuple(plan.devices[mesh.rank(pipeline=position)].name for position in range(mesh.pipeline))
     part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
-    figures = stage_figures(profile, part, plan.stages, devices, processes=processes, schedule=plan.schedule)
+    figures = stage_figures(
+        profile, part, plan.stages, devices, processes=processes, schedule=plan.schedule,
+        joins_kept=plan.batch is not None and bool(plan.batch.kept),
+    )  # fmt: skip
     run = run_schedule(
         figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes
     )

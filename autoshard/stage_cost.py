@@ -65,7 +65,7 @@ class Figures:
 
 def stage_figures(
     whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool,
-    schedule: str = "gpipe",
+    schedule: str = "gpipe", joins_kept: bool = False,
 ) -> Figures:  # fmt: skip
     """Work out what every stage costs; `part` is the profile of one micro-batch, `devices` that of every stage.
 
@@ -79,7 +79,7 @@ def stage_figures(
     if processes and staged.problems:  # one process has what all stages write
         raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
     forward, backward, weight = _seconds(part, staged, devices)
-    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule)
+    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule, joins_kept=joins_kept)
     held, training = memory.held, whole.workload.training
     trained = trained_sizes(graph) if training else []
     found = []

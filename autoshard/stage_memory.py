@@ -90,11 +90,12 @@ class StageMemory:
         runs_again: mask of the forward ops that run a second time.
 
     `schedule`: of a plan; processes hold what they exchange as it says.
+    `joins_kept`: forwards leave rows on attributes.
     """
 
     def __init__(
         self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool,
-        schedule: str = "gpipe",
+        schedule: str = "gpipe", joins_kept: bool = False,
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
         placements = {path: str(i) for i, stage in enumerate(stages) for path in stage.paths}
@@ -112,6 +113,8 @@ class StageMemory:
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
+        if joins_kept and not processes:
+            self.is_output |= self._is_left(rows) & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
             self.is_output = clones = np.concatenate([clones, np.zeros(len(kind) - len(clones), bool)])
@@ -148,6 +151,16 @@ class StageMemory:
         self.moves = replace(moves, buffers=replace(rows, died=died))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
+    def _is_left(self, rows: Buffers) -> np.ndarray:
+        """Mask over what has rows and is left on attributes of modules: it is put together as outputs are."""
+        graph = self.graph
+        others = {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
+        storages = {graph.values[value].storage for value in graph.lasting} - others
+        sizes = zip(self.whole.graph.storages, graph.storages, strict=True)
+        has_rows = [one.nbytes != part.nbytes for one, part in sizes]
+        mine = [one for one in storages if has_rows[one]]
+        return np.isin(rows.storage, mine) & ~rows.copied & (rows.born > 0) & (rows.born < graph.backward_begin)
+
     def _keep_once(self, rows: Buffers, died: np.ndarray) -> None:
         """Count what the model keeps beside its outputs (tables) once: a micro-batch finds it, or makes it anew.
 
@@ -158,6 +171,9 @@ class StageMemory:
         others |= {graph.values[save.value].storage for save in graph.saves}
         storages = {graph.values[value].storage for value in graph.lasting} - others
         mine = np.isin(rows.storage, list(storages)) & ~rows.copied & self.passing & (rows.born < begin)
+        joined = mine & np.isin(rows.storage, rows.storage[mine & self.is_output])
+        self.passing &= ~joined | self.is_output  # what the call before left goes when the first part is done
+        mine &= ~joined
         carried = dict(graph.carried)
         left = mine & (rows.born == 0) & np.isin(rows.storage, list(carried))
         made = mine & ~left

@@ -249,7 +249,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         outputs=outputs,
         written=tuple(sorted({name for one in checked for name in one.written})),
         attributes=tuple(sorted(changed := {name for one in checked for name in one.attributes})),
-        kept=tuple(ways[0] for ways in known.left.values()),
+        kept=tuple(ways[0] for ways in known.left.values() if ways[0].how != "same"),
         tracked=tuple(sorted(tracked & known.left.keys())),
         cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
         frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows))),

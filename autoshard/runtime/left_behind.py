@@ -22,7 +22,6 @@ from autoshard.runtime.chunks import Part, merge
 
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
-_ABSENT = object()
 _CONTAINERS = (list, deque, dict)
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,25 +52,30 @@ def new_tensors(model: nn.Module, known: Iterable[torch.Tensor]) -> dict[str, to
 
 
 class Attributes:
-    """Attributes of modules as they are now, to be brought back, or to see what is put into them."""
+    """Lists and dicts in attributes of modules, with what is in them now, to be brought back.
+
+    A tensor is not: the forward sets another one, whatever it finds there, and the old one should go then.
+    """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self.model = model
-        self.tensors = list(tensors_left(model, names).values())
-        self.held = []
+        self.held: dict[str, Callable[[Move], Any] | None] = {}
         for name in names:
             module, attribute = _owner(model, name)
-            value = vars(module).get(attribute, _ABSENT)
-            self.held.append((name, value, _contents(value)))
+            value = vars(module).get(attribute)
+            self.held[name] = _contents(value) if isinstance(value, _CONTAINERS) else None
 
     def bring_back(self, model: nn.Module, move: Move) -> None:
         """Let the attributes of a model, or of a replica of it, be what they were, with tensors where it is."""
-        for name, value, contents in self.held:
+        for name, contents in self.held.items():
             module, attribute = _owner(model, name)
-            if value is _ABSENT:
-                vars(module).pop(attribute, None)
-            else:
+            own = vars(_owner(self.model, name)[0])
+            if contents is not None:
                 vars(module)[attribute] = contents(move)
+            elif model is not self.model:
+                vars(module).pop(attribute, None)
+                if attribute in own:
+                    vars(module)[attribute] = map_tensors(own[attribute], move)
 
 
 class LeftBehind:
@@ -101,6 +105,7 @@ class LeftBehind:
     def end(self, part: int, shell: nn.Module | None = None) -> None:
         """After each part; `shell` as in `begin`."""
         new = new_tensors(shell or self.model, self.there) if self.batch.attributes else {}
+        self.there = []
         self.places = match([one.path for one in self.batch.outputs], new, self.batch.attributes)
         self.parts[part] = {known: new[place] for known, place in self.places.items()}
 

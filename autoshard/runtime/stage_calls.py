@@ -55,7 +55,7 @@ def divide_of(plan: Plan) -> Divide | None:
     """How a plan divides the calls of the model in a process of a pipeline, None if it does not."""
     if plan.batch is None or plan.num_microbatches < 2 or plan.mesh is None or plan.batch.written:
         return None
-    if any(one.how != "same" for one in plan.batch.kept):  # each process has attributes of its own
+    if plan.batch.kept:  # each process has attributes of its own
         return None
     division = Division(
         batch=plan.batch, count=plan.num_microbatches, stages=plan.mesh.pipeline, schedule=plan.schedule

@@ -55,8 +55,9 @@ class _Staged:
         self.traced = trace_cuts(graph, plan.cuts) if plan.cuts else Traced()
         self.staged = divide(graph, [stage.paths for stage in self.stages])
         self.memory = StageMemory(
-            profile, graph, self.stages, self.staged, processes=self.processes, schedule=plan.schedule
-        )
+            profile, graph, self.stages, self.staged, processes=self.processes, schedule=plan.schedule,
+            joins_kept=self.batch is not None and bool(self.batch.kept),
+        )  # fmt: skip
         self.weights = weight_ops(graph)
         of_op = np.array(self.staged.op_stage, np.int64)
         self.ops_of = [np.flatnonzero(of_op == stage).tolist() for stage in range(len(self.stages))]
