@@ -147,7 +147,7 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
     outputs = [result.output for result in results]
     _refuse_without_numbers(whole.output)
     found = find_outputs(whole.output, outputs, division, None if known is None else known.ways)
-    names = [name for name, *_ in attributes(trial.model)] if earlier.left else []
+    names = [name for name, _ in attributes(trial.model)] if earlier.left else []
     if known is not None:
         whole = _renamed(whole, known.left, names)
     results = [_renamed(result, whole.left, names) for result in results]

@@ -9,7 +9,7 @@ close   they become one as outputs do, and that is what the model has afterwards
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ from autoshard.runtime.chunks import Part, merge
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
 _CONTAINERS = (list, deque, dict)
+_NESTED = (torch.Tensor, tuple, list, dict)
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
-def attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name, module, attribute) for all that modules hold besides what torch has in each of them."""
+def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of all that modules hold besides what torch has in each of them, if tensors can be in it."""
     for path, module in model.named_modules():
-        for attribute in list(vars(module)):
-            if attribute not in _TABLES:
-                yield (f"{path}.{attribute}" if path else attribute), module, attribute
+        for attribute, value in vars(module).items():
+            if attribute not in _TABLES and (isinstance(value, _NESTED) or is_dataclass(value)):
+                yield (f"{path}.{attribute}" if path else attribute), value
 
 
 def tensors_left(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -47,8 +48,8 @@ def tensors_left(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tens
 def new_tensors(model: nn.Module, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors in any attribute besides those that are known, as `tensors_left` names them."""
     ids = set(map(id, known))
-    found = tensors_left(model, [name for name, *_ in attributes(model)])
-    return {place: tensor for place, tensor in found.items() if id(tensor) not in ids}
+    found = (pair for name, value in attributes(model) for pair in tensors_in(value, name))
+    return {place: tensor for place, tensor in found if id(tensor) not in ids}
 
 
 class Attributes:
