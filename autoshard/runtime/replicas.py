@@ -18,10 +18,7 @@ Copies stay from call to call; they are made anew when the weight was written, w
 gradients are switched on or off: then also a write through `.data`, which torch does not count, is seen.
 """
 
-import copy
 import functools
-import types
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,24 +28,18 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.errors import ApplyError
-from autoshard.nested import map_tensors
 from autoshard.runtime.chunks import merge
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.freshness import versions
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.microbatches import Divide
+from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import even_shares
 
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
-_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-"""Registries of hooks: a shell has its own, for what a forward registers on it is not for the model."""
-_DEPTH = 4
-"""How deep attributes are looked through for modules and tensors."""
 
 
 def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
@@ -221,7 +212,7 @@ class Replicas:
             for table, own in replica.tables:
                 table.update({name: None if one is None else replica.tensors[id(one)] for name, one in own.items()})
             for shell, name, value in replica.holders:
-                vars(shell)[name] = _counterpart(value, {}, replica.tensors)[0]
+                vars(shell)[name] = counterpart_of(value, {}, replica.tensors)[0]
         return self.made
 
     def _tensors(self, model: nn.Module) -> Iterator[torch.Tensor]:
@@ -230,7 +221,7 @@ class Replicas:
                                                                       *module._buffers.values())}  # fmt: skip
         if self.made:
             for _, _, value in self.made[0].holders:
-                found |= {id(one): one for one in _held(value)}
+                found |= {id(one): one for one in held(value)}
         return (one for one in found.values() if one is not None)
 
     def _copies_of(self, tensor: torch.Tensor, renew: bool) -> _Copies:
@@ -262,7 +253,7 @@ class Replicas:
         try:
             return all(
                 module is known
-                and (_but(vars(module), changing) if changing else vars(module)) == attributes
+                and (but(vars(module), changing) if changing else vars(module)) == attributes
                 and module._parameters == parameters
                 and module._modules == children
                 for module, (known, attributes, parameters, children, changing) in zip(modules, self.seen, strict=True)
@@ -274,20 +265,20 @@ class Replicas:
         self.seen = []
         for path, module in model.named_modules():
             changing = self.changing.get(path, set())
-            own = _but(_attributes(module), changing)
+            own = but(attributes_of(module), changing)
             self.seen.append((module, own, dict(module._parameters), dict(module._modules), changing))
         modules = [module for module, *_ in self.seen]
         self.made = []
         for device in self.devices[1:]:
-            shells = {id(module): _empty(module) for module in modules}
+            shells = {id(module): empty(module) for module in modules}
             replica = Replica(device, shells[id(model)])
             for module, *_, changing in self.seen:
                 shell = shells[id(module)]
-                for name, value in _but(_attributes(module), changing).items():
-                    if name not in (*_MODULE_TABLES, _COMPILED):
-                        vars(shell)[name], holds = _counterpart(value, shells, {})
+                for name, value in but(attributes_of(module), changing).items():
+                    if name not in (*MODULE_TABLES, _COMPILED):
+                        vars(shell)[name], holds = counterpart_of(value, shells, {})
                         if holds:
-                            replica.holders.append((shell, name, _counterpart(value, shells, {})[0]))
+                            replica.holders.append((shell, name, counterpart_of(value, shells, {})[0]))
                 children = {
                     name: None if child is None else shells[id(child)] for name, child in module._modules.items()
                 }
@@ -315,79 +306,6 @@ class Spread(torch.autograd.Function):
                 sums[index] = sums[index] + copy_tensor(sums[index + step], sums[index].device)
             step *= 2
         return copy_tensor(sums[0], ctx.device) if sums else None, None, None
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module as they are now, with registries of hooks as copies."""
-    return {
-        name: copy.copy(value) if name in _HOOKS and name not in _MODULE_TABLES else value
-        for name, value in vars(module).items()
-    }
-
-
-def _but(attributes: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in names}
-
-
-def _empty(module: nn.Module) -> nn.Module:
-    """An object of the same class without any attributes."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ApplyError(
-            f"{type(module).__name__} is compiled by TorchScript, and such a module can't be replicated. "
-            "Apply the plan to the module it was compiled from."
-        )
-    return module.__class__.__new__(module.__class__)
-
-
-def _counterpart(
-    value: Any, shells: dict[int, nn.Module], tensors: dict[int, torch.Tensor], depth: int = _DEPTH
-) -> tuple[Any, bool]:
-    """An attribute's value with modules and tensors replaced (the very object if it has none); whether it has tensors.
-
-    Looked through are tensors, modules, their bound methods, partial functions, and lists, tuples and dicts of those.
-    """
-    if isinstance(value, torch.Tensor):
-        return tensors.get(id(value), value), True
-    if isinstance(value, nn.Module):
-        return shells.get(id(value), value), False
-    if depth == 0:
-        return value, False
-    inner = functools.partial(_counterpart, shells=shells, tensors=tensors, depth=depth - 1)
-    if isinstance(value, types.MethodType):
-        owner, holds = inner(value.__self__)
-        return (value if owner is value.__self__ else types.MethodType(value.__func__, owner)), holds
-    if type(value) is functools.partial:
-        (function, a), (args, b), (kwargs, c) = inner(value.func), inner(value.args), inner(value.keywords)
-        same = function is value.func and args is value.args and kwargs is value.keywords
-        return (value if same else functools.partial(function, *args, **kwargs)), a or b or c
-    if type(value) in (list, tuple):
-        items = [inner(item) for item in value]
-        holds = any(one for _, one in items)
-        if all(new is old for (new, _), old in zip(items, value, strict=True)):
-            return value, holds
-        return type(value)(new for new, _ in items), holds
-    if type(value) in (dict, OrderedDict):
-        entries = {key: inner(item) for key, item in value.items()}
-        holds = any(one for _, one in entries.values())
-        if all(new is value[key] for key, (new, _) in entries.items()):
-            return value, holds
-        return type(value)((key, new) for key, (new, _) in entries.items()), holds
-    return value, False
-
-
-def _held(value: Any) -> list[torch.Tensor]:
-    """The tensors in an attribute's value."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    if isinstance(value, functools.partial):
-        map_tensors((value.args, value.keywords), note)
-    else:
-        map_tensors(value, note)
-    return found
 
 
 @contextmanager
