@@ -149,9 +149,9 @@ class RankSchedule:
             agree(record.across, Mark(), error)
             adopt_held(model, record, known[0].held)
             self._sums = find_sums(model, record)
+            key = (*shape_key(parts[0], model), training)  # again: a forward may count its calls
         assert engine is not None
-        # again: a forward may count its calls, and has just been recorded
-        self._engines[(*shape_key(parts[0], model), training)] = known, engine
+        self._engines[key] = known, engine
         return ways, engine
 
     def _factors(

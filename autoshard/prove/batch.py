@@ -30,7 +30,7 @@ from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
-from autoshard.runtime.chunks import bind, call_like, plain_arguments
+from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.workload import Workload
 
 ROWS = 4
@@ -61,7 +61,7 @@ class Question:
 
     def call(self, bound: Mapping[str, Any]) -> Call:
         """Arguments as they are given to the model."""
-        return call_like(self.model, *self.given, bound)
+        return caller_like(self.model, *self.given)(bound)
 
 
 def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None) -> BatchAxis:
@@ -240,6 +240,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
     if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
     outputs = tuple(ways[0] for ways in known.ways.values())
+    changed = {name for one in checked for name in one.attributes}
     proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
     if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
@@ -248,7 +249,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         batch,
         outputs=outputs,
         written=tuple(sorted({name for one in checked for name in one.written})),
-        attributes=tuple(sorted(changed := {name for one in checked for name in one.attributes})),
+        attributes=tuple(sorted(changed)),
         kept=tuple(ways[0] for ways in known.left.values() if ways[0].how != "same"),
         tracked=tuple(sorted(tracked & known.left.keys())),
         cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
@@ -356,12 +357,10 @@ def _named(question: Question, rows: Rows | None, error: Mixed) -> str:
     (path, time), inside = mixer
     path = path if inside else parent(path)
     graph = question.graph
-    calls = [call for call in graph.calls if call.path == path]
-    while not inside and not calls and path:  # lists of modules are not called
-        path = parent(path)
-        calls = [call for call in graph.calls if call.path == path]
-    if not calls:
-        return ""
+    while not (calls := [call for call in graph.calls if call.path == path]):
+        if inside or not path:
+            return ""
+        path = parent(path)  # lists of modules are not called
     call = calls[min(time, len(calls) - 1)]
     below = [one for one in graph.calls if one.parent == call.index]
     why = mixing_in(rows, call, below) if rows is not None else ""

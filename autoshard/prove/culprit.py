@@ -31,17 +31,20 @@ def find_mixer(division: Division) -> tuple[Key, bool] | None:
         pieces = [_watched(division.trial, part.args, part.kwargs) for part in division.parts()]
     except Exception:  # what a part raises is told as it is
         return None
+
+    def was_apart(key: Key) -> bool | None:
+        return _apart(given[key], [piece[0].get(key) for piece in pieces], division)
+
+    ended = list(made)
     for wanted in (False, None):  # other values where shapes go together; then shapes that don't
         for key, tensors in made.items():
             if _apart(tensors, [piece[1].get(key) for piece in pieces], division) is wanted:
-                before = _apart(given[key], [piece[0].get(key) for piece in pieces], division)
-                outer = key
-                while before is False and (around := _around(outer, list(made))) is not None:
-                    if _apart(given[around], [piece[0].get(around) for piece in pieces], division) is not False:
-                        break
-                    outer = around  # what was mixed already came to it from further out
+                before = was_apart(key)
+                if before is False:  # what was mixed already may have come from further out
+                    while (around := _around(key, ended)) is not None and was_apart(around) is False:
+                        key = around
                 if before is not None:
-                    return outer, before
+                    return key, before
     return None
 
 

@@ -59,13 +59,7 @@ class Result:
 def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
     """Run the model once, with the buffers, and with random numbers, as at first. Raises what the model raises."""
     model = trial.model
-    before = list(new_tensors(model, ()).values())
-    result = _run(trial, args, kwargs)
-    return replace(result, left=new_tensors(model, before))
-
-
-def _run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
-    model = trial.model
+    there = list(new_tensors(model, ()).values())
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     random.seed(0)
     torch.manual_seed(0)
@@ -82,7 +76,7 @@ def _run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
             if name in before and not _identical(buffer, before[name]):
                 written[name] = buffer.detach().clone()
                 buffer.copy_(before[name])
-    return Result(output=output, written=written, draws=draws.count, left={})
+    return Result(output=output, written=written, draws=draws.count, left=new_tensors(model, there))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +156,16 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
         with trial.weights, steady_draws(trial.most_elements):  # a backward may run modules again, as they were run
             _check_gradients(trial.model, [whole.output, {name: whole.left[name] for name in left}], [merged, added])
     return Checked(
-        ways=found, written=tuple(written), draws=whole.draws, left=left,
-        attributes=frozenset(name for name in names if any(is_in(place, name) for place in whole.left)),
+        ways=found, written=tuple(written), draws=whole.draws, left=left, attributes=_having(names, whole.left),
         tracked=frozenset(name for name in left if whole.left[name].requires_grad),
-        cached=frozenset(name for name in names if any(is_in(place, name) for place in earlier.left)),
+        cached=_having(names, earlier.left),
     )  # fmt: skip
+
+
+def _having(names: Iterable[str], places: Iterable[str]) -> frozenset[str]:
+    """The attributes that are one of these places, or have it in them."""
+    places = list(places)
+    return frozenset(name for name in names if any(is_in(place, name) for place in places))
 
 
 def _check_again(first: Result, second: Result) -> None:

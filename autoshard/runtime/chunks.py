@@ -14,7 +14,7 @@ import copy
 import enum
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -58,23 +58,27 @@ def bind(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, 
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
-def call_like(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], bound: Mapping[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Undo `bind` for other values: by position what was given by position, by name what was given by name.
+def caller_like(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], tuple[tuple, dict[str, Any]]]:
+    """Return what undoes `bind` for other values: by position what was given so here, by name what was given by name.
 
     Hooks of the user's, and what is wrapped around a forward, look for arguments where the caller puts them.
     """
     signature = inspect.signature(model.forward)
-    given = signature.bind(*args, **kwargs)
     by_position = signature.bind_partial(*args).arguments
-    given.arguments.update(bound)
-    named: dict[str, Any] = {}
-    for name in [name for name in given.arguments if name not in by_position]:
-        value = given.arguments.pop(name)
-        various = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        named.update(value if various else {name: value})
-    return given.args, named
+
+    def call(bound: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = signature.bind(*args, **kwargs)
+        given.arguments.update(bound)
+        named: dict[str, Any] = {}
+        for name in [name for name in given.arguments if name not in by_position]:
+            value = given.arguments.pop(name)
+            various = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            named.update(value if various else {name: value})
+        return given.args, named
+
+    return call
 
 
 def count_rows(batch: BatchAxis, bound: Mapping[str, Any]) -> int:
@@ -153,14 +157,14 @@ def split(
         shares = tuple(parts)
         if sum(shares) != rows:
             raise PlanError(f"the batch has {rows} rows, and its parts should have {list(shares)}: {sum(shares)}.")
-    made = []
+    made, call = [], caller_like(model, args, kwargs)
     for part, count in enumerate(shares):
         own = bound
         for item in batch.inputs:
             tensor = tensor_at(bound, item.path)
             if tensor is not None:
                 own = replace_at(own, item.path, piece_of(tensor, item, shares, part))
-        own_args, own_kwargs = call_like(model, args, kwargs, own)
+        own_args, own_kwargs = call(own)
         weighted = [one for one in batch.outputs if one.how == "weighted" and tensor_at(own, one.weights) is not None]
         labels = {one.weights: _labels(own, one) for one in weighted}
         made.append(Part(args=own_args, kwargs=own_kwargs, rows=count, labels=labels))
@@ -349,19 +353,22 @@ class Unmerged:
     """In place of an object with state (a cache), of which every part made its own: any use of it says so."""
 
     def __init__(self, path: str, name: str) -> None:
-        object.__setattr__(self, "_said", (path, name))
+        self._said = path, name
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
+        raise self._error()
+
+    def _error(self) -> PlanError:
         path, name = self._said
-        raise PlanError(
+        return PlanError(
             f"the output {path} is a {name} of which every part of the batch made its own. Tell the model not to make "
             "it, or plan with num_microbatches=1."
         )
 
     def __repr__(self) -> str:
-        return f"Unmerged({', '.join(self._said)})"
+        return f"{type(self).__name__}({', '.join(self._said)})"
 
 
 def _same(path: str, leaves: list[Any]) -> Any:

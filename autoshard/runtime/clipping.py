@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
-from autoshard.runtime.elementwise import check_elementwise
+from autoshard.runtime.elementwise import check_elementwise, was_tried
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.slices import CutTensor
 
@@ -67,12 +67,15 @@ def _replace(own: bool) -> None:
     torch_private.replace_unscale(_unscaled if own else None)
     if own:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
-    while _watching and not own:
+        return
+    while _watching:
         _watching.pop().remove()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse optimizers that would need whole parameters where some are cut."""
+    if was_tried(optimizer):
+        return
     cut: dict[int, int] = {}
     for reference, cuts, _ in list(_models):
         model = reference()

@@ -20,18 +20,24 @@ _tried: "weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]]" = weakref.WeakKe
 _trying: list[Optimizer] = []
 
 
+def was_tried(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, with as many parameters as it has now, is known to pass, or one is being tried."""
+    return bool(_trying) or _tried.get(optimizer) == _sizes(optimizer)
+
+
+def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
+
+
 def check_elementwise(optimizer: Optimizer, cut: dict[int, int], closure: bool) -> None:
-    """Raise `ApplyError` for an optimizer whose steps on parts are not parts of its steps; tried once.
+    """Raise `ApplyError` for an optimizer whose steps on parts are not parts of its steps. See `was_tried`.
 
     `cut`: id of a parameter -> dimension that is cut; `closure`: whether its steps are given one. What can't be tried,
     and what draws random numbers, passes.
     """
-    groups = tuple(len(group["params"]) for group in optimizer.param_groups)
-    if _trying or _tried.get(optimizer) == groups:
-        return
     if not any(id(one) in cut for group in optimizer.param_groups for one in group["params"]):
         return
-    _tried[optimizer] = groups
+    _tried[optimizer] = _sizes(optimizer)
     _trying.append(optimizer)
     try:
         whole, again = (_stepped(optimizer, cut, closure, None, seed) for seed in (0, 1))
