@@ -81,6 +81,12 @@ def _copies_of(moves: Flow, wanted: Callable[[Copy], bool]) -> np.ndarray:
     return np.isin(np.arange(len(moves.buffers.storage)), [copy.buffer for copy in moves.copies if wanted(copy)])
 
 
+def _beside_outputs(graph: ModelGraph) -> set[int]:
+    """Storages of what the model keeps after a forward that are neither outputs nor state of decoding."""
+    others = {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
+    return {graph.values[value].storage for value in graph.lasting} - others
+
+
 class StageMemory:
     """What lives on which stage in one pass of one micro-batch.
 
@@ -154,11 +160,9 @@ class StageMemory:
     def _is_left(self, rows: Buffers) -> np.ndarray:
         """Mask over what has rows and is left on attributes of modules: it is put together as outputs are."""
         graph = self.graph
-        others = {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
-        storages = {graph.values[value].storage for value in graph.lasting} - others
         sizes = zip(self.whole.graph.storages, graph.storages, strict=True)
         has_rows = [one.nbytes != part.nbytes for one, part in sizes]
-        mine = [one for one in storages if has_rows[one]]
+        mine = [one for one in _beside_outputs(graph) if has_rows[one]]
         return np.isin(rows.storage, mine) & ~rows.copied & (rows.born > 0) & (rows.born < graph.backward_begin)
 
     def _keep_once(self, rows: Buffers, died: np.ndarray) -> None:
@@ -167,9 +171,7 @@ class StageMemory:
         What the forward before left on an attribute is that one, until it is replaced.
         """
         graph, begin = self.graph, self.graph.backward_begin
-        others = {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
-        others |= {graph.values[save.value].storage for save in graph.saves}
-        storages = {graph.values[value].storage for value in graph.lasting} - others
+        storages = _beside_outputs(graph) - {graph.values[save.value].storage for save in graph.saves}
         mine = np.isin(rows.storage, list(storages)) & ~rows.copied & self.passing & (rows.born < begin)
         joined = mine & np.isin(rows.storage, rows.storage[mine & self.is_output])
         self.passing &= ~joined | self.is_output  # what the call before left goes when the first part is done

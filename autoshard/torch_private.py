@@ -59,6 +59,8 @@ __all__ = [
     "no_overrides",
     "node_sequence",
     "opened",
+    "put_hook_first",
+    "put_hook_last",
     "release",
     "replace_total_norm",
     "replace_unscale",
@@ -68,6 +70,7 @@ __all__ = [
     "total_norm",
     "uncount_hooks",
     "undo_fully_shard",
+    "unscale_gradients",
     "untracked_views",
 ]
 

@@ -1,10 +1,10 @@
 """What a forward that runs in parts leaves in attributes of modules: an auxiliary loss, positions for the next call.
 
-self.aux = gate.mean()          whole call: of all rows          parts: each makes one of its own rows
+    self.aux = gate.mean()          whole call: of all rows          parts: each makes one of its own rows
 
-begin   every part finds the attributes as the call found them, lists and dicts with what was in them
-end     the tensors that it left are noted
-close   they become one as outputs do, and that is what the model has afterwards
+begin    lists and dicts are as the call found them; what else is there the forward replaces
+end      the tensors that a part left are noted
+close    they become one as outputs do, and that is what the model has afterwards
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from torch import nn
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in, map_tensors, replace_at, tensors_in
-from autoshard.runtime.chunks import Part, merge
+from autoshard.runtime.chunks import Part, Unmerged, merge
 
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
@@ -37,12 +37,11 @@ def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def tensors_left(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors in attributes, by "path.attribute" and the path inside it."""
-    return {
-        place: tensor
-        for name in names
-        for module, attribute in [_owner(model, name)]
-        for place, tensor in tensors_in(vars(module).get(attribute), name)
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        module, attribute = _owner(model, name)
+        found.update(tensors_in(vars(module).get(attribute), name))
+    return found
 
 
 def new_tensors(model: nn.Module, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,8 +104,9 @@ class LeftBehind:
 
     def end(self, part: int, shell: nn.Module | None = None) -> None:
         """After each part; `shell` as in `begin`."""
-        new = new_tensors(shell or self.model, self.there) if self.batch.attributes else {}
-        self.there = []
+        there, self.there = set(map(id, self.there)), []
+        found = tensors_left(shell or self.model, self.batch.attributes)
+        new = {place: tensor for place, tensor in found.items() if id(tensor) not in there}
         self.places = match([one.path for one in self.batch.outputs], new, self.batch.attributes)
         self.parts[part] = {known: new[place] for known, place in self.places.items()}
 
@@ -126,16 +126,11 @@ class LeftBehind:
                 _put(self.model, self.batch.attributes, place, made if history else made.detach())
 
 
-class OnStages:
+class OnStages(Unmerged):
     """In place of a tensor in an attribute where forwards run as stages on several processes: any use of it says so."""
 
     def __init__(self, place: str) -> None:
-        object.__setattr__(self, "_place", place)
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise self._error()
+        super().__init__(place, "tensor")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -147,10 +142,9 @@ class OnStages:
     __radd__ = __mul__ = __rmul__ = __float__ = __bool__ = __add__
 
     def _error(self) -> PlanError:
-        place = object.__getattribute__(self, "_place")
         return PlanError(
-            f"{place} is set by the forward, which runs in micro-batches as stages on several processes: none has it "
-            "for the whole batch. Return it from the forward, beside the output or in the loss."
+            f"{self._said[0]} is set by the forward, which runs in micro-batches as stages on several processes: none "
+            "has it for the whole batch. Return it from the forward, beside the output or in the loss."
         )
 
 
@@ -185,7 +179,7 @@ def is_in(place: str, attribute: str) -> bool:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module of an attribute and the attribute, of their name: it is what is left of the longest path."""
+    """The module and the attribute that a name is made of."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
 
@@ -206,27 +200,20 @@ def _put(model: nn.Module, names: Iterable[str], place: str, tensor: torch.Tenso
 
 def _contents(value: Any) -> Callable[[Move], Any]:
     """How to bring back a value that may be written since: containers are the same objects, with what was in them."""
-    if isinstance(value, (list, deque)):
-        items = [_contents(item) for item in value]
+    if not isinstance(value, _CONTAINERS):
+        return lambda move: map_tensors(value, move) if isinstance(value, (torch.Tensor, tuple)) else value
+    items = [(key, _contents(item)) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))]
 
-        def again(move: Move) -> Any:
-            made = [item(move) for item in items]
-            value.clear()
-            value.extend(made)
-            return value
-
-        return again
-    if isinstance(value, dict):
-        entries = {key: _contents(item) for key, item in value.items()}
-
-        def refilled(move: Move) -> Any:
-            made = {key: item(move) for key, item in entries.items()}
-            value.clear()
+    def again(move: Move) -> Any:
+        made = {key: item(move) for key, item in items}
+        value.clear()
+        if isinstance(value, dict):
             value.update(made)
-            return value
+        else:
+            value.extend(made.values())
+        return value
 
-        return refilled
-    return lambda move: map_tensors(value, move) if isinstance(value, (torch.Tensor, tuple)) else value
+    return again
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import join_leaves, tensors_in
 from autoshard.runtime.apply import adopt
@@ -36,6 +37,9 @@ from autoshard.runtime.losses import (
 )
 from autoshard.runtime.microbatches import Written, why_whole
 from autoshard.runtime.state import Division, Runtime
+
+_WHOLE = BatchAxis(size=1, inputs=(), outputs=())
+"""A batch that is not divided."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,8 +112,8 @@ class LocalSchedule:
             returned=returned,
         )  # fmt: skip
         ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
-        written = Written(() if division is None else division.batch.written, self.model)
-        left = None if division is None else LeftBehind(division.batch, self.model)
+        batch = _WHOLE if division is None else division.batch
+        written, left = Written(batch.written, self.model), LeftBehind(batch, self.model)
         with runtime.copies.joined(), closing(written):
             for kind, index in _order(len(parts), ahead):
                 if kind == "F":
@@ -119,8 +123,7 @@ class LocalSchedule:
                     if index == 0:
                         self._before_backward(division, pass_)
                     _backward(pass_, index)
-        if left is not None:
-            left.close(parts, to_device, history=False)
+        left.close(parts, to_device, history=False)
         self._steps += 1
         if losses is not None:
             losses.extend(value.detach() for value in pass_.values if value is not None)
@@ -150,18 +153,16 @@ class LocalSchedule:
             raise PlanError(f"this batch can't be divided: {problem}. Call .eval() on it, or plan in training mode.")
         return split(division.batch, self.model, args, kwargs, division.count)
 
-    def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind | None) -> None:
+    def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind) -> None:
         """Run the model on one part and leave its output where it was made, if that is one device."""
         part = pass_.parts[index]
         runtime.local.stepping = True
-        if left is not None:
-            left.begin()
+        left.begin()
         try:
             output = self.model(*part.args, **part.kwargs)
         finally:
             runtime.local.stepping = False
-        if left is not None:
-            left.end(index)
+        left.end(index)
         devices = list(dict.fromkeys(tensor.device for _, tensor in tensors_in(output)))
         output = to_device(output, devices[-1]) if len(devices) > 1 else output
         wanted = pass_.training or pass_.losses

@@ -53,9 +53,9 @@ class Following:
 
 def divide_of(plan: Plan) -> Divide | None:
     """How a plan divides the calls of the model in a process of a pipeline, None if it does not."""
-    if plan.batch is None or plan.num_microbatches < 2 or plan.mesh is None or plan.batch.written:
+    if plan.batch is None or plan.num_microbatches < 2 or plan.mesh is None:
         return None
-    if plan.batch.kept:  # each process has attributes of its own
+    if plan.batch.written or plan.batch.kept:  # each process has buffers and attributes of its own
         return None
     division = Division(
         batch=plan.batch, count=plan.num_microbatches, stages=plan.mesh.pipeline, schedule=plan.schedule

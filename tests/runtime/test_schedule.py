@@ -73,6 +73,16 @@ def test_a_step_gives_the_gradients_of_the_whole_batch(order, kind):
             close(ours, theirs)
 
 
+def check_own_loss(model, original, inputs):
+    """One step gives the loss, and the gradients, that the original gives by itself."""
+    output = autoshard.schedule(model).step(**inputs)
+    whole = original(**inputs)
+    whole["loss"].backward()
+    close(output["loss"], whole["loss"])
+    for ours, theirs in zip(gradients(model), gradients(original), strict=True):
+        close(ours, theirs)
+
+
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 def test_the_loss_of_the_model_itself(order):
     """It is a mean over labels, of which one part has none."""
@@ -80,12 +90,7 @@ def test_the_loss_of_the_model_itself(order):
     inputs["labels"][2:4] = -100
     with autoshard.simulate("3x16MiB"):
         autoshard.apply(model, pipeline(model, inputs, schedule=order, recompute=True))
-        output = autoshard.schedule(model).step(**inputs)
-        whole = original(**inputs)
-        whole["loss"].backward()
-        close(output["loss"], whole["loss"])
-        for ours, theirs in zip(gradients(model), gradients(original), strict=True):
-            close(ours, theirs)
+        check_own_loss(model, original, inputs)
 
 
 def test_three_steps_of_an_optimizer():
@@ -119,12 +124,7 @@ def test_a_step_after_modules_were_added():
         for one in (original, model):
             torch.manual_seed(1)
             one.blocks.append(nn.Linear(16, 16).double())
-        output = autoshard.schedule(model).step(**inputs)
-        wanted = original(**inputs)
-        wanted["loss"].backward()
-        close(output["loss"], wanted["loss"])
-        for ours, theirs in zip(gradients(model), gradients(original), strict=True):
-            close(ours, theirs)
+        check_own_loss(model, original, inputs)
 
 
 def test_one_forward_one_backward_keeps_less():
