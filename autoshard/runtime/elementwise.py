@@ -51,6 +51,7 @@ def check_elementwise(optimizer: Optimizer, cut: dict[int, int], closure: bool) 
     dims = [cut.get(id(one)) for group in optimizer.param_groups for one in group["params"]]
     joined = [a if dim is None else torch.cat([a, b], dim) for dim, a, b in zip(dims, *halves, strict=True)]
     if not _alike(whole, joined):
+        del _tried[optimizer]  # its next step is refused as well
         raise ApplyError(
             f"{type(optimizer).__name__} looks at more than one number of a parameter at a time, and each rank has a "
             "part of those that are cut: it would train otherwise than without a plan. Use an optimizer that treats "
