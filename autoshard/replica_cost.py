@@ -176,7 +176,8 @@ class Figures:
         table, block = self.rows, device.block_bytes
         other = not first and not self.processes and self.count > 1  # only the model itself, on the first, is trained
         leaves = other and self.workload.training
-        died = np.where(table.sent, np.minimum(table.died, table.backward_begin), table.died) if leaves else table.died
+        died = table.let_go if (first or other) and self.workload.training else table.died
+        died = np.where(table.sent, np.minimum(died, table.backward_begin), died) if leaves else died
         live = table.live_bytes(rows, block, died)
         alive = (table.born <= live.argmax()) & (live.argmax() < died)
         nbytes = table.bytes_of(rows, block) * alive
@@ -201,8 +202,8 @@ class Figures:
             gradient = whole_gradient  # they are views of buckets, which stay
         if first:
             held = table.input_bytes + (table.output_bytes if self.workload.training else 0)  # whole during backward
-            transfer = (1.0 - table.part(rows)) * held
-            merging = self._merging_bytes(rows, live)
+            transfer = (1.0 - table.part(rows)) * held + (table.cache_bytes if self.workload.training else 0)
+            merging = self._merging_bytes(rows, live, cache)
             if merging > activation + gradient + transfer:
                 activation, gradient, transfer = merging, 0.0, 0.0
         if (first or adds) and trained:  # gradients of replicas are added once all have gone back, one after the other
@@ -237,13 +238,17 @@ class Figures:
         cache = float(nbytes[table.cache[others] & (born <= when) & (when < died)].sum())
         return cache, float(own[when]), float(live[when]) - cache, float(beside[when])
 
-    def _merging_bytes(self, rows: int, live: np.ndarray) -> float:
-        """What lives on the first device as outputs become one: all inputs, all outputs twice, what backward needs."""
+    def _merging_bytes(self, rows: int, live: np.ndarray, cache: float) -> float:
+        """What lives on the first device as outputs become one: all inputs, all outputs twice, what backward needs.
+
+        Caches come one tensor after another. `cache`: what the first part has of them, which is not counted here.
+        """
         table, part = self.rows, self.rows.part(rows)
         after = float(live[table.backward_begin - 1]) if table.backward_begin else 0.0
         own = part * (table.input_bytes + table.output_bytes)
-        kept = max(0.0, after - own) if self.workload.training else 0.0
-        return kept + table.input_bytes + 2 * table.output_bytes
+        kept = max(0.0, after - own - cache) if self.workload.training else 0.0
+        caches = table.cache_bytes + (1.0 - part) * table.largest_cache_bytes
+        return kept + table.input_bytes + 2 * table.output_bytes + caches
 
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:
@@ -322,7 +327,7 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     """Inputs from the first device to the others, and outputs back."""
     made = []
     for name, share in zip(names[1:], shares[1:], strict=True):
-        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.output_bytes)):
+        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.returned_bytes)):
             size = round(nbytes * rows.part(share))
             if size:
                 made.append(Transfer(

@@ -5,12 +5,14 @@
 So a share of the batch is priced without building its profile: planning asks for hundreds.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
+from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import carriers_of_rows
@@ -26,11 +28,14 @@ class Rows:
         storage, storage_bytes, born, died: [S] activations and inputs, live at ops `born` to `died - 1`.
         carries: [S] has rows.
         sent: [S] outputs that autograd does not hold: gone where they were made once they are on another device.
+        let_go: [S] when it is gone where only autograd holds it: `died`, but for caches that are put together.
         gradient, cache: [S] what backward leaves in `.grad`; what outlives the forward.
         flops: [ops]; `with_rows`: [ops] FLOPs grow with the rows.
         moved_bytes: [ops], of which `moved_part` has rows.
         dtypes: per op; end: number of ops; backward_begin: the first op of backward.
         input_bytes, output_bytes: of what has rows.
+        joined: values of state among the outputs (a cache) that is put together as they are, the largest one first.
+        cache_bytes, largest_cache_bytes: of all of it, and of the largest one.
         parameter_sizes, buffer_sizes: of every storage. trained: (name, bytes) of what gets a gradient.
     """
 
@@ -41,6 +46,7 @@ class Rows:
     died: np.ndarray
     carries: np.ndarray
     sent: np.ndarray
+    let_go: np.ndarray
     gradient: np.ndarray
     cache: np.ndarray
     flops: np.ndarray
@@ -55,6 +61,14 @@ class Rows:
     trained: tuple[tuple[str, int], ...]
     input_bytes: int
     output_bytes: int
+    joined: tuple[int, ...]
+    cache_bytes: int
+    largest_cache_bytes: int
+
+    @property
+    def returned_bytes(self) -> int:
+        """What replicas send back."""
+        return self.output_bytes + self.cache_bytes
 
     def part(self, rows: int) -> float:
         """Which part of the batch so many rows are."""
@@ -107,6 +121,13 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     moved = np.array(profile.op_bytes, np.float64)
     outputs = dict.fromkeys(graph.values[value].storage for value in graph.outputs if value in carrying)
     inputs = dict.fromkeys(graph.values[value].storage for value in graph.inputs if value in carrying)
+    joined = _joined_state(graph, batch, carrying)
+    caches = [graph.storages[graph.values[value].storage].nbytes for value in joined]
+    held_until = {graph.values[value].storage: graph.backward_begin for value in joined}
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        if storage in held_until:
+            held_until[storage] = max(held_until[storage], save.released)
     return Rows(
         size=batch.size,
         storage=np.array([s.index for s in rows], np.int64),
@@ -115,6 +136,7 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         died=np.array([died for _, _, died in lives], np.int64),
         carries=np.array([of_storage[s.index] for s in rows], bool),
         sent=np.array([s.index in sent and s.kind == "activation" for s in rows], bool),
+        let_go=np.array([min(died, held_until.get(s.index, died)) for s, _, died in lives], np.int64),
         gradient=np.array(
             [graph.backward_begin <= s.born and s.died >= end and s.index not in held for s in rows], bool
         ),
@@ -131,7 +153,22 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         trained=tuple(trained_sizes(graph)) if profile.workload.training else (),
         input_bytes=sum(graph.storages[s].nbytes for s in inputs),
         output_bytes=sum(graph.storages[s].nbytes for s in outputs),
+        joined=joined,
+        cache_bytes=sum(caches),
+        largest_cache_bytes=max(caches, default=0),
     )
+
+
+def _joined_state(graph: ModelGraph, batch: BatchAxis, carrying: Container[int]) -> tuple[int, ...]:
+    """Values of state with rows that is put together: more was found to go together than what is plainly there.
+
+    A decode hands its state on, and what is called with state is not divided.
+    """
+    joined = sum(one.how == "cat" for one in batch.outputs)
+    if joined <= len(graph.outputs) or any(name == "decode" for name, _, _ in graph.phases):
+        return ()
+    found = {graph.values[value].storage: value for value in reversed(graph.state) if value in carrying}
+    return tuple(sorted(found.values(), key=lambda value: -graph.storages[graph.values[value].storage].nbytes))
 
 
 def _rounded(nbytes: np.ndarray, block_bytes: int) -> np.ndarray:

@@ -34,6 +34,7 @@ PLAIN = (
 )  # fmt: skip
 """Arguments that every part is given as they are."""
 _KNOWN = (torch.Tensor, *PLAIN)
+Bring = Callable[[torch.Tensor, torch.device], torch.Tensor]
 AS_CALLED = "Plan with the inputs that the model is called with: inputs=."
 
 
@@ -171,15 +172,17 @@ def split(
     return made
 
 
-def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
+def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part], bring: Bring | None = None) -> Any:
     """Put the outputs of the parts together, nested as each of them is; gradients go back to the parts.
 
-    Numbers and strings in them must be the same in all. Raises `PlanError` for what the plan doesn't know.
+    `bring`: moves a tensor to a device, where objects among the outputs (caches) hold tensors on several: they come to
+    that of the first part. Numbers and strings must be the same in all. Raises `PlanError` for what the plan doesn't
+    know.
     """
     if len(outputs) == 1:
         return outputs[0]
     try:
-        return join_leaves(list(outputs), _Join(batch, parts))
+        return join_leaves(list(outputs), _Join(batch, parts, bring))
     except ValueError as error:
         raise PlanError(
             f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
@@ -189,17 +192,21 @@ def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> An
 class _Join:
     """Joins leaves of outputs; what is twice in the outputs of each part is one thing afterwards, too."""
 
-    def __init__(self, batch: BatchAxis, parts: Sequence[Part]) -> None:
-        self.batch, self.parts = batch, parts
+    def __init__(self, batch: BatchAxis, parts: Sequence[Part], bring: Bring | None) -> None:
+        self.batch, self.parts, self.bring = batch, parts, bring
         self.known = {one.path: one for one in batch.outputs}
         self.made: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, path: str, leaves: list[Any]) -> Any:
+        if isinstance(leaves[0], torch.device) and self.bring is not None:
+            return leaves[0]
         if isinstance(leaves[0], PLAIN):
             return _same(path, leaves)
         same = tuple(map(id, leaves))
         if same not in self.made:
             if isinstance(leaves[0], torch.Tensor):
+                if self.bring is not None:
+                    leaves = [self.bring(leaf, leaves[0].device) for leaf in leaves]
                 self.made[same] = _joined(self.batch, self.known.get(path), path, leaves, self.parts)
             else:
                 self.made[same] = _object(path, leaves, self)

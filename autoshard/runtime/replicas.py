@@ -115,7 +115,7 @@ class Collect:
         first = self.division.devices[0]
         keep_written(module, self.division.batch.written, last, first)
         home = call.output_device or first
-        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts)
+        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts, to_device)
 
 
 def divided(rows: int, shares: Sequence[int], count: int) -> tuple[int, ...]:

@@ -48,6 +48,24 @@ class Net(nn.Module):
         return x
 
 
+class Kept:
+    """A cache: no container."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+class Keeping(Net):
+    """Returns what every block gave beside the output, in an object."""
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(torch.cat([x, x], -1))
+        return x, Kept(kept)
+
+
 STAGED = {"schedule": "gpipe", "microbatches": 4}
 ONE, TWO = {"mesh": Mesh(pipeline=2)}, "2xA100-40GB"
 CASES = {
@@ -72,6 +90,8 @@ CASES = {
     "replicas": ("3x1GiB", {"mesh": Mesh(data=3)}),
     "uneven replicas": ("1xA100-40GB,1xH100-80GB", {"mesh": Mesh(data=2, shares=(1, 3))}),
     "replicas, inference": (TWO, {"mesh": Mesh(data=2), "mode": "inference"}),
+    "replicas with a cache": ("3x1GiB", {"mesh": Mesh(data=3), "mode": "training, keeping"}),
+    "replicas with a cache, inference": (TWO, {"mesh": Mesh(data=2), "mode": "inference, keeping"}),
     "replicas of processes": ("2 hosts of 1xA100-40GB", {"mesh": Mesh(data=2)}),
     "sharded replicas": (TWO, {"mesh": Mesh(data=2, sharded=True), "stages": 4}),
     "ranks in two hosts": ("2 hosts of 2xA100-40GB", {"tensor": 4, "mode": "inference"}),
@@ -96,8 +116,9 @@ def inputs_of(size, length):
 
 @cache
 def profile_of(mode, size, length):
-    workload = Workload(batch_size=size, sequence_length=length, mode=mode)
-    return autoshard.profile(Net(), inputs_of(size, length), workload=workload)
+    kind, _, keeping = mode.partition(", ")
+    workload = Workload(batch_size=size, sequence_length=length, mode=kind)
+    return autoshard.profile(Keeping() if keeping else Net(), inputs_of(size, length), workload=workload)
 
 
 @cache
@@ -105,15 +126,15 @@ def _groups():
     return find_groups(capture(Net(), inputs_of(*BASE), workload=Workload(batch_size=BASE[0]), composite=True))
 
 
-def batch_of(size):
+def batch_of(size, keeping=False):
     row = {"dim": 0, "axis": f"*{size}"}
-    return BatchAxis(
-        size=size, inputs=(BatchInput(path="x", **row),), outputs=(BatchOutput(path="", how="cat", **row),)
-    )
+    paths = ["0", *(f"1.keys.{i}" for i in range(BLOCKS))] if keeping else [""]
+    outputs = tuple(BatchOutput(path=path, how="cat", **row) for path in paths)
+    return BatchAxis(size=size, inputs=(BatchInput(path="x", **row),), outputs=outputs)
 
 
 def _by_hand(cluster, profile, *, mesh=None, tensor=1, schedule="none", microbatches=1, stages=0, recompute=False,
-             streamed=None) -> Plan:  # fmt: skip
+             streamed=None, keeping=False) -> Plan:  # fmt: skip
     names = cluster.names
     degree = mesh.tensor if mesh is not None else tensor
     few = replace(cluster, devices=cluster.devices[:degree])
@@ -133,7 +154,7 @@ def _by_hand(cluster, profile, *, mesh=None, tensor=1, schedule="none", microbat
         strategy="by hand", objective="latency", workload=profile.workload,
         devices=tuple(plan_device(device) for device in (few if cuts and mesh is None else cluster).devices),
         placements=placements, cuts=cuts, mesh=mesh,
-        batch=batch_of(BASE[0]) if mesh is not None else None, stages=found, num_microbatches=microbatches,
+        batch=batch_of(BASE[0], keeping) if mesh is not None else None, stages=found, num_microbatches=microbatches,
         schedule=schedule, streamed=streamed or {}, fingerprint=profile.graph.fingerprint,
     )  # fmt: skip
 
@@ -149,7 +170,7 @@ def divided(name):
         plan = autoshard.plan(Net(), spec, inputs=inputs_of(*BASE))
         assert plan.streamed and plan.mesh is None
     else:
-        plan = _by_hand(cluster, profile, **options)
+        plan = _by_hand(cluster, profile, keeping="keeping" in mode, **options)
     scaling = find_scaling(profile, profile_of(mode, 3 * BASE[0], BASE[1] // 2))
     data = what_if_data(plan, autoshard.estimate(plan, profile, cluster), profile, cluster, scaling)
     return plan, cluster, json.loads(json.dumps(data)), mode
@@ -157,4 +178,4 @@ def divided(name):
 
 def at_size(plan, size):
     """The same plan for another batch."""
-    return plan if plan.batch is None else replace(plan, batch=batch_of(size))
+    return plan if plan.batch is None else replace(plan, batch=batch_of(size, len(plan.batch.outputs) > 1))

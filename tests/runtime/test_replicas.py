@@ -211,6 +211,55 @@ def test_attributes_that_change_are_seen(model, devices):
     assert not any(module.training for module in model.modules())
 
 
+class Kept:
+    """What a call leaves for the next one: no container, and it notes where it is."""
+
+    def __init__(self, keys):
+        self.keys, self.device, self.length = keys, keys.device, keys.shape[1]
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key, self.head = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x, kept=None):
+        keys = self.key(x)
+        keys = keys if kept is None else torch.cat([kept.keys, keys], 1)
+        return {"y": self.head(keys.cumsum(1) * keys)[:, -x.shape[1] :], "kept": Kept(keys)}
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_caches_among_the_outputs_come_together(devices, mode):
+    torch.manual_seed(0)
+    workload, given = Workload(mode=mode, optimizer="sgd"), {"x": torch.randn(24, 32, 16)}
+    model = Remembering()
+    alone = copy.deepcopy(model)
+    profile = autoshard.profile(model, given, workload=workload)
+    plan = plan_for(model, given, devices, workload)
+    figures = estimate_replicas(plan, profile, devices.cluster)
+    autoshard.apply(model, plan)
+    with torch.no_grad():
+        found, wanted = model(**given), alone(**given)
+        assert {found["kept"].device, found["kept"].keys.device} == {torch.device("cpu:0")}
+        assert torch.equal(found["kept"].keys.cpu(), wanted["kept"].keys)
+        for one in (found, wanted):  # with it the next call is not divided
+            one["next"] = (model if one is found else alone)(given["x"][:, :1], one["kept"])["y"]
+        close(found["next"], wanted["next"])
+    given = {"x": given["x"].to("cpu:0")}
+    del found, one
+    for _ in range(2):
+        model.zero_grad()
+        devices.reset_peak()
+        with torch.set_grad_enabled(mode == "training"):
+            output = model(**given)
+        if mode == "training":
+            output["y"].sum().backward()
+        del output
+    for device in figures.devices:
+        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.01), device.name
+
+
 SEEN = []
 
 

@@ -73,9 +73,10 @@ function replicaPeak(plan, figures, columns, part) {
   if (figures.stays) used = live - gradient + whole;
   if (figures.first) {
     const inputs = polynomial(figures.inputs, columns), outputs = polynomial(figures.outputs, columns);
-    transfer = (1 - part) * (inputs + (plan.training ? outputs : 0));
-    const after = polynomial(figures.after, columns) - part * (inputs + outputs);
-    const merging = (plan.training ? Math.max(0, after) : 0) + inputs + 2 * outputs;
+    const [caches, largest] = figures.caches.map(one => polynomial(one, columns));
+    transfer = (1 - part) * (inputs + (plan.training ? outputs : 0)) + (plan.training ? caches : 0);
+    const after = polynomial(figures.after, columns) - part * (inputs + outputs) - cache;
+    const merging = (plan.training ? Math.max(0, after) : 0) + inputs + 2 * outputs + caches + (1 - part) * largest;
     if (merging > used - cache + transfer) [used, transfer] = [merging + cache, 0];
   }
   const left = polynomial(figures.left, columns);

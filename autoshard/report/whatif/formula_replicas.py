@@ -99,9 +99,12 @@ def _peak(planned: Mapping[str, Any], figures: Mapping[str, Any], columns: Seque
         used = live - gradient + whole
     if figures["first"]:
         inputs, outputs = polynomial(figures["inputs"], columns), polynomial(figures["outputs"], columns)
+        caches, largest = (polynomial(one, columns) for one in figures["caches"])
         transfer = (1.0 - part) * (inputs + (outputs if planned["training"] else 0.0))
-        after = polynomial(figures["after"], columns) - part * (inputs + outputs)
+        transfer += caches if planned["training"] else 0.0
+        after = polynomial(figures["after"], columns) - part * (inputs + outputs) - cache
         merging = (max(0.0, after) if planned["training"] else 0.0) + inputs + 2.0 * outputs
+        merging += caches + (1.0 - part) * largest
         if merging > used - cache + transfer:
             used, transfer = merging + cache, 0.0
     left = polynomial(figures["left"], columns)

@@ -46,7 +46,7 @@ def replicated_data(
         [[links.between(*ends), 1, terms(one.rows_of(values))] for ends in pairs]
         for values, pairs in (
             (graph.inputs, [(names[0], name) for name in names[1:]]),
-            (graph.outputs, [(name, names[0]) for name in names[1:]]),
+            ((*graph.outputs, *one.rows.joined), [(name, names[0]) for name in names[1:]]),
         )
     )
     return {
@@ -156,7 +156,7 @@ class _Replicas:
         part, ops = self.part(rows)
         table, workload, block = self.rows, self.profile.workload, device.block_bytes
         other = not first and not self.processes and several  # only the model itself, on the first, is trained
-        died = table.died
+        died = table.let_go if (first or other) and workload.training else table.died
         if other and workload.training:
             died = np.where(table.sent, np.minimum(died, table.backward_begin), died)
         vectors = part.storages[table.storage]
@@ -183,6 +183,7 @@ class _Replicas:
             "left": terms(vectors[left].sum(axis=0)),
             "inputs": terms(self._whole(self.profile.graph.inputs)),
             "outputs": terms(self._whole(self.profile.graph.outputs)),
+            "caches": [terms(self._whole(values)) for values in (table.joined, table.joined[:1])],
             "gradient": sum(trained),
             # Buckets stay from step to step.
             "stays": self.whole is None and workload.training and several and self.processes,
