@@ -250,9 +250,12 @@ class Parallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_accelerator(self.record.device):
             args, kwargs = to_device((args, kwargs), self.record.device)
-        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None or not self._find_trained():
+        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None:
             return self.run(*args, **kwargs)
-        engine = self._ready()
+        trained = self._find_trained()
+        if not trained:
+            return self.run(*args, **kwargs)
+        engine = self._engine_for(trained)
         if self.syncs and self._is_weighted():
             self._weigh(args, kwargs)
         with contextlib.nullcontext() if self.syncs else engine.no_sync():
@@ -275,9 +278,8 @@ class Parallel:
     def _find_trained(self) -> tuple[int, ...]:
         return tuple(id(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def _ready(self) -> DistributedDataParallel:
+    def _engine_for(self, trained: tuple[int, ...]) -> DistributedDataParallel:
         """The engine for the parameters that are trained now; another one once others are."""
-        trained = self._find_trained()
         if self.engine is None or self.trained != trained:
             first, self.engine = self.engine is None, None  # the last one lets go of its hooks
             buffers: dict[str, Any] = {_SYNC_BUFFERS: False}
