@@ -1,6 +1,8 @@
 """Random numbers that do not depend on how many rows there are: every row draws the same, in every run the same.
 
-Whether rows mix can't be seen where each run draws other numbers. Nothing is dropped.
+Whether rows mix can't be seen where each run draws other numbers, nor where everything is rounded to few digits.
+Nothing is dropped, and what a model computes in types that it names (`.to(torch.bfloat16)`, autocast inside of its
+forward) it computes in that of the trial.
 """
 
 import functools
@@ -17,18 +19,23 @@ from autoshard.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 _DROPOUTS = {aten.native_dropout.default}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_BITS = {aten.view.dtype}
+"""Ops with a type that says how bits are read."""
 _STATEFUL = {"seed", "get_state", "set_state"}
 PATIENCE = 10_000
 """After so many draws numbers are drawn as ever: code may draw until it finds another one."""
 
 
 @contextmanager
-def steady_draws(most_elements: int = sys.maxsize) -> Iterator["SteadyDraws"]:
+def steady_draws(most_elements: int = sys.maxsize, dtype: torch.dtype | None = None) -> Iterator["SteadyDraws"]:
     """Inside, what torch and NumPy's global generator draw depends on the shape of a row only.
 
-    An op that makes a tensor with more than `most_elements` raises `TooLargeError`.
+    An op that makes a tensor with more than `most_elements` raises `TooLargeError`. `dtype`: the type of what is cast
+    to, or made in, any floating-point type.
     """
-    draws = SteadyDraws(most_elements)
+    draws = SteadyDraws(most_elements, dtype)
     numpy = sys.modules.get("numpy")
     replaced: dict[str, Any] = {}
     if numpy is not None:
@@ -64,11 +71,15 @@ class TooLargeError(Exception):
 
 
 class SteadyDraws(TorchDispatchMode):
-    """Answers ops that draw random numbers; `count` is how many did."""
+    """Answers ops that draw random numbers; `count` is how many did. `types`: what is computed in another type."""
 
-    def __init__(self, most_elements: int = sys.maxsize) -> None:
+    def __init__(self, most_elements: int = sys.maxsize, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.count, self.most_elements = 0, most_elements
+        self.types: dict[torch.dtype, torch.dtype] = {}
+        if dtype is not None:
+            own = dict.fromkeys(_FLOATS, dtype) | dict.fromkeys(_COMPLEX, dtype.to_complex())
+            self.types = {one: other for one, other in own.items() if one != other}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,6 +88,18 @@ class SteadyDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if not self.types or func in _BITS:
+            return self._answered(func, args, kwargs)
+        args = tuple(self._typed(value) for value in args)
+        made = self._answered(func, args, {name: self._typed(value) for name, value in kwargs.items()})
+        if isinstance(made, torch.Tensor) and made.dtype in self.types and _makes(func, args):
+            return made.to(self.types[made.dtype])
+        return made
+
+    def _typed(self, value: Any) -> Any:
+        return self.types.get(value, value) if isinstance(value, torch.dtype) else value
+
+    def _answered(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             made = func(*args, **kwargs)
             if isinstance(made, torch.Tensor) and made.numel() > self.most_elements:
@@ -113,6 +136,11 @@ class SteadyDraws(TorchDispatchMode):
         if "normal" in name or "randn" in name:
             return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(made.dtype)
         return uniform.to(made.dtype)
+
+
+def _makes(func: Any, args: tuple) -> bool:
+    """Whether an op makes a tensor of no other one: a factory, or what turns numbers of Python's into a tensor."""
+    return func is aten.lift_fresh.default or not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_in(args))
 
 
 def _device_of(value: Any) -> torch.device:

@@ -68,7 +68,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
         numpy.random.seed(0)
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
-    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws(trial.most_elements) as draws:
+    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws(trial.most_elements, trial.dtype) as draws:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():
@@ -153,7 +153,7 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
         batch = replace(division.batch, outputs=first)
         merged = merge(batch, outputs, parts)
         added = merge(batch, [{name: result.left[name] for name in left} for result in results], parts)
-        with trial.weights, steady_draws(trial.most_elements):  # a backward may run modules again, as they were run
+        with trial.weights, steady_draws(trial.most_elements, trial.dtype):  # a backward may run modules again
             _check_gradients(trial.model, [whole.output, {name: whole.left[name] for name in left}], [merged, added])
     return Checked(
         ways=found, written=tuple(written), draws=whole.draws, left=left, attributes=_having(names, whole.left),

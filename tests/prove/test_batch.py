@@ -206,6 +206,46 @@ def test_random_numbers_are_no_mixing():
     assert "draws" not in found(model.eval(), torch.randn(4, 6), Workload()).proof
 
 
+class Lowered(nn.Module):
+    """A part of it in half precision, in weights of that type or under autocast, and a table made on the way."""
+
+    def __init__(self, autocasts: bool, middle=lambda h: h) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+        self.autocasts, self.middle = autocasts, middle
+        if not autocasts:
+            self.second.to(torch.bfloat16)
+
+    def forward(self, x):
+        if self.autocasts:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.middle(self.second(self.first(x)))
+        else:
+            h = self.middle(self.second(self.first(x).to(torch.bfloat16)))
+        angles = torch.cat([torch.arange(16, dtype=torch.float32), torch.tensor([0.5] * 16)])
+        return self.last(h.float() * angles.cos() + torch.zeros(32))
+
+
+@pytest.mark.parametrize("autocasts", [True, False])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_half_precision_inside_of_a_model_is_no_mixing(autocasts, mode):
+    assert rows(found(Lowered(autocasts), torch.randn(4, 6), Workload(mode=mode))) == {"x": (0, "*4")}
+
+
+@pytest.mark.parametrize("autocasts", [True, False])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_rows_that_mix_in_half_precision_are_refused(autocasts, mode):
+    model = Lowered(autocasts, middle=lambda h: h - h.mean(0) / 100)
+    assert "mixes its rows" in refused(model, torch.randn(4, 6), Workload(mode=mode))
+
+
+def test_bits_that_are_read_as_numbers_stay_bits():
+    def forward(self, x):  # the sign, by the highest bit
+        return self.linear(x) * (1 + (x.float().view(torch.int32) < 0))
+
+    assert rows(found(Small(forward), torch.randn(4, 6))) == {"x": (0, "*4")}
+
+
 def test_random_masks_of_numpy_are_no_mixing():
     def masked(self, x):
         kept = torch.ones_like(x)
