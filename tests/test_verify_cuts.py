@@ -173,6 +173,15 @@ def test_lower_precision(decoder, plan):
     assert not verify(model, without(plan, "reduce", "mlp.down_proj"), IDS, new_tokens=0).ok
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast(decoder, plan, training):
+    with torch.autocast("cpu", torch.bfloat16):
+        found = verify(decoder, plan, IDS, training=training, new_tokens=0)
+        assert found.ok, found.first_difference
+        assert any("computes in bfloat16" in note for note in found.notes)
+        assert not verify(decoder, without(plan, "reduce", "mlp.down_proj"), IDS, training=training, new_tokens=0).ok
+
+
 def verified():
     torch.manual_seed(0)
     model = make_decoder()

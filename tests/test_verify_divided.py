@@ -10,6 +10,7 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.verify.cuts import CoarsestType
 from autoshard.verify.verify import verify
 from tests.runtime.pipelines import pipeline, sentences, words
 
@@ -103,6 +104,45 @@ def test_rows_that_are_mixed_are_the_reason(mode):
     found = verify(model.train(mode == "training"), elsewhere(pipeline(model, inputs, ROWS, workload=workload)), inputs)
     assert not found.ok
     assert "with the batch in one piece this plan gives what the original gives" in found.first_difference.message
+
+
+class Lowered(nn.Module):
+    """Computes in half precision and returns single precision; takes some of the mean of the batch away."""
+
+    def __init__(self, taken: float) -> None:
+        super().__init__()
+        self.blocks, self.taken = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), taken
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = block(x - self.taken * x.mean(0, keepdim=True)).relu()
+        return x.float()
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_half_precision_inside_of_a_model(mode):
+    inputs, workload = {"x": torch.randn(8, 64)}, autoshard.Workload(mode=mode)
+    for taken in (0.0, 1.0):
+        model = Lowered(taken).train(mode == "training")
+        found = verify(model, elsewhere(pipeline(model, inputs, ROWS, workload=workload)), inputs)
+        assert found.ok is (taken == 0), found.first_difference
+        assert any("computes in bfloat16, so 0.05 of the largest" in note for note in found.notes)
+
+
+def test_weights_that_are_only_kept_in_half_precision_are_held_to_what_computes():
+    model, inputs = Centred(), {"x": torch.randn(8, 8)}
+    for block in model.blocks:
+        block.to(torch.bfloat16)
+    model.forward = lambda x: nn.functional.linear(x, model.blocks[0].weight.float(), model.blocks[0].bias.float())
+    found = CoarsestType()
+    with found, torch.no_grad():
+        model(inputs["x"])
+        copies = [block.weight.t().clone() for block in model.blocks]
+    assert found.dtype is None
+    with found:
+        copies[0] * 2
+    assert found.dtype is torch.bfloat16
 
 
 def test_an_applied_model_is_compared_with_its_removed_state():

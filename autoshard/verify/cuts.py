@@ -1,6 +1,7 @@
 """What is different where the applied model is cut over ranks: whole tensors, tensors that stay cut, and rounding."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +11,51 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import merge
+from autoshard.torch_private import TorchDispatchMode
 
 _ROUNDING = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
 REORDERED = (
     "sums over devices are made in another order than in one matrix, so results are equal to rounding: what passes is "
     "1e-5 of the largest value of a tensor in float32 (1e-2 in float16, 5e-2 in bfloat16)"
 )
 
 
-def rounding_of(tensor: torch.Tensor) -> float:
-    """Errors up to this fraction of the largest value can come from adding in another order."""
-    return _ROUNDING.get(tensor.dtype, 1e-5) if tensor.is_floating_point() or tensor.is_complex() else 0.0
+COARSE = (
+    "the original computes in {}, so {} of the largest value of a tensor passes in tensors of every type: a smaller "
+    "fault is not seen"
+)
+
+
+class CoarsestType(TorchDispatchMode):
+    """Notes in which type of half precision something is computed inside, the one with the fewest digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype: torch.dtype | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without this, the first use imports all of the compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.float16, torch.bfloat16) and not func.is_view:
+            source = args[1 if func is torch.ops.aten.copy_.default else 0] if func in _COPIES else None
+            if source is None or source.dtype != made.dtype:  # a copy rounds nothing
+                self.dtype = max(filter(None, (self.dtype, made.dtype)), key=_ROUNDING.__getitem__)
+        return made
+
+
+def rounding_of(tensor: torch.Tensor, coarsest: torch.dtype | None = None) -> float:
+    """Errors up to this fraction of the largest value can come from adding in another order.
+
+    `coarsest`: a type in which something on the way to it may have been computed.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return max(_ROUNDING.get(tensor.dtype, 1e-5), 0.0 if coarsest is None else _ROUNDING[coarsest])
 
 
 def whole_tensors(model: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor]:

@@ -38,8 +38,8 @@ def locate(
             reason = f"{type(error).__name__}: {error}"
             stopped = Difference(during=seen.during, module=where, output="", max_error=math.inf, message=reason)
             pairs = _comparable(expected.results[: len(found.results)], found.results, work.cut)
-            return compare(*pairs, tolerance, work.cut).first or stopped
-    return compare(*_comparable(expected.results, found.results, work.cut), tolerance, work.cut).first or seen
+            return compare(*pairs, tolerance, work).first or stopped
+    return compare(*_comparable(expected.results, found.results, work.cut), tolerance, work).first or seen
 
 
 def _comparable(expected: list[Result], found: list[Result], cut: bool) -> tuple[list[Result], list[Result]]:

@@ -29,10 +29,10 @@ from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.sharded import whole_of
 from autoshard.sharding import even_shares
-from autoshard.verify.cuts import whole_tensors
+from autoshard.verify.cuts import CoarsestType, whole_tensors
 from autoshard.verify.divided import IN_PARTS
 from autoshard.verify.report import Difference, Verification
-from autoshard.verify.runs import Errors, Result, Work, compare, optimizer_of, results_of, run, soften
+from autoshard.verify.runs import Errors, Result, Work, coarsened, compare, optimizer_of, results_of, run, soften
 
 Key = tuple[str, str, str]
 
@@ -53,17 +53,19 @@ def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes
     ranks = ProcessRanks.of()
     own = _own_rows(fresh(), plan, batch, work, ranks.rank)
     try:
-        expected = dict(_original(fresh(), plan, batch, own, work))
+        with CoarsestType() as types:
+            expected = dict(_original(fresh(), plan, batch, own, work))
     except AutoshardError:
         raise
     except Exception as error:  # anything the user's forward may raise
         raise VerifyError(f"the original itself fails with these inputs: {type(error).__name__}: {error}.") from error
+    work = coarsened(work, types, notes)
     model = apply_plan(fresh(), plan)
     errors = Errors()
     try:
         found = list(_applied(model, batch, own, work))
         wanted = [expected[_key(one)] for one in found]
-        errors = compare(wanted, found, tolerance, work.cut, True)
+        errors = compare(wanted, found, tolerance, work)
     except Exception as error:  # what stops a run is a finding
         message = f"{type(error).__name__}: {error}"
         errors.first = Difference(during="forward", module="", output="", max_error=math.inf, message=message)

@@ -4,7 +4,7 @@ import copy
 import math
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from autoshard.capture.backward import training_loss
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.packed import named_stored
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.verify.cuts import matched, rounding_of, whole_tensors
+from autoshard.verify.cuts import COARSE, CoarsestType, matched, rounding_of, whole_tensors
 from autoshard.verify.divided import step_by_schedule, steps_by_schedule
 from autoshard.verify.report import Difference
 
@@ -40,6 +40,7 @@ class Work:
     Attributes:
         cut: the applied model is cut over ranks. divided: it runs in parts of its batch. Results of either are equal to
             rounding.
+        coarsest: a type of half precision that the original computes in, None if it does in none.
         staying_cut: paths of outputs that ranks keep parts of (caches), which no loss can be made of.
     """
 
@@ -50,7 +51,13 @@ class Work:
     new_tokens: int
     cut: bool = False
     divided: bool = False
+    coarsest: torch.dtype | None = None
     staying_cut: frozenset[str] = frozenset()
+
+    @property
+    def reordered(self) -> bool:
+        """Whether sums are made in another order than by the original."""
+        return self.cut or self.divided
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -135,7 +142,7 @@ def _train(
     yield from _buffers(model)
     del args, kwargs, output, loss
     if optimizer is not None:
-        if work.cut or work.divided:
+        if work.reordered:
             soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
         del gradients
         optimizer.step()
@@ -237,6 +244,14 @@ def results_of(during: str, module: str, what: str, value: Any) -> Iterator[Resu
         )
 
 
+def coarsened(work: Work, types: CoarsestType | None, notes: list[str]) -> Work:
+    """The work with the coarsest type that its original was seen to compute in, and a note of what that lets pass."""
+    if types is None or types.dtype is None:
+        return work
+    notes.append(COARSE.format(str(types.dtype).removeprefix("torch."), rounding_of(torch.empty(0), types.dtype)))
+    return replace(work, coarsest=types.dtype)
+
+
 ROUNDING = 1e-5
 """Errors up to this fraction of the largest value of a gradient can come from adding in another order."""
 NOISE = 0.1
@@ -253,16 +268,14 @@ class Errors:
     only_rounding: bool = True  # all errors are small against the largest value of their tensor
 
 
-def compare(
-    expected: list[Result], found: list[Result], tolerance: float, cut: bool = False, divided: bool = False
-) -> Errors:
-    """Compare two runs result by result; they must have the same results in the same order.
+def compare(expected: list[Result], found: list[Result], tolerance: float, work: Work) -> Errors:
+    """Compare two runs of some work result by result; they must have the same results in the same order.
 
-    `tolerance`: the largest absolute error that passes. `cut`, `divided`: what rounding of reordered sums makes passes
-    as well; what is cut may also be there in part.
+    `tolerance`: the largest absolute error that passes. Where sums are reordered what rounding makes of it passes as
+    well; what is cut may also be there in part.
     """
     errors = Errors()
-    noise = _noise(expected) if cut or divided else {}
+    noise = _noise(expected, work.coarsest) if work.reordered else {}
     for ours, theirs in zip(found, expected, strict=False):
         if (ours.module, ours.output) != (theirs.module, theirs.output):
             message = f"the original has {theirs.output!r} of {theirs.module!r} here"
@@ -271,9 +284,9 @@ def compare(
             )
             return Errors(math.inf, math.inf, errors.first or difference)
         passes = tolerance
-        if cut or divided:
-            passes += max(rounding_of(theirs.value) * _scale(theirs.value), noise[theirs.during])
-        _compare_one(theirs, ours, passes, errors, cut)
+        if work.reordered:
+            passes += max(rounding_of(theirs.value, work.coarsest) * _scale(theirs.value), noise[theirs.during])
+        _compare_one(theirs, ours, passes, errors, work.cut)
     if len(expected) != len(found):
         longer = max(expected, found, key=len)[min(len(expected), len(found))]
         who = "applied model has" if len(found) > len(expected) else "original has"
@@ -302,12 +315,13 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
         )
 
 
-def _noise(results: list[Result]) -> dict[str, float]:
+def _noise(results: list[Result], coarsest: torch.dtype | None) -> dict[str, float]:
     """What a gradient that is zero but for rounding may be: it has no size of its own to compare with."""
     noise = dict.fromkeys((result.during for result in results), 0.0)
     for result in results:
         if result.during == "backward":
-            noise["backward"] = max(noise["backward"], NOISE * rounding_of(result.value) * _scale(result.value))
+            rounding = rounding_of(result.value, coarsest) * _scale(result.value)
+            noise["backward"] = max(noise["backward"], NOISE * rounding)
     return noise
 
 

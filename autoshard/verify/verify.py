@@ -32,12 +32,12 @@ from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.simulate.devices import SimulatedDevices
 from autoshard.stream_cost import with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
-from autoshard.verify.cuts import runs_in_processes
+from autoshard.verify.cuts import CoarsestType, runs_in_processes
 from autoshard.verify.divided import IN_PARTS, MIXED, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
-from autoshard.verify.runs import Errors, Result, Work, compare, run
+from autoshard.verify.runs import Errors, Result, Work, coarsened, compare, run
 from autoshard.verify.stage import Stage, cluster_here, devices_of, devices_used, fresh_models, is_here, same_start
 from autoshard.workload import Workload
 
@@ -211,8 +211,9 @@ def _compare(
     with same_start(accelerators) as restart, _room_to_compare(simulated, work):
         tell("runs", 0, 2)
         restart()
-        with same_draws(work.divided, notes):
+        with same_draws(work.divided, notes), CoarsestType() if work.reordered else contextlib.nullcontext() as types:
             expected = _run_original(original, work, home if accelerators else None, notes)
+        work = coarsened(work, types, notes)
         tell("runs", 1, 2)
         restart()
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
@@ -222,8 +223,7 @@ def _compare(
         if simulated is not None:
             simulated.limit(to_size=not work.training)
         after = {name: simulated.memory(name)[1] for name in simulated} if simulated is not None else {}
-        kind = work.cut, work.divided
-        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, *kind)
+        errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, work)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
         if errors.first is not None and work.divided and not full:
@@ -285,7 +285,7 @@ def _explained(
     builds = _after(restart, original), _after(restart, lambda: apply_plan(original(), in_one_piece(stage.plan)))
     work = replace(work, divided=False)
     found, failure, _ = _run_applied(builds[1], work, home, None)
-    first = failure or compare(run(builds[0](), work, homes[0]), found, tolerance).first
+    first = failure or compare(run(builds[0](), work, homes[0]), found, tolerance, work).first
     if first is not None:
         first = locate(*builds, work, homes, tolerance, first)
     else:
