@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from autoshard.cli.main import app
 from autoshard.report.whatif import predict
-from tests.report.divided_plans import CASES, divided
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -158,14 +157,6 @@ def test_sliders_are_pythons_formula(browser, report):
             assert got[name] == pytest.approx(want[name], rel=1e-9)
         for mine, theirs in zip(want["devices"], got["devices"], strict=True):
             assert theirs[0] == mine[0] and theirs[1:] == pytest.approx(mine[1:], rel=1e-9)
-    for name in CASES:
-        divided_data = divided(name)[2]
-        for case in ((8, 20, 0, "", 0), (26, 50, 0, "", 0), (8, 20, 0, "H100-SXM", 0), (8, 20, 0, "", 5)):
-            want = predict(divided_data, *case)
-            got = page.evaluate("([d, ...at]) => predict(d, ...at)", [divided_data, *case])
-            figures = [got["latency"], got["bottleneck"], *(n for row in got["devices"] for n in row[1:])]
-            theirs = [want["latency"], want["bottleneck"], *(n for row in want["devices"] for n in row[1:])]
-            assert figures == pytest.approx(theirs, rel=1e-9), name
     slider = page.locator("#w-batch")
     before = page.inner_text("#whatif-body .figures")
     slider.focus()

@@ -127,13 +127,12 @@ function stageBytes(stage, columns) {
     for (const name of ["forward", "first", "back", ...SUMS]) found[name] = 0;
     return found;
   }
-  const more = largest(stage.more, columns);
-  found.forward = largest(stage.forward, columns) + more;
-  found.first = largest(stage.first, columns) + more;
-  found.back = largest(stage.back, columns) + more;
+  found.forward = largest(stage.forward, columns);
+  found.first = largest(stage.first, columns);
+  found.back = largest(stage.back, columns);
   for (const name of SUMS) found[name] = polynomial(stage[name] || [], columns);
   if (stage.joined) {
-    for (const name of ["first", "later", "last"]) found["joined " + name] = largest(stage.joined[name], columns) + more;
+    for (const name of ["first", "later", "last"]) found["joined " + name] = largest(stage.joined[name], columns);
     found.waiting = stage.joined.waiting;
     found.returning = polynomial(stage.joined.returning, columns);
   }

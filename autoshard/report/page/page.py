@@ -20,10 +20,9 @@ from autoshard.report.terminal import describe_workload
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
 
-WHAT_IF = (
-    "formula.js", "formula_stages.js", "formula_replicas.js", "formula_streams.js", "whatif.js", "controls.js",
-)  # fmt: skip
-"""Scripts of the sliders, in order."""
+FORMULAS = ("formula.js", "formula_stages.js", "formula_replicas.js", "formula_streams.js", "whatif.js")
+"""Scripts that compute what the sliders show, in order; they need no page."""
+WHAT_IF = (*FORMULAS, "controls.js")
 
 
 def make_page(
