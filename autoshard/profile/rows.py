@@ -164,8 +164,7 @@ def _joined_state(graph: ModelGraph, batch: BatchAxis, carrying: Container[int])
 
     A decode hands its state on, and what is called with state is not divided.
     """
-    joined = sum(one.how == "cat" for one in batch.outputs)
-    if joined <= len(graph.outputs) or any(name == "decode" for name, _, _ in graph.phases):
+    if len(batch.outputs) <= len(graph.outputs) or any(name == "decode" for name, _, _ in graph.phases):
         return ()
     found = {graph.values[value].storage: value for value in reversed(graph.state) if value in carrying}
     return tuple(sorted(found.values(), key=lambda value: -graph.storages[graph.values[value].storage].nbytes))

@@ -226,7 +226,8 @@ class Remembering(nn.Module):
     def forward(self, x, kept=None):
         keys = self.key(x)
         keys = keys if kept is None else torch.cat([kept.keys, keys], 1)
-        return {"y": self.head(keys.cumsum(1) * keys)[:, -x.shape[1] :], "kept": Kept(keys)}
+        y = self.head(keys.cumsum(1) * keys)[:, -x.shape[1] :]
+        return {"mean": y.mean(), "y": y, "kept": Kept(keys)}
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
