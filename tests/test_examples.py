@@ -38,8 +38,8 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
 
 # Arguments for the default tests; the whole of these runs with the slow ones.
 SHORTER = {"plan_llama_405b.py": ("16xH100-80GB", "8xH200")}
-# What starts processes itself: they are forked in the default tests, but for restart.py, which is about its launcher.
-LAUNCHES = ("column_parallel_by_hand.py", "ddp.py", "lightning_strategies.py")
+# What starts processes itself: they are forked in the default tests.
+LAUNCHES = ("column_parallel_by_hand.py", "ddp.py", "lightning_strategies.py", "restart.py")
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_example_on_two_processes(name):
     assert SAYS[name] in done.stdout, done.stdout
 
 
-@pytest.mark.slow  # of the default tests, restart.py is run by torchrun itself
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)
 def test_example_under_torchrun(name):
     done = run("-m", "autoshard", "run", "--processes", "2", f"examples/{name}")
