@@ -14,7 +14,7 @@ from tests.models import by_name, same
 from tests.strategies import test_make_plan
 from tests.test_examples import run
 
-MODELS, STRATEGIES = ("llama", "unet", "three-way-tie", "mixtral"), ("sequential", "balanced", "balanced_low_0")
+MODELS, STRATEGIES = ("unet", "three-way-tie", "mixtral"), ("sequential", "balanced", "balanced_low_0")
 
 
 def plans() -> list[str]:
@@ -43,7 +43,7 @@ def test_byte_identical_in_another_process():
     done = run("-c", program, PYTHONHASHSEED="2" if os.environ.get("PYTHONHASHSEED") != "2" else "1")
     assert done.returncode == 0, done.stderr[-2000:]
     here = plans()
-    assert len(here) == 28 and json.loads(done.stdout) == here
+    assert len(here) == 25 and json.loads(done.stdout) == here
 
 
 @pytest.mark.parametrize("name", ["gpt2", "growing-list"])
