@@ -75,7 +75,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
     devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
     figures = stage_figures(
         profile, part, plan.stages, devices, processes=processes, schedule=plan.schedule,
-        joins_kept=bool(plan.batch.kept),
+        batch=plan.batch,
     )  # fmt: skip
     run = run_schedule(
         figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Device
@@ -65,7 +66,7 @@ class Figures:
 
 def stage_figures(
     whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool,
-    schedule: str = "gpipe", joins_kept: bool = False,
+    schedule: str = "gpipe", batch: BatchAxis | None = None,
 ) -> Figures:  # fmt: skip
     """Work out what every stage costs; `part` is the profile of one micro-batch, `devices` that of every stage.
 
@@ -79,7 +80,7 @@ def stage_figures(
     if processes and staged.problems:  # one process has what all stages write
         raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
     forward, backward, weight = _seconds(part, staged, devices)
-    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule, joins_kept=joins_kept)
+    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule, batch=batch)
     held, training = memory.held, whole.workload.training
     trained = trained_sizes(graph) if training else []
     found = []

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Buffers, Copy, Flow, flow
 from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.plan import Stage
+from autoshard.profile.part import joined_state
 from autoshard.profile.profile import Profile
 from autoshard.recomputed import run_again, segments_of
 from autoshard.stage_exchange import exchange
@@ -95,13 +97,13 @@ class StageMemory:
             `processes` each of these stages has its own.
         runs_again: mask of the forward ops that run a second time.
 
-    `schedule`: of a plan; processes hold what they exchange as it says.
-    `joins_kept`: forwards leave rows on attributes.
+    `schedule`: of a plan; processes hold what they exchange as it says. `batch`: of a plan for one process, whose parts
+    may be put together beside the outputs, too: what forwards leave on attributes, and caches.
     """
 
     def __init__(
         self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool,
-        schedule: str = "gpipe", joins_kept: bool = False,
+        schedule: str = "gpipe", batch: BatchAxis | None = None,
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
         placements = {path: str(i) for i, stage in enumerate(stages) for path in stage.paths}
@@ -119,8 +121,11 @@ class StageMemory:
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
-        if joins_kept and not processes:
-            self.is_output |= self._is_left(rows) & (rows.born >= first) & ~again & (kind == 0)
+        if batch is not None and not processes:
+            beside = self._is_left(rows) if batch.kept else np.zeros(len(kind), bool)
+            caches = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
+            beside |= np.isin(rows.storage, caches) & ~rows.copied
+            self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
             self.is_output = clones = np.concatenate([clones, np.zeros(len(kind) - len(clones), bool)])

@@ -5,17 +5,15 @@
 So a share of the batch is priced without building its profile: planning asks for hundreds.
 """
 
-from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
-from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.profile.measure import trained_sizes
-from autoshard.profile.part import carriers_of_rows
+from autoshard.profile.part import carriers_of_rows, joined_state
 from autoshard.profile.profile import Profile
 
 
@@ -121,7 +119,7 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     moved = np.array(profile.op_bytes, np.float64)
     outputs = dict.fromkeys(graph.values[value].storage for value in graph.outputs if value in carrying)
     inputs = dict.fromkeys(graph.values[value].storage for value in graph.inputs if value in carrying)
-    joined = _joined_state(graph, batch, carrying)
+    joined = joined_state(graph, batch)
     caches = [graph.storages[graph.values[value].storage].nbytes for value in joined]
     held_until = {graph.values[value].storage: graph.backward_begin for value in joined}
     for save in graph.saves:
@@ -157,17 +155,6 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         cache_bytes=sum(caches),
         largest_cache_bytes=max(caches, default=0),
     )
-
-
-def _joined_state(graph: ModelGraph, batch: BatchAxis, carrying: Container[int]) -> tuple[int, ...]:
-    """Values of state with rows that is put together: more was found to go together than what is plainly there.
-
-    A decode hands its state on, and what is called with state is not divided.
-    """
-    if len(batch.outputs) <= len(graph.outputs) or any(name == "decode" for name, _, _ in graph.phases):
-        return ()
-    found = {graph.values[value].storage: value for value in reversed(graph.state) if value in carrying}
-    return tuple(sorted(found.values(), key=lambda value: -graph.storages[graph.values[value].storage].nbytes))
 
 
 def _rounded(nbytes: np.ndarray, block_bytes: int) -> np.ndarray:

@@ -12,12 +12,14 @@ from autoshard.errors import PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Stage
 from autoshard.prove.batch import find_batch_axis
+from autoshard.verify.cuts import CoarsestType, rounding_of
 from tests.conformance.checks import loss_of, plan_tightly, profiled, seed
 from tests.models import WORKING_CASES
 
 ROWS, PARTS = 8, 4
 ROUNDING = 1e-5
 """Parts take other matrix products than the whole: how far a float32 tensor may be off, of its largest value."""
+ZERO = torch.zeros(())
 NOISE = 1e-6
 """Of the largest gradient of all: a gradient that is zero but for rounding has no size of its own."""
 
@@ -40,13 +42,13 @@ def in_parts(case, inputs, workload, **stage):
     )
 
 
-def check(name, found, wanted, noise=0.0):
+def check(name, found, wanted, coarsest, noise=0.0):
     found = found.detach().cpu()
     if not wanted.is_floating_point():
         assert torch.equal(found, wanted), name
         return
     scale = float(wanted.detach().abs().nan_to_num(posinf=0, neginf=0).max()) if wanted.numel() else 0.0
-    atol = ROUNDING * scale + noise
+    atol = (ROUNDING if coarsest is None else rounding_of(wanted, coarsest)) * scale + noise
     torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=atol, equal_nan=True, msg=lambda m: f"{name}: {m}")
 
 
@@ -63,7 +65,8 @@ def test_parts_are_equal_to_the_whole(case, mode):
     inputs = case.example((ROWS, case.shapes[0][1]))
     original = case.model()
     seed()
-    wanted = original(**copy.deepcopy(inputs))
+    with CoarsestType() as types:
+        wanted = original(**copy.deepcopy(inputs))
     seed(8)
     if any(
         not torch.equal(*pair)
@@ -84,16 +87,17 @@ def test_parts_are_equal_to_the_whole(case, mode):
         found = model(**copy.deepcopy(inputs))
         assert [path for path, _ in tensors_in(found)] == [path for path, _ in tensors_in(wanted)]
         for (path, ours), (_, theirs) in zip(tensors_in(found), tensors_in(wanted), strict=True):
-            check(path, ours, theirs)
+            check(path, ours, theirs, types.dtype)
         if training:
             loss_of(wanted).backward()
             loss_of(found).backward()
             pairs = list(zip(model.named_parameters(), original.parameters(), strict=True))
-            largest = max(
-                (float(p.grad.abs().max()) for _, p in pairs if p.grad is not None and p.numel()), default=0.0
-            )
+            largest = max((p.grad.abs().max() for _, p in pairs if p.grad is not None and p.numel()), default=ZERO)
+            noise = NOISE * float(largest)
+            if types.dtype is not None:
+                noise *= rounding_of(largest, types.dtype) / ROUNDING
             for (name, ours), theirs in pairs:
                 assert (ours.grad is None) == (theirs.grad is None), name
                 if theirs.grad is not None:
-                    check(name, ours.grad, theirs.grad, NOISE * largest)
+                    check(name, ours.grad, theirs.grad, types.dtype, noise)
         del found

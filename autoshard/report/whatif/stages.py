@@ -56,7 +56,7 @@ class _Staged:
         self.staged = divide(graph, [stage.paths for stage in self.stages])
         self.memory = StageMemory(
             profile, graph, self.stages, self.staged, processes=self.processes, schedule=plan.schedule,
-            joins_kept=self.batch is not None and bool(self.batch.kept),
+            batch=self.batch,
         )  # fmt: skip
         self.weights = weight_ops(graph)
         of_op = np.array(self.staged.op_stage, np.int64)
