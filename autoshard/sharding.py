@@ -9,7 +9,7 @@ by a star. Every rank keeps the slices of the starred factor that are its share,
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -200,6 +200,23 @@ class LocalLength:
 def even_shares(size: int, degree: int) -> tuple[int, ...]:
     """Divide slices as evenly as they go; the first ranks get one more."""
     return tuple(size // degree + (rank < size % degree) for rank in range(degree))
+
+
+def proportional_shares(size: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Divide slices in proportion to `parts`, each of which has one at least if there are enough.
+
+    12 slices, 3:1 -> 9, 3; 10 slices, 3:1 -> 8, 2 (rounded down, then one more for whoever lacks most, the first of
+    equals).
+    """
+    total = sum(parts)
+    given = [size * part // total for part in parts]
+    lacking = sorted(range(len(parts)), key=lambda index: -(size * parts[index] % total))
+    for index in lacking[: size - sum(given)]:
+        given[index] += 1
+    while 0 in given and max(given) > 1:
+        given[given.index(max(given))] -= 1
+        given[given.index(0)] += 1
+    return tuple(given)
 
 
 def kept(axis: str, shares: tuple[int, ...], rank: int) -> numpy.ndarray:

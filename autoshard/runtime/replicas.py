@@ -36,7 +36,7 @@ from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime
-from autoshard.sharding import even_shares
+from autoshard.sharding import even_shares, proportional_shares
 
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
@@ -88,7 +88,9 @@ class Scatter(Divide):
 
     def shares(self, rows: int) -> Sequence[int]:
         """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""
-        return divided(rows, self.division.shares, len(self.division.devices))
+        count = min(rows, len(self.division.devices))
+        shares = self.division.shares[:count]
+        return proportional_shares(rows, shares) if shares else even_shares(rows, count)
 
     def __setstate__(self, state: tuple[Runtime, Division, Any]) -> None:
         super().__setstate__(state)
@@ -116,23 +118,6 @@ class Collect:
         keep_written(module, self.division.batch.written, last, first)
         home = call.output_device or first
         return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts, to_device)
-
-
-def divided(rows: int, shares: Sequence[int], count: int) -> tuple[int, ...]:
-    """Divide rows in proportion to shares; each part has at least one, and there are no more parts than rows.
-
-    10 rows, shares 3:1  ->  7, 3 (rounded down, then to whoever lacks most)
-    """
-    count = min(rows, count)
-    if not shares:
-        return even_shares(rows, count)
-    total = sum(shares[:count])
-    wanted = [(rows - count) * share / total for share in shares[:count]]
-    given = [1 + int(one) for one in wanted]
-    lacking = sorted(range(count), key=lambda index: int(wanted[index]) - wanted[index])
-    for index in lacking[: rows - sum(given)]:
-        given[index] += 1
-    return tuple(given)
 
 
 @dataclass(slots=True, eq=False)

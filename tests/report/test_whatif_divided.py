@@ -80,4 +80,4 @@ def test_other_numbers_of_devices_split_the_model_anew():
         " That leaves out the plan's 2 stages and 4 micro-batches; "
         "`autoshard plan` makes such a plan for other devices.",
     ]
-    assert divided("uneven replicas of stages")[2]["least"] == 6
+    assert divided("uneven replicas of stages")[2]["least"] == 7

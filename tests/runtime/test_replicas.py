@@ -12,7 +12,7 @@ import autoshard
 from autoshard.plan import Mesh, Plan, PlanDevice
 from autoshard.prove.batch import find_batch_axis
 from autoshard.replica_cost import estimate_replicas
-from autoshard.runtime.replicas import divided
+from autoshard.sharding import proportional_shares
 from autoshard.workload import Workload
 
 DEVICES = "3x64MiB"
@@ -359,9 +359,25 @@ def test_frozen_parameters_and_no_gradients(model, devices):
 
 
 def test_rows_in_proportion():
-    assert divided(10, (3, 1), 2) == (7, 3)
-    assert divided(2, (5, 2, 1), 3) == (1, 1)
-    assert divided(7, (), 3) == (3, 2, 2)
-    for rows in range(1, 40):
-        made = divided(rows, (5, 3, 1), 3)
-        assert sum(made) == rows and min(made) >= 1 and len(made) == min(rows, 3)
+    assert proportional_shares(12, (2, 10)) == (2, 10), "the rows that were planned"
+    assert proportional_shares(10, (3, 1)) == (8, 2)
+    assert proportional_shares(6, (2, 10)) == (1, 5)
+    assert proportional_shares(4, (1, 40)) == (1, 3)
+    for rows in range(3, 40):
+        made = proportional_shares(rows, (5, 3, 1))
+        assert sum(made) == rows and min(made) >= 1
+
+
+@pytest.mark.parametrize("rows", [16, 8, 3, 1])
+def test_replicas_have_the_rows_that_were_planned(model, devices, rows):
+    """Seen from the modules: on two devices 3 rows of 16, and 13."""
+    seen = []
+    model.up.register_forward_hook(lambda module, args, output: seen.append((str(output.device), len(output))))
+    replicated(model, inputs(16), list(devices)[:2], shares=(3, 13))
+    seen.clear()
+    with torch.no_grad():
+        model(**inputs(rows))
+    wanted = (
+        dict(zip(("cpu:0", "cpu:1"), proportional_shares(rows, (3, 13)), strict=True)) if rows > 1 else {"cpu:0": 1}
+    )
+    assert dict(seen) == wanted

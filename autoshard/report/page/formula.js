@@ -66,18 +66,15 @@ function rowsOf(size, count, shares) {
     return found;
   }
   const all = shares.reduce((a, b) => a + b, 0);
-  let given = 0;
-  for (const share of shares.slice(0, -1)) {
-    found.push(halfEven(size * share / all));
-    given += found[found.length - 1];
+  for (const share of shares) found.push(Math.floor(size * share / all));
+  const left = size - found.reduce((a, b) => a + b, 0), lack = rank => size * shares[rank] % all;
+  const lacking = shares.map((share, rank) => rank).sort((a, b) => lack(b) - lack(a) || a - b);
+  for (const rank of lacking.slice(0, left)) found[rank]++;
+  while (found.includes(0) && Math.max(...found) > 1) {
+    found[found.indexOf(Math.max(...found))]--;
+    found[found.indexOf(0)]++;
   }
-  return [...found, size - given];
-}
-
-function halfEven(number) {
-  const low = Math.floor(number);
-  if (number - low !== 0.5) return Math.floor(number + 0.5);
-  return low % 2 === 0 ? low : low + 1;
+  return found;
 }
 
 function result(devices, latency, bottleneck) {

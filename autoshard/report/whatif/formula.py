@@ -9,6 +9,8 @@ FLOPs and bytes are polynomials in the batch, the sequence and the length of the
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard.sharding import even_shares, proportional_shares
+
 
 def monomials(data: Mapping[str, Any], batch: float, sequence: float, total: float) -> list[float]:
     """The value of every monomial."""
@@ -84,23 +86,9 @@ def copies(links: Sequence[Sequence[float]], rows: Sequence[Sequence[Any]], valu
     return total
 
 
-def rows_of(size: float, count: int, shares: Sequence[int]) -> list[float]:
+def rows_of(size: float, count: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Rows of a batch for each of so many replicas, evenly or in these shares."""
-    if not shares:
-        return [size // count + (1 if rank < size % count else 0) for rank in range(count)]
-    given, found = 0.0, list[float]()
-    for share in shares[:-1]:
-        found.append(half_even(size * share / sum(shares)))
-        given += found[-1]
-    return [*found, size - given]
-
-
-def half_even(number: float) -> float:
-    """Round to the nearest whole number, halves to the even one."""
-    low = number // 1
-    if number - low != 0.5:
-        return (number + 0.5) // 1
-    return low if low % 2 == 0 else low + 1
+    return proportional_shares(int(size), shares) if shares else even_shares(int(size), count)
 
 
 def result(devices: list[list[Any]], latency: float, bottleneck: float) -> dict[str, Any]:
