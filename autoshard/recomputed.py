@@ -60,7 +60,7 @@ def run_again(graph: ModelGraph, moves: Flow, segments: Array, *, processes: boo
         died = _hold_arguments(graph, moves, died, segments)
     if not (of_row >= 0).any():
         return replace(moves, buffers=replace(rows, died=died)), np.zeros(len(rows.storage), bool)
-    first = _first_use(graph, dropped)
+    first, twice = _first_use(graph, dropped), {} if processes else _made_twice(graph, segments)
     added: list[tuple[int, float, float]] = []
     for number in sorted(set(of_row.tolist()) - {-1}):
         at = first.get(number, begin)
@@ -68,6 +68,9 @@ def run_again(graph: ModelGraph, moves: Flow, segments: Array, *, processes: boo
         passing, late = _while_running(rows, segments, number, own)
         added += [(int(row), at, at + 1) for row in passing]
         added += [(int(row), at + (row in late), float(rows.died[row])) for row in own.tolist()]
+        for storage, released in twice.get(number, {}).items():
+            both = np.flatnonzero(mine & (rows.storage == storage))
+            added += [(row, at + (row in passing), float(released)) for row in both.tolist() if released > at]
     source, born, until = (np.array(column) for column in zip(*added, strict=True))
     buffers = Buffers(
         storage=np.concatenate([rows.storage, rows.storage[source]]),
@@ -110,6 +113,20 @@ def _dropped(graph: ModelGraph, segments: Array) -> dict[int, int]:
                 del found[storage]
     for value in graph.held:
         found.pop(graph.values[value].storage, None)
+    return found
+
+
+def _made_twice(graph: ModelGraph, segments: Array) -> dict[int, dict[int, int]]:
+    """Segment -> storages made in it that the caller has, each with the time until which backward needs another one."""
+    held = {graph.values[value].storage for value in graph.held}
+    found: dict[int, dict[int, int]] = {}
+    for save in graph.saves:
+        storage = graph.storages[graph.values[save.value].storage]
+        number = int(segments[save.op])
+        made_here = 0 <= storage.born < graph.backward_begin and int(segments[storage.born]) == number
+        if number >= 0 and made_here and storage.kind == "activation" and storage.index in held:
+            until = found.setdefault(number, {})
+            until[storage.index] = max(save.released, until.get(storage.index, 0))
     return found
 
 

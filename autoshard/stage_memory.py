@@ -121,10 +121,11 @@ class StageMemory:
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
+        caches = nothing = np.zeros(len(kind), bool)
         if batch is not None and not processes:
-            beside = self._is_left(rows) if batch.kept else np.zeros(len(kind), bool)
-            caches = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
-            beside |= np.isin(rows.storage, caches) & ~rows.copied
+            joined = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
+            caches = np.isin(rows.storage, joined) & ~rows.copied
+            beside = caches | (self._is_left(rows) if batch.kept else nothing)
             self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
@@ -156,7 +157,10 @@ class StageMemory:
         # An op on another device saves its copy.
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
         kept = [at in saved for at in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
-        self.unsaved = clones if processes else stay & ~np.array(kept, bool)
+        # What runs again is given the caches that it was given, so it holds what was in them.
+        holding = np.flatnonzero(segments == segments.max()) if (segments >= 0).any() else [0]
+        held_again = caches & (rows.born < holding[0])
+        self.unsaved = clones if processes else stay & ~np.array(kept, bool) & ~held_again
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
         self.moves = replace(moves, buffers=replace(rows, died=died))

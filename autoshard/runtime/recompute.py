@@ -1,10 +1,11 @@
 """Stages whose activations are not kept: their modules run a second time in backward.
 
 This is torch's activation checkpointing, begun in a pre-hook and ended in a post-hook of each module, so that forwards
-stay the user's own. Random numbers are drawn again as they were, and lists and dicts that a forward changes are given
-to it again as they were.
+stay the user's own. Random numbers are drawn again as they were, and lists, dicts and objects (caches) that a forward
+changes are given to it again as they were.
 """
 
+import copy
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Mapping
@@ -15,7 +16,9 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.module_paths import is_container
+from autoshard.nested import attributes_of
 from autoshard.plan import Plan
+from autoshard.runtime.chunks import PLAIN
 
 
 def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
@@ -93,7 +96,7 @@ class Recompute:
 
 
 def _copied(given: Any, seen: dict[int, Any]) -> Any:
-    """The same tensors in lists and dicts of their own; what is there twice stays the same thing twice."""
+    """The same tensors in lists, dicts and objects of their own; what is there twice stays the same thing twice."""
     if type(given) is tuple:
         return tuple(_copied(item, seen) for item in given)
     if id(given) in seen:
@@ -103,7 +106,17 @@ def _copied(given: Any, seen: dict[int, Any]) -> Any:
         for key in range(len(made)) if type(made) is list else list(made):
             made[key] = _copied(made[key], seen)
         return made
-    return given
+    own = {} if isinstance(given, (torch.Tensor, *PLAIN)) else attributes_of(given)
+    if not own:
+        return given
+    try:
+        seen[id(given)] = made = copy.copy(given)
+    except Exception:  # whatever refuses to be copied: it is given again as it is
+        seen[id(given)] = given
+        return given
+    if made is not given:
+        vars(made).update({name: _copied(value, seen) for name, value in own.items()})
+    return made
 
 
 class Kept:

@@ -26,3 +26,38 @@ def test_changed_arguments_are_as_they_were(name):
     assert len(runs) == 3
     for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Notes:
+    """An object that a forward changes: a list in it, a tensor, and a number."""
+
+    def __init__(self, start):
+        self.kept, self.total, self.calls = [], start, 0
+
+
+class Noting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, notes):
+        notes.calls += 1
+        notes.kept.append(self.linear(x))
+        notes.total = torch.cat([notes.total, notes.kept[-1]])
+        return notes.total.mean(0) * notes.calls * len(notes.kept) + x
+
+
+def test_objects_that_a_forward_changes_are_as_they_were():
+    torch.manual_seed(0)
+    original, x = torch.nn.ModuleList(Noting() for _ in range(3)), torch.randn(5, 4)
+    model = copy.deepcopy(original)
+    hook_recompute(dict(model.named_modules()), ("0", "1", "2"))
+    for one in (original, model):
+        notes, hidden = Notes(x), x
+        for block in one:
+            hidden = block(hidden, notes=notes)
+        for _ in range(2):
+            hidden.square().sum().backward(retain_graph=True)
+        assert (notes.calls, len(notes.kept), len(notes.total)) == (3, 3, 20), "the caller's own, changed once"
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
