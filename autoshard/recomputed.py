@@ -143,12 +143,8 @@ def _first_use(graph: ModelGraph, dropped: dict[int, int]) -> dict[int, int]:
 
 def _hold_arguments(graph: ModelGraph, moves: Flow, died: Array, segments: Array) -> Array:
     """Let what a call was given be there until it has gone back: to run again it needs its arguments."""
-    rows, until = moves.buffers, dict[int, int]()
-    for save in graph.saves:
-        number = int(segments[save.op])
-        if number >= 0:
-            until[number] = max(save.released, until.get(number, 0))
-    for number, time in until.items():
+    rows = moves.buffers
+    for number, time in _gone_back(graph, segments).items():
         call = graph.calls[number]
         given = {graph.values[value].storage for value in call.inputs}
         devices = {moves.op_device[op] for op in np.flatnonzero(segments == number).tolist()}
@@ -156,6 +152,28 @@ def _hold_arguments(graph: ModelGraph, moves: Flow, died: Array, segments: Array
         there &= (rows.born <= call.begin) & (rows.died - 1 >= call.begin)
         died = np.where(there, np.maximum(died, time), died)
     return died
+
+
+def _gone_back(graph: ModelGraph, segments: Array) -> dict[int, int]:
+    """Segment -> the time when its backward is through, and what it was given goes."""
+    until = dict[int, int]()
+    for save in graph.saves:
+        number = int(segments[save.op])
+        if number >= 0:
+            until[number] = max(save.released, until.get(number, 0))
+    return until
+
+
+def held_again(graph: ModelGraph, segments: Array, born: Array) -> Array:
+    """When what was put into a cache at these times goes, if only what runs again has it: 0 if nothing does.
+
+    A segment is given the cache as it was before, so what is put there is held by those after it, and they go back
+    before: the next one is the last to let go.
+    """
+    until = sorted((int(np.flatnonzero(segments == number)[0]), time) for number, time in
+                   _gone_back(graph, segments).items())  # fmt: skip
+    begins, times = np.array([begin for begin, _ in until]), np.array([*(time for _, time in until), 0])
+    return times[np.searchsorted(begins, born, side="right")]
 
 
 def _while_running(rows: Buffers, segments: Array, number: int, own: Array) -> tuple[list[int], set[int]]:

@@ -23,7 +23,7 @@ from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.plan import Stage
 from autoshard.profile.part import joined_state
 from autoshard.profile.profile import Profile
-from autoshard.recomputed import run_again, segments_of
+from autoshard.recomputed import held_again, run_again, segments_of
 from autoshard.stage_exchange import exchange
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
@@ -157,12 +157,15 @@ class StageMemory:
         # An op on another device saves its copy.
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
         kept = [at in saved for at in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
-        # What runs again is given the caches that it was given, so it holds what was in them.
-        holding = np.flatnonzero(segments == segments.max()) if (segments >= 0).any() else [0]
-        held_again = caches & (rows.born < holding[0])
-        self.unsaved = clones if processes else stay & ~np.array(kept, bool) & ~held_again
+        self.unsaved = clones if processes else stay & ~np.array(kept, bool)
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
+        self.lasts = died > end
+        divided = any(one.nbytes != part.nbytes for one, part in zip(whole.graph.storages, graph.storages, strict=True))
+        if divided and (segments >= 0).any():  # parts of caches, once all of it is put together
+            until = np.where(caches & stay, held_again(graph, segments, rows.born), 0)
+            died = np.where(until > begin, until, died)
+            self.unsaved = np.where(caches & stay, until <= begin, self.unsaved)
         self.moves = replace(moves, buffers=replace(rows, died=died))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
@@ -242,7 +245,7 @@ class StageMemory:
         index = self.moves.devices.index(str(stage))
         here = rows.device == index
         passing, nothing = here & self.passing, np.zeros_like(here)
-        lasting = passing & (rows.died > end) & ~self.freed
+        lasting = passing & self.lasts & ~self.freed
         if self.joined is not None:
             lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting

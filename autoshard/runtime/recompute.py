@@ -77,9 +77,11 @@ class Recompute:
         if not torch.is_grad_enabled() or local.again:
             return
 
+        count, names = len(args), tuple(kwargs)  # not the arguments: in a cache is more by now
+
         def run(*values: Any) -> Any:
             values = _copied(values, {})  # a backward may come a second time
-            return module(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+            return module(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         # torch looks for devices with random numbers in positional ones only
         values = _copied((*args, *kwargs.values()), {})
