@@ -123,8 +123,9 @@ class StageMemory:
         self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
         caches = nothing = np.zeros(len(kind), bool)
         if batch is not None and not processes:
-            joined = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
-            caches = np.isin(rows.storage, joined) & ~rows.copied
+            if schedule != "1f1b" or not whole.workload.training:  # there nothing is made of the objects of parts
+                joined = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
+                caches = np.isin(rows.storage, joined) & ~rows.copied
             beside = caches | (self._is_left(rows) if batch.kept else nothing)
             self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
