@@ -128,7 +128,7 @@ def run_schedule(
         sends=[_over(border.tensors, cluster, names, i, 1) for i, border in enumerate(figures.borders)],
         returns=[_over(border.returned, cluster, names, i, -1) for i, border in enumerate(figures.borders)],
     )
-    joined = one_process and schedule != "1f1b" and microbatches > 1 and workload.training
+    joined = one_process and schedule != "1f1b" and workload.training
     return Run(figures=figures, names=names, order=order, simulated=simulate(order, times), joined=joined)
 
 

@@ -237,3 +237,26 @@ def test_caches_among_the_outputs(mode, recompute):
     assert found.ok, found.first_difference
     for peak in found.peaks:  # of parts that run again it is not known whose caches go first
         assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.04 if recompute else 0.01), peak.name
+
+
+class Widening(nn.Module):
+    """Its last stage has little but its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 256)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * 2
+
+
+def test_the_peak_of_one_part():
+    """A stage gives its outputs away before its backward."""
+    model, inputs = Widening(), {"x": torch.randn(8, 16)}
+    plan = elsewhere(pipeline(model, inputs, ROWS, count=1, workload=autoshard.Workload(mode="training", batch_size=8)))
+    found = verify(model, plan, inputs)
+    assert found.ok, found.first_difference
+    for peak in found.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.01), peak.name

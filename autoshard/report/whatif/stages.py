@@ -75,7 +75,7 @@ class _Staged:
             stages_per_device=len(self.stages) // mesh.pipeline, training=training, one_process=not self.processes,
         )  # fmt: skip
         steps = compile_order(order, len(self.stages)).steps
-        joined = not self.processes and plan.schedule != "1f1b" and count > 1 and training
+        joined = not self.processes and plan.schedule != "1f1b" and training
         return {
             "way": "stages",
             "names": [[device.name, device.memory_bytes, device.overhead_bytes] for device in estimate.devices],
