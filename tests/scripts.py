@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -80,6 +81,7 @@ def _started(kind, outputs, script, arguments, count, restart):
 
 
 def _main(outputs, script, arguments, environment):
+    weakref.finalize._registry.clear()  # temporary directories are for the process to remove that this is forked off
     for number, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     import torch
