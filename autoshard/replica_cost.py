@@ -29,7 +29,7 @@ from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows, live_between
 from autoshard.shard_memory import Block, Whole, blocks_of, find_whole
-from autoshard.sharding import even_shares, proportional_shares
+from autoshard.sharding import shares_of
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 BUCKET_BYTES = 25 << 20
@@ -98,7 +98,7 @@ def pass_seconds(figures: "Figures", devices: Sequence[Device], replicas: Sequen
 
 def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tuple[int, ...]:
     """How many rows of the planned batch each replica has; `shares` as in `Mesh`."""
-    return proportional_shares(batch.size, shares) if shares else even_shares(batch.size, count)
+    return shares_of(batch.size, count, shares)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -202,6 +202,11 @@ def even_shares(size: int, degree: int) -> tuple[int, ...]:
     return tuple(size // degree + (rank < size % degree) for rank in range(degree))
 
 
+def shares_of(size: int, count: int, parts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Divide slices among so many, in proportion to `parts`, or evenly where there are none."""
+    return proportional_shares(size, parts) if parts else even_shares(size, count)
+
+
 def proportional_shares(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     """Divide slices in proportion to `parts`, each of which has one at least if there are enough.
 

@@ -121,12 +121,10 @@ class StageMemory:
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
         self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
-        caches = nothing = np.zeros(len(kind), bool)
+        caches = np.zeros(len(kind), bool)
         if batch is not None and not processes:
-            if schedule != "1f1b" or not whole.workload.training:  # there nothing is made of the objects of parts
-                joined = [graph.values[value].storage for value in joined_state(whole.graph, batch)]
-                caches = np.isin(rows.storage, joined) & ~rows.copied
-            beside = caches | (self._is_left(rows) if batch.kept else nothing)
+            caches = self._is_joined_cache(rows, batch, schedule)
+            beside = caches | self._is_left(rows) if batch.kept else caches
             self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
@@ -162,19 +160,33 @@ class StageMemory:
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
         self.lasts = died > end
-        divided = any(one.nbytes != part.nbytes for one, part in zip(whole.graph.storages, graph.storages, strict=True))
-        if divided and (segments >= 0).any():  # parts of caches, once all of it is put together
+        if (
+            caches.any() and self.runs_again.any() and any(self._has_rows())
+        ):  # the parts, once all of it is put together
             until = np.where(caches & stay, held_again(graph, segments, rows.born), 0)
             died = np.where(until > begin, until, died)
             self.unsaved = np.where(caches & stay, until <= begin, self.unsaved)
         self.moves = replace(moves, buffers=replace(rows, died=died))
         self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
+    def _is_joined_cache(self, rows: Buffers, batch: BatchAxis, schedule: str) -> np.ndarray:
+        """Mask over caches among the outputs that are put together as they are.
+
+        A schedule that takes parts one by one in training makes nothing of their objects.
+        """
+        if schedule == "1f1b" and self.whole.workload.training:
+            return np.zeros(len(rows.storage), bool)
+        joined = [self.graph.values[value].storage for value in joined_state(self.whole.graph, batch)]
+        return np.isin(rows.storage, joined) & ~rows.copied
+
+    def _has_rows(self) -> list[bool]:
+        """For each storage whether a part has less of it than the whole batch."""
+        sizes = zip(self.whole.graph.storages, self.graph.storages, strict=True)
+        return [one.nbytes != part.nbytes for one, part in sizes]
+
     def _is_left(self, rows: Buffers) -> np.ndarray:
         """Mask over what has rows and is left on attributes of modules: it is put together as outputs are."""
-        graph = self.graph
-        sizes = zip(self.whole.graph.storages, graph.storages, strict=True)
-        has_rows = [one.nbytes != part.nbytes for one, part in sizes]
+        graph, has_rows = self.graph, self._has_rows()
         mine = [one for one in _beside_outputs(graph) if has_rows[one]]
         return np.isin(rows.storage, mine) & ~rows.copied & (rows.born > 0) & (rows.born < graph.backward_begin)
 

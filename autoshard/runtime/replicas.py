@@ -36,7 +36,7 @@ from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime
-from autoshard.sharding import even_shares, proportional_shares
+from autoshard.sharding import shares_of
 
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
@@ -89,8 +89,7 @@ class Scatter(Divide):
     def shares(self, rows: int) -> Sequence[int]:
         """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""
         count = min(rows, len(self.division.devices))
-        shares = self.division.shares[:count]
-        return proportional_shares(rows, shares) if shares else even_shares(rows, count)
+        return shares_of(rows, count, self.division.shares[:count])
 
     def __setstate__(self, state: tuple[Runtime, Division, Any]) -> None:
         super().__setstate__(state)

@@ -131,6 +131,21 @@ def test_every_device_has_its_part(model, devices):
     assert all(devices.memory(name)[1] > held for name, held in zip(devices, before, strict=True))
 
 
+def check_peaks(figures, model, given, devices, name):
+    """Hold what is predicted against the second of two passes; in training back from the sum of an output."""
+    given = {key: tensor.to("cpu:0") for key, tensor in given.items()}
+    for _ in range(2):
+        model.zero_grad()
+        devices.reset_peak()
+        with torch.set_grad_enabled(model.training):
+            output = model(**given)
+        if model.training:
+            output[name].sum().backward()
+        del output
+    for device in figures.devices:
+        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.01), device.name
+
+
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_predicted_peaks(model, devices, mode):
     workload, given = Workload(mode=mode, optimizer="sgd"), inputs(24, 32)
@@ -139,17 +154,7 @@ def test_predicted_peaks(model, devices, mode):
     plan = plan_for(model, given, devices, workload)
     figures = estimate_replicas(plan, profile, devices.cluster)
     autoshard.apply(model, plan)
-    given = {name: tensor.to("cpu:0") for name, tensor in given.items()}
-    for _ in range(2):
-        model.zero_grad()
-        devices.reset_peak()
-        with torch.set_grad_enabled(mode == "training"):
-            output = model(**given)
-        if mode == "training":
-            output["loss"].backward()
-        del output
-    for device in figures.devices:
-        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.01), device.name
+    check_peaks(figures, model, given, devices, "loss")
 
 
 def test_nobody_sees_the_replicas(model, devices):
@@ -234,7 +239,7 @@ class Remembering(nn.Module):
 def test_caches_among_the_outputs_come_together(devices, mode):
     torch.manual_seed(0)
     workload, given = Workload(mode=mode, optimizer="sgd"), {"x": torch.randn(24, 32, 16)}
-    model = Remembering()
+    model = Remembering().train(mode == "training")
     alone = copy.deepcopy(model)
     profile = autoshard.profile(model, given, workload=workload)
     plan = plan_for(model, given, devices, workload)
@@ -247,18 +252,8 @@ def test_caches_among_the_outputs_come_together(devices, mode):
         for one in (found, wanted):  # with it the next call is not divided
             one["next"] = (model if one is found else alone)(given["x"][:, :1], one["kept"])["y"]
         close(found["next"], wanted["next"])
-    given = {"x": given["x"].to("cpu:0")}
     del found, one
-    for _ in range(2):
-        model.zero_grad()
-        devices.reset_peak()
-        with torch.set_grad_enabled(mode == "training"):
-            output = model(**given)
-        if mode == "training":
-            output["y"].sum().backward()
-        del output
-    for device in figures.devices:
-        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.01), device.name
+    check_peaks(figures, model, given, devices, "y")
 
 
 SEEN = []

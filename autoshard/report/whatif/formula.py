@@ -9,7 +9,7 @@ FLOPs and bytes are polynomials in the batch, the sequence and the length of the
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.sharding import even_shares, proportional_shares
+from autoshard.sharding import shares_of
 
 
 def monomials(data: Mapping[str, Any], batch: float, sequence: float, total: float) -> list[float]:
@@ -88,7 +88,7 @@ def copies(links: Sequence[Sequence[float]], rows: Sequence[Sequence[Any]], valu
 
 def rows_of(size: float, count: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Rows of a batch for each of so many replicas, evenly or in these shares."""
-    return proportional_shares(int(size), shares) if shares else even_shares(int(size), count)
+    return shares_of(int(size), count, shares)
 
 
 def result(devices: list[list[Any]], latency: float, bottleneck: float) -> dict[str, Any]:
