@@ -160,9 +160,7 @@ class StageMemory:
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
         self.lasts = died > end
-        if (
-            caches.any() and self.runs_again.any() and any(self._has_rows())
-        ):  # the parts, once all of it is put together
+        if caches.any() and self.runs_again.any() and any(self._has_rows()):  # parts of what is put together
             until = np.where(caches & stay, held_again(graph, segments, rows.born), 0)
             died = np.where(until > begin, until, died)
             self.unsaved = np.where(caches & stay, until <= begin, self.unsaved)
