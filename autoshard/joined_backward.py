@@ -75,9 +75,7 @@ class JoinedBackward:
     def __init__(self, graph: ModelGraph, moves: Flow) -> None:
         self.graph, self.moves, self.rows = graph, moves, moves.buffers
         self.sent = _sent(graph)
-        leaf_of = {one.storage: one.leaf for one in self.sent} | _sums(graph)
-        values = {tensor.name: tensor.value for tensor in graph.tensors}
-        leaf_of |= {graph.values[value].storage: values.get(name, -1) for name, value in graph.gradients}
+        leaf_of = _leaves(graph, self.sent)
         at = {name: index for index, name in enumerate(moves.devices)}
         home = {tensor.value: at.get(moves.tensor_device[tensor.name], -1) for tensor in graph.tensors}
         homes = np.array([home.get(leaf_of.get(storage, -1), -2) for storage in self.rows.storage.tolist()], np.int64)
@@ -145,6 +143,20 @@ class JoinedBackward:
             if node.leaf in waits and node.end > node.begin:
                 last.append((node.begin, node.begin, waits[node.leaf]))
         return first, later, last, sum(waits.values())
+
+
+def times_of_gradients(graph: ModelGraph) -> dict[int, float]:
+    """Storage of a gradient of a parameter -> when the last of what is sent to the parameter comes in a backward."""
+    sent = _sent(graph)
+    last = {one.leaf: one.time for one in sent}
+    return {storage: last[leaf] for storage, leaf in _leaves(graph, sent).items() if leaf in last}
+
+
+def _leaves(graph: ModelGraph, sent: Sequence[Sent]) -> dict[int, int]:
+    """Storage of what is sent to a parameter, of sums of it and of what becomes of it -> the parameter."""
+    values = {tensor.name: tensor.value for tensor in graph.tensors}
+    found = {one.storage: one.leaf for one in sent} | _sums(graph)
+    return found | {graph.values[value].storage: values.get(name, -1) for name, value in graph.gradients}
 
 
 def _sent(graph: ModelGraph) -> list[Sent]:

@@ -216,13 +216,15 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
         most = max(most, (gradient, activation), key=sum)
 
     last = {action.stage: index for index, action in enumerate(run.order[position]) if action.kind == "F"}
-    returned = microbatches * sum(s.nbytes.returned for s in run.figures.stages[position :: len(run.names)])
+    mine = run.figures.stages[position :: len(run.names)]
+    returned = microbatches * sum(s.nbytes.returned for s in mine)
+    stepping = workload.training and not run.joined  # outputs of parts are put together after the last backward
     for index, action in enumerate(run.order[position]):
         nbytes = run.figures.stages[action.stage].nbytes
         if action.kind == "F":
             note(gradients, there + nbytes.forward)
             there += nbytes.kept if workload.training else nbytes.lasting
-            if last[action.stage] == index and nbytes.outputs and microbatches > 1:
+            if last[action.stage] == index and nbytes.outputs and microbatches > 1 and not stepping:
                 there += nbytes.outputs * microbatches  # put together, beside the parts
                 note(gradients, there)
                 there -= nbytes.released * microbatches
@@ -250,8 +252,9 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
                 gradients += nbytes.gradient
         if action.kind == "W" or (action.kind == "B"):
             there -= nbytes.kept - nbytes.lasting
-    merged = microbatches * sum(s.nbytes.merged for s in run.figures.stages[position :: len(run.names)])
-    note(gradients, 2 * merged)
+    note(gradients, 2 * microbatches * sum(s.nbytes.merged for s in mine))
+    if stepping and microbatches > 1:
+        note(gradients, there + microbatches * sum(s.nbytes.outputs for s in mine))
     if workload.training:
         sizes = [size for i in range(position, len(run.figures.stages), len(run.names))
                  for _, size in run.figures.stages[i].trained]  # fmt: skip

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Buffers, Copy, Flow, flow
-from autoshard.joined_backward import JoinedBackward, JoinedBytes
+from autoshard.joined_backward import JoinedBackward, JoinedBytes, times_of_gradients
 from autoshard.plan import Stage
 from autoshard.profile.part import joined_state
 from autoshard.profile.profile import Profile
@@ -89,13 +89,43 @@ def _beside_outputs(graph: ModelGraph) -> set[int]:
     return {graph.values[value].storage for value in graph.lasting} - others
 
 
+def _on_the_last(graph: ModelGraph, moves: Flow, again: np.ndarray, last: str) -> tuple[Flow, np.ndarray]:
+    """Bring outputs that are on several stages to the last one, as a step does; and the mask over those made elsewhere.
+
+    What is brought is there from the end of the part's forward to that of the step.
+    """
+    rows, born = moves.buffers, np.array([storage.born for storage in graph.storages] or [0])
+    away = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs]) & ~rows.copied & ~again
+    away &= (rows.born >= np.maximum(born[rows.storage], 1)) & (rows.born < graph.backward_begin)
+    if len(set(rows.device[away].tolist())) < 2 or last not in moves.devices:
+        return moves, np.zeros(len(away), bool)
+    there = moves.devices.index(last)
+    away &= rows.device != there
+    count, end = int(away.sum()), len(graph.ops)
+    added = Buffers(
+        storage=rows.storage[away], device=np.full(count, there), nbytes=rows.nbytes[away],
+        born=np.full(count, graph.backward_begin - 1.0), died=np.full(count, end + 1.0), copied=np.zeros(count, bool),
+    )  # fmt: skip
+    both = {one.name: np.concatenate([getattr(rows, one.name), getattr(added, one.name)]) for one in fields(Buffers)}
+    return replace(moves, buffers=Buffers(**both)), _as_long(away, len(away) + count)
+
+
+def _as_long(mask: np.ndarray, length: int) -> np.ndarray:
+    """The mask with rows added that it does not hold of."""
+    return np.concatenate([mask, np.zeros(length - len(mask), bool)])
+
+
 class StageMemory:
     """What lives on which stage in one pass of one micro-batch.
 
     Attributes:
         held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
             `processes` each of these stages has its own.
+        steps: a schedule takes the parts one by one: outputs stay on the last stage, and objects (caches) go when
+            their part goes back: `let_go`, a mask over the rows.
         runs_again: mask of the forward ops that run a second time.
+        summed: per row of a gradient, when it goes in a later micro-batch: with all terms, it is added to that of the
+            others.
 
     `schedule`: of a plan; processes hold what they exchange as it says. `batch`: of a plan for one process, whose parts
     may be put together beside the outputs, too: what forwards leave on attributes, and caches.
@@ -115,20 +145,26 @@ class StageMemory:
         segments = segments_of(graph, staged, stages, processes=processes)
         self.runs_again = segments >= 0
         moves, again = run_again(graph, moves, segments, processes=processes)
+        self.steps = steps = schedule == "1f1b" and whole.workload.training and not processes
+        away = np.zeros(len(again), bool)
+        if steps:
+            moves, away = _on_the_last(graph, moves, again, str(self.last))
+            again = _as_long(again, len(away))
         rows = moves.buffers
         kinds = {"parameter": 1, "buffer": 1, "input": 2}
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
         first = np.array([storage.born for storage in graph.storages] or [0])[rows.storage]
         self.is_output = np.isin(rows.storage, [graph.values[value].storage for value in graph.outputs])
-        self.is_output &= (rows.born >= first) & ~again  # not what the forward before left
-        caches = np.zeros(len(kind), bool)
+        self.is_output &= (rows.born >= first) & ~again & ~away  # not what the forward before left
+        state = () if batch is None or processes else joined_state(whole.graph, batch)
+        caches = np.isin(rows.storage, [graph.values[value].storage for value in state]) & ~rows.copied
         if batch is not None and not processes:
-            caches = self._is_joined_cache(rows, batch, schedule)
-            beside = caches | self._is_left(rows) if batch.kept else caches
+            beside = caches & (not steps)
+            beside |= self._is_left(rows) if batch.kept else False
             self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
-            self.is_output = clones = np.concatenate([clones, np.zeros(len(kind) - len(clones), bool)])
+            self.is_output = clones = _as_long(clones, len(kind))
         else:  # What was brought to a module goes with what it was made of, and is an output where that returned it.
             home, left = moves.homes.homes[""], {c.value: c.source for c in moves.copies if c.reason == "output"}
             self.freed = rows.copied & ~_copies_of(moves, lambda copy: copy.value in graph.held)
@@ -145,6 +181,8 @@ class StageMemory:
         end, begin = len(graph.ops), graph.backward_begin
         made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end) & ~again
         self.gradients = ~rows.copied & (gradients | made_last)
+        times = times_of_gradients(graph)
+        self.summed = np.maximum([times.get(one, 0.0) for one in rows.storage.tolist()], np.ceil(rows.born)) + 1
         # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
         # One copy of a parameter is enough for all micro-batches; each has a view of its own, and copies that.
@@ -160,22 +198,27 @@ class StageMemory:
         died = np.where(stay, end + 1, rows.died)
         self._keep_once(rows, died)
         self.lasts = died > end
-        if caches.any() and self.runs_again.any() and any(self._has_rows()):  # parts of what is put together
+        self.let_go = steps & caches & ~again
+        if (gone := self.let_go | away).any():
+            died = np.where(gone, np.minimum(died, self._held_by_autograd(moves, segments)), died)
+            self.lasts &= ~gone
+        elif caches.any() and self.runs_again.any() and any(self._has_rows()):  # parts of what is put together
             until = np.where(caches & stay, held_again(graph, segments, rows.born), 0)
             died = np.where(until > begin, until, died)
             self.unsaved = np.where(caches & stay, until <= begin, self.unsaved)
         self.moves = replace(moves, buffers=replace(rows, died=died))
-        self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
+        self.joined = None if processes or steps or begin == end else JoinedBackward(graph, self.moves)
 
-    def _is_joined_cache(self, rows: Buffers, batch: BatchAxis, schedule: str) -> np.ndarray:
-        """Mask over caches among the outputs that are put together as they are.
-
-        A schedule that takes parts one by one in training makes nothing of their objects.
-        """
-        if schedule == "1f1b" and self.whole.workload.training:
-            return np.zeros(len(rows.storage), bool)
-        joined = [self.graph.values[value].storage for value in joined_state(self.whole.graph, batch)]
-        return np.isin(rows.storage, joined) & ~rows.copied
+    def _held_by_autograd(self, moves: Flow, segments: np.ndarray) -> np.ndarray:
+        """Until when autograd holds each row, or what runs again in backward does; at least to where that begins."""
+        graph, rows, until = self.graph, moves.buffers, dict[tuple[int, int], int]()
+        for save in graph.saves:
+            if not self.runs_again[save.op]:
+                place = graph.values[save.value].storage, moves.op_device[save.op]  # elsewhere a copy is saved
+                until[place] = max(until.get(place, 0), save.released)
+        found = [until.get(place, 0) for place in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
+        again = held_again(graph, segments, rows.born) if self.runs_again.any() else 0
+        return np.maximum(np.maximum(found, again), graph.backward_begin)
 
     def _has_rows(self) -> list[bool]:
         """For each storage whether a part has less of it than the whole batch."""
@@ -232,8 +275,8 @@ class StageMemory:
         nbytes = -(-buffers.nbytes // device.block_bytes) * device.block_bytes
         live = self.moves.timeline(name, device.block_bytes, rows.passing)
         new = self.moves.timeline(name, device.block_bytes, rows.gradients)
-        made_at = np.ceil(buffers.born[rows.gradients]).astype(np.int64)
-        more = np.bincount(made_at, nbytes[rows.gradients], len(new))  # of gradients that are there already
+        later = replace(self.moves, buffers=replace(buffers, died=self.summed))  # when gradients are there already
+        more = later.timeline(name, device.block_bytes, rows.gradients)
         joined = JoinedBytes()
         if self.joined is not None:
             joined = self.joined.of(rows.device, rows.passing, device.block_bytes)
@@ -259,7 +302,7 @@ class StageMemory:
         lasting = passing & self.lasts & ~self.freed
         if self.joined is not None:
             lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
-        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin) if begin < end else lasting
+        kept = passing & (rows.born <= begin - 1) & ((rows.died - 1 >= begin) | self.let_go) if begin < end else lasting
         return StageRows(
             device=index,
             begin=begin,
@@ -272,7 +315,7 @@ class StageMemory:
                 "outputs": nothing if self.processes else lasting & self.is_output,
                 "merged": lasting & self.is_output if self.processes else nothing,
                 "released": lasting & self.unsaved,
-                "returned": nothing if self.processes else here & self.returned,
+                "returned": nothing if self.processes or self.steps else here & self.returned,
                 "leaving": nothing if self.processes else here & self.leaving,
                 "lent": nothing if self.processes else here & self.lent,
             },

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "DataDependentOutputException",
+    "DispatchMode",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "Interceptor",
-    "TorchDispatchMode",
     "after_backward",
     "are_functions_transformed",
     "autograd_node",
@@ -235,6 +235,17 @@ def innermost_dispatch_mode() -> Any:
     """The torch dispatch mode entered last in this thread, None if there is none."""
     count = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(count - 1) if count else None
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch's compiler has nothing to do with.
+
+    Of others torch asks the compiler at every op, and the first to be asked imports all of it, which takes seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class Interceptor:

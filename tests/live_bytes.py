@@ -5,10 +5,10 @@ import torch
 from autoshard.nested import tensors_in
 from autoshard.simulate import memory
 from autoshard.simulate.memory import SimulatedDevice
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts what lives of some tensors (nested) and of those that ops make inside. `peak`: the most since `reset`."""
 
     def __init__(self, *nested):

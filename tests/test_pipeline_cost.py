@@ -96,7 +96,7 @@ def test_more_micro_batches_than_rows_and_a_cut_through_a_write_are_refused(infe
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_peaks_are_those_of_the_run_in_one_process(train):
-    """Exact but for what autograd does between two ops; rounded up where modules run again."""
+    """Whichever schedule."""
     model = Decoder().train(train)
     profile = profile_of(model, training=train)
     for microbatches, schedule in ((2, "gpipe"), (8, "1f1b")) if train else ((2, "gpipe"), (4, "gpipe")):
@@ -107,7 +107,7 @@ def test_peaks_are_those_of_the_run_in_one_process(train):
         checked = autoshard.verify(model, plan, inputs=inputs_for(training=train))
         assert checked.ok, checked.first_difference
         for peak in checked.peaks:
-            assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.03 if train else 0.002)
+            assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.002)
 
 
 def test_gradients_wait_until_the_last_micro_batch_has_gone_back():
@@ -155,7 +155,7 @@ def test_modules_that_run_again_have_their_activations_one_after_the_other(sched
     checked = autoshard.verify(model, plan, inputs=inputs)
     assert checked.ok, checked.first_difference
     for peak in checked.peaks:
-        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.005 if schedule == "gpipe" else 0.025)
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.005)
 
 
 def test_modules_that_run_again_keep_nothing_that_no_gradient_comes_to():

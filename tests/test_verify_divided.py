@@ -224,19 +224,52 @@ class Caching(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("mode", ["training", "inference"])
-def test_caches_among_the_outputs(mode, recompute):
+def test_caches_among_the_outputs(mode, schedule, recompute):
     """What runs again in backward finds the cache as it was, and peaks have the caches of all parts, and all of it."""
     inputs = {"x": torch.randn(8, 24, 16)}
     workload = autoshard.Workload(mode=mode, batch_size=8, optimizer="none")
     model = Caching().train(mode == "training")
     batch = find_batch_axis(model, inputs, workload)
     assert len(batch.outputs) == 7
-    plan = elsewhere(pipeline(model, inputs, batch, recompute=recompute, workload=workload))
-    found = verify(model, plan, inputs)
+    options = {"schedule": schedule, "recompute": recompute, "workload": workload}
+    found = verify(model, elsewhere(pipeline(model, inputs, batch, **options)), inputs)
     assert found.ok, found.first_difference
     for peak in found.peaks:  # of parts that run again it is not known whose caches go first
-        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.04 if recompute else 0.01), peak.name
+        most = 1.07 if recompute and mode == "training" else 1.005
+        assert 0.999 * peak.measured_bytes <= peak.predicted_bytes <= most * peak.measured_bytes, peak.name
+
+
+class Coding(nn.Module):
+    """Returns what its first stage made, too, which is read far behind; one weight is used on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6))
+
+    def forward(self, ids):
+        near = self.embed(ids)
+        for block in self.blocks[:3]:
+            near = near + block(near)
+        far = near + self.embed(ids.flip(1))
+        for block in self.blocks[3:]:
+            far = far + block(far) * near
+        return {"logits": self.head(far), "codes": near}
+
+
+def test_outputs_of_several_stages():
+    """A step brings them to its last stage, and puts them together when all parts have gone back."""
+    inputs = {"ids": torch.randint(0, 40, (8, 24))}
+    workload = autoshard.Workload(mode="training", batch_size=8, optimizer="none")
+    model = Coding()
+    batch = find_batch_axis(model, inputs, workload)
+    found = verify(model, elsewhere(pipeline(model, inputs, batch, schedule="1f1b", workload=workload)), inputs)
+    assert found.ok, found.first_difference
+    for peak in found.peaks:
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.002), peak.name
 
 
 class Widening(nn.Module):

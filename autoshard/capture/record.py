@@ -26,7 +26,7 @@ from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.packed import is_packed, named_stored, stored_tensors
 from autoshard.progress import tell
 from autoshard.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     autograd_node,
     is_composite,
     is_wrapper_type,
@@ -67,7 +67,7 @@ class RealValues:
         return func(*args, **kwargs)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records ops, module calls and saved tensors into `ledger`.
 
     Attributes:

@@ -9,8 +9,9 @@ import torch
 from autoshard.batching import BatchAxis
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
-from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge
+from autoshard.runtime.chunks import PLAIN, Part
 from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample
+from autoshard.runtime.merging import Unmerged, merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.nested import leaves_in
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 aten = torch.ops.aten
 _DROPOUTS = {aten.native_dropout.default}
@@ -70,7 +70,7 @@ class TooLargeError(Exception):
     """A model computes sizes from its numbers, and with random ones makes tensors that nothing has room for."""
 
 
-class SteadyDraws(TorchDispatchMode):
+class SteadyDraws(DispatchMode):
     """Answers ops that draw random numbers; `count` is how many did. `types`: what is computed in another type."""
 
     def __init__(self, most_elements: int = sys.maxsize, dtype: torch.dtype | None = None) -> None:
@@ -80,11 +80,6 @@ class SteadyDraws(TorchDispatchMode):
         if dtype is not None:
             own = dict.fromkeys(_FLOATS, dtype) | dict.fromkeys(_COMPLEX, dtype.to_complex())
             self.types = {one: other for one, other in own.items() if one != other}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without this, the first use imports all of the compiler, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

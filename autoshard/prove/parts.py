@@ -1,8 +1,8 @@
 """The numbers: a model on a whole batch against the same model on parts of it, outputs, gradients and buffers.
 
-What is divided here is divided, and put together, by the code that does so when a plan runs (`runtime.chunks`). Random
-values in double precision, where the model can be brought to it: what rows add to each other differs by the size of the
-values themselves, and not in the tenth digit.
+What is divided here is divided, and put together, by the code that does so when a plan runs. Random values
+in double precision, where the model can be brought to it: what rows add to each other differs by the size of the values
+themselves, and not in the tenth digit.
 """
 
 import random
@@ -22,8 +22,9 @@ from autoshard.prove.copied import Trial
 from autoshard.prove.differences import difference, off_by
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
-from autoshard.runtime.chunks import Part, merge, split
+from autoshard.runtime.chunks import Part, split
 from autoshard.runtime.left_behind import attributes, is_in, match, new_tensors
+from autoshard.runtime.merging import merge
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 """How near, relative to the largest value, two ways to make the same output are alike."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.collectives import Layout
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 PATIENCE_SECONDS = 60.0
 """How long a rank waits for another one before it gives up."""
@@ -17,16 +17,12 @@ PATIENCE_SECONDS = 60.0
 _drawing = threading.Lock()
 
 
-class OwnDraws(TorchDispatchMode):
+class OwnDraws(DispatchMode):
     """While entered, this thread draws random numbers from a state of its own, as a process does."""
 
     def __init__(self, state: torch.Tensor) -> None:
         super().__init__()
         self.state = state
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler and asks it at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:

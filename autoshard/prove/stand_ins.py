@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoshard.nested import tensors_in
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten._grouped_mm.default, aten.dot.default}
@@ -22,17 +22,12 @@ _CONVOLUTIONS = {aten.convolution.default, aten._convolution.default}
 _PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
-class StandIns(TorchDispatchMode):
+class StandIns(DispatchMode):
     """Computes with stand-ins: those it has made, and what is made of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, torch.Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without this, the first use imports all of the compiler, which takes seconds."""
-        return False
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any shape with one number in memory."""

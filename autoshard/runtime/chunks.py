@@ -1,16 +1,15 @@
-"""Dividing a call into parts of its batch, and putting the outputs of the parts together, as a `BatchAxis` says.
+"""Dividing a call into parts of its batch, as a `BatchAxis` says; `merging` puts the outputs of the parts together.
 
-    model(ids [10, S], mask=[10, S], position_ids=[1, S])          loss []   logits [10, S, V]
-      part 0   ids[0:3]   mask[0:3]   position_ids                 weighted  ┐
-      part 1   ids[3:6]   mask[3:6]   position_ids                 by labels │ one after
-      part 2   ids[6:8]   mask[6:8]   position_ids                           │ the other
-      part 3   ids[8:10]  mask[8:10]  position_ids                           ┘
+    model(ids [10, S], mask=[10, S], position_ids=[1, S])
+      part 0   ids[0:3]   mask[0:3]   position_ids
+      part 1   ids[3:6]   mask[3:6]   position_ids
+      part 2   ids[6:8]   mask[6:8]   position_ids
+      part 3   ids[8:10]  mask[8:10]  position_ids
 
 Parts of a dimension in which the batch is the major factor are views. Of any other ("3x*8": three times the whole
 batch) they are copies.
 """
 
-import copy
 import enum
 import inspect
 import re
@@ -25,7 +24,7 @@ from torch import nn
 
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.nested import attributes_of, join_leaves, leaves_in, replace_at, tensor_at, tensors_in, tensors_within
+from autoshard.nested import leaves_in, replace_at, tensor_at, tensors_in
 from autoshard.sharding import coordinates_of, even_shares, kept
 
 PLAIN = (
@@ -34,7 +33,6 @@ PLAIN = (
 )  # fmt: skip
 """Arguments that every part is given as they are."""
 _KNOWN = (torch.Tensor, *PLAIN)
-Bring = Callable[[torch.Tensor, torch.device], torch.Tensor]
 AS_CALLED = "Plan with the inputs that the model is called with: inputs=."
 
 
@@ -172,57 +170,6 @@ def split(
     return made
 
 
-def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part], bring: Bring | None = None) -> Any:
-    """Put the outputs of the parts together, nested as each of them is; gradients go back to the parts.
-
-    `bring`: moves a tensor to a device, where objects among the outputs (caches) hold tensors on several: they come to
-    that of the first part. Numbers and strings must be the same in all. Raises `PlanError` for what the plan doesn't
-    know.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    try:
-        return join_leaves(list(outputs), _Join(batch, parts, bring))
-    except ValueError as error:
-        raise PlanError(
-            f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
-        ) from None
-
-
-class _Join:
-    """Joins leaves of outputs; what is twice in the outputs of each part is one thing afterwards, too."""
-
-    def __init__(self, batch: BatchAxis, parts: Sequence[Part], bring: Bring | None) -> None:
-        self.batch, self.parts, self.bring = batch, parts, bring
-        self.known = {one.path: one for one in batch.outputs}
-        self.made: dict[tuple[int, ...], Any] = {}
-
-    def __call__(self, path: str, leaves: list[Any]) -> Any:
-        if isinstance(leaves[0], torch.device) and self.bring is not None:
-            return leaves[0]
-        if isinstance(leaves[0], PLAIN):
-            return _same(path, leaves)
-        same = tuple(map(id, leaves))
-        if same not in self.made:
-            if isinstance(leaves[0], torch.Tensor):
-                if self.bring is not None:
-                    leaves = [self.bring(leaf, leaves[0].device) for leaf in leaves]
-                self.made[same] = _joined(self.batch, self.known.get(path), path, leaves, self.parts)
-            else:
-                self.made[same] = _object(path, leaves, self)
-        return self.made[same]
-
-
-def part_weights(how: BatchOutput, parts: Sequence[Part]) -> list[float]:
-    """What each part's value of a merged output is multiplied with before all are added up."""
-    if how.how == "sum":
-        return [1.0] * len(parts)
-    sizes = [part.labels[how.weights] if how.how == "weighted" else part.rows for part in parts]
-    if not any(sizes):  # torch gives NaN for the mean of nothing, and so do all the parts
-        sizes = [1] * len(parts)
-    return [size / sum(sizes) for size in sizes]
-
-
 def split_rows(value: Any, parts: Sequence[Part], what: str) -> list[Any]:
     """Divide the tensors in a nested value along their first dimension, as the rows of the parts are.
 
@@ -256,7 +203,7 @@ def _check_dim(tensor: torch.Tensor, item: BatchInput) -> None:
 
 def piece_of(tensor: torch.Tensor, item: BatchInput | BatchOutput, shares: tuple[int, ...], part: int) -> torch.Tensor:
     """One part of a tensor whose batch is divided into `shares`: a view where its indices follow one another."""
-    axis = _axis_with(item.axis, sum(shares), tensor.shape[item.dim])
+    axis = axis_with(item.axis, sum(shares), tensor.shape[item.dim])
     if axis is None:
         raise PlanError(
             f"{item.path} has {tensor.shape[item.dim]} in its dimension {item.dim}, which does not go with a batch of "
@@ -276,7 +223,7 @@ def _indices(axis: str, shares: tuple[int, ...], part: int) -> tuple[int, int] |
     return (begin, len(indices)) if len(indices) == 0 or indices[-1] - begin + 1 == len(indices) else indices
 
 
-def _axis_with(axis: str, rows: int, size: int) -> str | None:
+def axis_with(axis: str, rows: int, size: int) -> str | None:
     """The axis when the batch has other rows; what is beside the batch may have grown, too. None if it can't be.
 
     "3x*8", 2 rows of size 6 -> "3x*2"        "16x*8", 2 rows of size 10 -> "5x*2"
@@ -295,111 +242,3 @@ def _labels(bound: Mapping[str, Any], how: BatchOutput) -> int:
     labels = tensor_at(bound, how.weights)
     assert labels is not None
     return int((labels[..., how.skipped :] != how.ignored).sum())
-
-
-def _joined(
-    batch: BatchAxis, how: BatchOutput | None, path: str, tensors: list[torch.Tensor], parts: Sequence[Part]
-) -> torch.Tensor:
-    """One tensor of the output from those of the parts."""
-    if how is None:
-        raise PlanError(
-            f"the output {path or 'of the model'} was not there at planning, so nobody knows how to put its parts "
-            f"together. {AS_CALLED}"
-        )
-    if how.how == "same":
-        return tensors[0]
-    if how.how == "cat":
-        return _concatenated(batch, how, tensors, [part.rows for part in parts])
-    if how.how == "weighted" and not any(how.weights in part.labels for part in parts):
-        raise PlanError(f"the output {path} is weighted by {how.weights}, which this call does not give.")
-    weights = part_weights(how, parts)
-    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
-    terms = [
-        tensor.to(wide) if how.how == "sum" else tensor.to(wide) * weight
-        for tensor, weight in zip(tensors, weights, strict=True)
-        if weight  # a part without a label has a loss of NaN
-    ]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total.to(tensors[0].dtype)
-
-
-def _concatenated(batch: BatchAxis, how: BatchOutput, tensors: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
-    """The parts one after the other, or between one another where the batch is not the major factor."""
-    sizes = [tensor.shape[how.dim] if tensor.dim() > how.dim else 0 for tensor in tensors]
-    axes = [_axis_with(how.axis, own, size) for own, size in zip(rows, sizes, strict=True)]
-    shapes = {(*tensor.shape[: how.dim], *tensor.shape[how.dim + 1 :]) for tensor in tensors}
-    if len(shapes) > 1:
-        listed = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise PlanError(
-            f"the parts of the output {how.path or 'of the model'} can't be put together along dimension {how.dim}: "
-            f"they have the shapes {listed}. Some models make them as long as the longest row needs; apply a plan "
-            "without micro-batches, or give rows that need the same length."
-        )
-    if None in axes:
-        raise PlanError(
-            f"the output {how.path or 'of the model'} has {sizes} in dimension {how.dim} for parts of {rows} rows, "
-            f"which does not go with the plan ({how.axis}). Plan with inputs of the shapes that the model is called "
-            "with."
-        )
-    whole = torch.cat(tensors, how.dim)
-    first = axes[0] or ""
-    axis = re.sub(r"\*\d+", f"*{sum(rows)}", first)
-    source = numpy.empty(len(coordinates_of(axis)), dtype=numpy.int64)
-    begin = sum(sizes)
-    for part in reversed(range(len(rows))):  # what every part has is that of the first
-        begin -= sizes[part]
-        source[kept(axis, tuple(rows), part)] = begin + numpy.arange(sizes[part])
-    if len(source) == whole.shape[how.dim] and (numpy.diff(source) == 1).all():
-        return whole
-    return whole.index_select(how.dim, torch.from_numpy(source).to(whole.device))
-
-
-class Unmerged:
-    """In place of an object with state (a cache), of which every part made its own: any use of it says so."""
-
-    def __init__(self, path: str, name: str) -> None:
-        self._said = path, name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise self._error()
-
-    def _error(self) -> PlanError:
-        path, name = self._said
-        return PlanError(
-            f"the output {path} is a {name} of which every part of the batch made its own. Tell the model not to make "
-            "it, or plan with num_microbatches=1."
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._said)})"
-
-
-def _same(path: str, leaves: list[Any]) -> Any:
-    """What is no tensor must be the same in all parts."""
-    first = leaves[0]
-    if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
-        raise ValueError(f"{path} is {first!r} in one and something else in another")
-    return first
-
-
-def _object(path: str, leaves: list[Any], join: _Join) -> Any:
-    """An object whose attributes are put together, where the plan knows all its tensors; else one that says it doesn't.
-
-    An object without tensors that the plan knows was never compared: a number in it may be that of its part's rows.
-    """
-    first = leaves[0]
-    if isinstance(first, Unmerged) or all(leaf is first for leaf in leaves):
-        return first
-    inside = [place for place, _ in tensors_within(first, path)]
-    try:
-        if not inside or any(place not in join.known for place in inside):
-            raise ValueError("nobody knows its tensors")
-        made = copy.copy(first)
-        vars(made).update(join_leaves([attributes_of(leaf) for leaf in leaves], join, path))
-    except (PlanError, ValueError, TypeError, copy.Error):  # objects may refuse to be copied, with errors of their own
-        return Unmerged(path, type(first).__name__)
-    return made

@@ -18,7 +18,8 @@ from torch import nn
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in, map_tensors, replace_at, tensors_in
-from autoshard.runtime.chunks import Part, Unmerged, merge
+from autoshard.runtime.chunks import Part
+from autoshard.runtime.merging import Unmerged, merge
 
 _TABLES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""

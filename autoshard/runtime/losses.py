@@ -14,7 +14,8 @@ import torch
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError, SpecError
 from autoshard.nested import map_tensors, replace_at, tensors_in
-from autoshard.runtime.chunks import Part, merge, part_weights, piece_of
+from autoshard.runtime.chunks import Part, piece_of
+from autoshard.runtime.merging import merge, part_weights
 
 Loss = Callable[..., torch.Tensor]
 Reduction = Literal["mean", "sum"] | Callable[[Any], Any]

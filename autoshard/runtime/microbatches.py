@@ -21,10 +21,11 @@ from autoshard import torch_private
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, merge, split, state_in, unlike
+from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device, send
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
+from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
 

@@ -19,7 +19,7 @@ import torch
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.runtime.devices import fresh_copy
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 aten = torch.ops.aten
 _set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(home)
 
 
-class RanksMode(TorchDispatchMode):
+class RanksMode(DispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
     `home`: where the inputs came from, and the outputs go. `began`: the module that was called from outside.
@@ -247,10 +247,6 @@ class RanksMode(TorchDispatchMode):
         self.devices = tuple(devices)
         self.home = home
         self.began = began
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler and asks it at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_op(func, args, kwargs or {}, self.devices)

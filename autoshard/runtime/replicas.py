@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.runtime.chunks import merge
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.freshness import versions
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
+from autoshard.runtime.merging import merge
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime

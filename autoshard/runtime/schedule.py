@@ -19,7 +19,7 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import join_leaves, tensors_in
 from autoshard.runtime.apply import adopt
-from autoshard.runtime.chunks import PLAIN, Part, Unmerged, merge, split, split_rows
+from autoshard.runtime.chunks import PLAIN, Part, split, split_rows
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
 from autoshard.runtime.left_behind import LeftBehind
@@ -35,6 +35,7 @@ from autoshard.runtime.losses import (
     own_loss,
     sample,
 )
+from autoshard.runtime.merging import Unmerged, merge
 from autoshard.runtime.microbatches import Written, why_whole
 from autoshard.runtime.state import Division, Runtime
 
@@ -154,7 +155,7 @@ class LocalSchedule:
         return split(division.batch, self.model, args, kwargs, division.count)
 
     def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind) -> None:
-        """Run the model on one part and leave its output where it was made, if that is one device."""
+        """Run the model on one part; its output stays where it was made, on several devices it goes to the last."""
         part = pass_.parts[index]
         runtime.local.stepping = True
         left.begin()
@@ -163,8 +164,8 @@ class LocalSchedule:
         finally:
             runtime.local.stepping = False
         left.end(index)
-        devices = list(dict.fromkeys(tensor.device for _, tensor in tensors_in(output)))
-        output = to_device(output, devices[-1]) if len(devices) > 1 else output
+        if len({tensor.device for _, tensor in tensors_in(output)}) > 1:
+            output = to_device(output, runtime.record.placed[-1])
         wanted = pass_.training or pass_.losses
         pass_.values.append(self._loss_of(output, pass_.targets[index]) if wanted else None)
         pass_.outputs.append(output if pass_.training else _left(pass_, output))

@@ -25,7 +25,7 @@ from torch import nn
 from autoshard.errors import ApplyError, RankError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan import Plan
-from autoshard.runtime.chunks import merge
+from autoshard.runtime.merging import merge
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.remembered import Remembered
@@ -39,7 +39,7 @@ from autoshard.runtime.remote_tensor import (
 from autoshard.runtime.stage_entry import Entry, change_kept, plain, publish, publish_kept
 from autoshard.runtime.stage_moves import Kind, Wire
 from autoshard.runtime.state import Division
-from autoshard.torch_private import TorchDispatchMode, no_dispatch_modes, run_composite
+from autoshard.torch_private import DispatchMode, no_dispatch_modes, run_composite
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def divide_of(plan: Plan) -> Divide | None:
     return Divide(None, division, None)  # type: ignore[arg-type]
 
 
-class _Follow(TorchDispatchMode):
+class _Follow(DispatchMode):
     """Sees the ops of a module of one position: here they compute, elsewhere they give shapes."""
 
     def __init__(self, wire: Wire, position: int, path: str, kind: Kind) -> None:
@@ -71,10 +71,6 @@ class _Follow(TorchDispatchMode):
         self.wire, self.position, self.path, self.kind = wire, position, path, kind
         self.arguments: set[int] = set()
         self.remembered: Remembered = wire.remembered
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -14,7 +14,7 @@ from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.ops import run_op
 from autoshard.simulate.tensor import SimulatedTensor, all_ours, become
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
 
@@ -53,16 +53,12 @@ class SimulatedDevices(list[str]):
         return self._devices[self.index(name)]
 
 
-class _SimulationMode(TorchDispatchMode):
+class _SimulationMode(DispatchMode):
     """Sees what subclass dispatch can't: ops that make tensors, and ordinary tensors moved to a simulated device."""
 
     def __init__(self, devices: list[SimulatedDevice]) -> None:
         super().__init__()
         self.devices = devices
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the next method so that its compiler is imported and asked at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not all_ours(types):

@@ -11,7 +11,7 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import merge
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 _ROUNDING = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
@@ -27,17 +27,12 @@ COARSE = (
 )
 
 
-class CoarsestType(TorchDispatchMode):
+class CoarsestType(DispatchMode):
     """Notes in which type of half precision something is computed inside, the one with the fewest digits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dtype: torch.dtype | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Without this, the first use imports all of the compiler, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -11,10 +11,10 @@ from autoshard import nested
 from autoshard.capture.backward import training_loss
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import as_call
-from autoshard.torch_private import TorchDispatchMode
+from autoshard.torch_private import DispatchMode
 
 
-class Memory(TorchDispatchMode):
+class Memory(DispatchMode):
     """Counts the bytes of all live storages that ops made or that were entered by hand; views count once."""
 
     def __init__(self) -> None:

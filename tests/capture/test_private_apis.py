@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autoshard import torch_private
-from autoshard.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from autoshard.torch_private import DispatchMode, FakeTensor, FakeTensorMode
 from tests.packed_models import Scaled
 
 
@@ -52,7 +52,7 @@ def test_what_is_called_after_a_backward_raises_out_of_it_as_it_is():
 def test_backward_nodes_carry_the_numbers_of_the_forward():
     seen = []
 
-    class Mode(TorchDispatchMode):
+    class Mode(DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             node = torch_private.autograd_node()
             seen.append((func, torch_private.sequence_number(), node and torch_private.node_sequence(node)))
@@ -99,7 +99,7 @@ def test_flop_formulas_and_overrides():
 def test_ops_reach_modes_whole_below_autograd():
     seen = []
 
-    class Mode(TorchDispatchMode):
+    class Mode(DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))
@@ -114,7 +114,7 @@ def test_ops_reach_modes_whole_below_autograd():
 def test_a_mode_that_declines_an_op_sees_what_the_wrapper_makes_of_it():
     seen = []
 
-    class Mode(TorchDispatchMode):
+    class Mode(DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if any(map(torch_private.is_wrapper_type, types)):
                 return NotImplemented

@@ -12,7 +12,8 @@ from autoshard.errors import PlanError
 from autoshard.prove import culprit
 from autoshard.prove.batch import find_batch_axis
 from autoshard.prove.stand_ins import StandIns
-from autoshard.runtime.chunks import merge, split
+from autoshard.runtime.chunks import split
+from autoshard.runtime.merging import merge
 from autoshard.workload import Workload
 
 from .batches import Counter, Decoder, Experts, Output, Pair, Small, Statistics

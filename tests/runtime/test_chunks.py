@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.runtime.chunks import Unmerged, bind, count_rows, merge, split, split_rows
+from autoshard.runtime.chunks import bind, count_rows, split, split_rows
+from autoshard.runtime.merging import Unmerged, merge
 
 
 class Takes(nn.Module):

@@ -143,7 +143,8 @@ function stagePeak(plan, position, sizes, temporary) {
   const pipeline = plan.mesh[1], count = sizes.length, microbatches = plan.microbatches;
   const row = plan.program.filter(code => code % count % pipeline === position);
   const last = Array(count).fill(-1), gone = Array(count).fill(0), made = Array(count).fill(false);
-  let end = -1, gradients = 0, there = 0, most = 0, always = 0, returned = 0, merged = 0;
+  const stepping = plan.training && !plan.joined;  // outputs of parts are put together after the last backward
+  let end = -1, gradients = 0, there = 0, most = 0, always = 0, returned = 0, merged = 0, outputs = 0;
   row.forEach((code, index) => {
     if (code < count) { last[code] = index; end = index; }
   });
@@ -151,13 +152,14 @@ function stagePeak(plan, position, sizes, temporary) {
     always += sizes[number].inputs;
     returned += microbatches * sizes[number].returned;
     merged += microbatches * sizes[number].merged;
+    outputs += microbatches * sizes[number].outputs;
   }
   row.forEach((code, index) => {
     const way = Math.floor(code / count), stage = code % count, nbytes = sizes[stage];
     if (way === 0) {
       most = Math.max(most, gradients + there + nbytes.forward);
       there += plan.training ? nbytes.kept : nbytes.lasting;
-      if (last[stage] === index && nbytes.outputs > 0 && microbatches > 1) {
+      if (last[stage] === index && nbytes.outputs > 0 && microbatches > 1 && !stepping) {
         most = Math.max(most, gradients + there + nbytes.outputs * microbatches);
         there += (nbytes.outputs - nbytes.released) * microbatches;
       }
@@ -185,6 +187,7 @@ function stagePeak(plan, position, sizes, temporary) {
     }
   });
   most = Math.max(most, gradients + 2 * merged);
+  if (stepping && microbatches > 1) most = Math.max(most, gradients + there + outputs);
   if (plan.training) most = Math.max(most, gradients + there + temporary);
   return most + always;
 }

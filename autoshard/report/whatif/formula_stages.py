@@ -184,9 +184,10 @@ def _peak(planned: Mapping[str, Any], position: int, sizes: Sequence[Mapping[str
     """Most bytes of a device, by walking through its actions; see `pipeline_cost._peak`."""
     pipeline, count, microbatches = planned["mesh"][1], len(sizes), planned["microbatches"]
     training, joined = planned["training"], planned["joined"]
+    stepping = training and not joined  # outputs of parts are put together after the last backward
     row = [code for code in planned["program"] if code % count % pipeline == position]
     last, gone, made = [-1] * count, [0] * count, [False] * count
-    end, gradients, there, most, always, returned, merged = -1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    end, gradients, there, most, always, returned, merged, outputs = -1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for index, code in enumerate(row):
         if code < count:
             last[code] = index
@@ -195,13 +196,14 @@ def _peak(planned: Mapping[str, Any], position: int, sizes: Sequence[Mapping[str
         always += sizes[number]["inputs"]
         returned += microbatches * sizes[number]["returned"]
         merged += microbatches * sizes[number]["merged"]
+        outputs += microbatches * sizes[number]["outputs"]
     for index, code in enumerate(row):
         way, stage = code // count, code % count
         nbytes = sizes[stage]
         if way == 0:
             most = max(most, gradients + there + nbytes["forward"])
             there += nbytes["kept"] if training else nbytes["lasting"]
-            if last[stage] == index and nbytes["outputs"] > 0 and microbatches > 1:
+            if last[stage] == index and nbytes["outputs"] > 0 and microbatches > 1 and not stepping:
                 most = max(most, gradients + there + nbytes["outputs"] * microbatches)
                 there += (nbytes["outputs"] - nbytes["released"]) * microbatches
             if index == end:
@@ -231,6 +233,8 @@ def _peak(planned: Mapping[str, Any], position: int, sizes: Sequence[Mapping[str
             if way == 3 or way == 1:
                 there -= nbytes["kept"] - nbytes["lasting"]
     most = max(most, gradients + 2 * merged)
+    if stepping and microbatches > 1:
+        most = max(most, gradients + there + outputs)
     if training:
         most = max(most, gradients + there + temporary)
     return most + always

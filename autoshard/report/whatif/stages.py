@@ -276,9 +276,8 @@ class _Staged:
         times = times[(times <= graph.uncounted.start) | (times >= graph.uncounted.stop)]
         passing, new = live(rows.passing, times), live(rows.gradients, times)
         late = times >= rows.begin
-        again = np.zeros_like(passing)  # of gradients that are there already
-        at = np.searchsorted(times, np.ceil(buffers.born[rows.gradients]))
-        np.add.at(again, at.clip(max=len(times) - 1), vectors[rows.gradients])
+        mine = rows.gradients  # which are there already in a later micro-batch
+        again = live_at(times, buffers.born[mine], memory.summed[mine] - 1, vectors[mine])
         found: dict[str, Any] = {
             "inputs": self._inputs(stage, part),
             "forward": fronts(passing[~late]),
