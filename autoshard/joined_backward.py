@@ -58,6 +58,7 @@ class JoinedMoments:
         others, outputs: masks over the flow's buffers: what passes, and the gradients of outputs that came from another
             device.
         first, later, last: [times] bytes of gradients of parameters; waiting: as in `JoinedBytes`.
+        alone: [times] the same, where a later micro-batch has a backward of its own: gradients are there already.
     """
 
     times: np.ndarray
@@ -66,6 +67,7 @@ class JoinedMoments:
     first: np.ndarray
     later: np.ndarray
     last: np.ndarray
+    alone: np.ndarray
     waiting: int
 
 
@@ -89,28 +91,38 @@ class JoinedBackward:
 
     def of(self, device: int, passing: np.ndarray, block_bytes: int) -> JoinedBytes:
         """Bytes of a device. `passing`: rows that pass in the backward of a micro-batch."""
-        rows, back = self.rows, self.moments(device, passing, block_bytes)
-        nbytes = -(-rows.nbytes // block_bytes) * block_bytes
-
-        def live(mask: np.ndarray) -> np.ndarray:
-            return _live(back.times, rows.born[mask], rows.died[mask] - 1, nbytes[mask])
-
-        others = live(back.others)
+        back = self.moments(device, passing, block_bytes)
+        others = self._passing(back, back.others, block_bytes)
+        outputs = -(-self.rows.nbytes[back.outputs] // block_bytes) * block_bytes
         return JoinedBytes(
             first=int((others + back.first).max(initial=0)),
             later=int((others + back.later).max(initial=0)),
-            last=int((others + live(back.outputs) + back.last).max(initial=0)),
+            last=int((others + self._passing(back, back.outputs, block_bytes) + back.last).max(initial=0)),
             waiting=back.waiting,
-            returning=int(nbytes[back.outputs].sum()),
+            returning=int(outputs.sum()),
         )
+
+    def apart(self, device: int, passing: np.ndarray, block_bytes: int) -> tuple[int, int]:
+        """Most bytes of a device where each micro-batch has a backward of its own: in the first, and in a later one.
+
+        Outputs stay where they are, so no gradients of them come. Arguments as of `of`.
+        """
+        back = self.moments(device, passing, block_bytes)
+        others = self._passing(back, back.others, block_bytes)
+        return int((others + back.first).max(initial=0)), int((others + back.alone).max(initial=0))
+
+    def _passing(self, back: JoinedMoments, mask: np.ndarray, block_bytes: int) -> np.ndarray:
+        """Bytes of some rows at the times of a backward."""
+        rows, nbytes = self.rows, -(-self.rows.nbytes[mask] // block_bytes) * block_bytes
+        return _live(back.times, rows.born[mask], rows.died[mask] - 1, nbytes)
 
     def moments(self, device: int, passing: np.ndarray, block_bytes: int) -> JoinedMoments:
         """Return when what lives on a device; the arguments are those of `of`."""
         rows, here = self.rows, self.rows.device == device
         begin, end = self.graph.backward_begin, len(self.graph.ops)
-        first, later, last, waiting = self._gradients(device, block_bytes)
+        first, later, last, alone, waiting = self._gradients(device, block_bytes)
         alive = here & passing & ~self.waits & (rows.died - 1 >= begin - 1)
-        moments = {time for row in (*first, *last) for time in row[:2] if begin <= time <= end}
+        moments = {time for row in (*first, *last, *alone) for time in row[:2] if begin <= time <= end}
         times = np.union1d(np.arange(begin, end + 1), [*moments, *rows.born[alive & (rows.born >= begin)]])
         return JoinedMoments(
             times=times,
@@ -119,14 +131,19 @@ class JoinedBackward:
             first=_live(times, *_columns(first)),
             later=_live(times, *_columns(later)),
             last=_live(times, *_columns(last)),
+            alone=_live(times, *_columns(alone)),
             waiting=waiting,
         )
 
-    def _gradients(self, device: int, block_bytes: int) -> tuple[list[_Row], list[_Row], list[_Row], int]:
-        """Gradients of parameters of a device in the first, in later and in the last micro-batch; bytes that wait."""
+    def _gradients(self, device: int, block_bytes: int) -> tuple[list[_Row], list[_Row], list[_Row], list[_Row], int]:
+        """Gradients of parameters of a device in the first, in later and in the last micro-batch, in a later one with a
+        backward of its own; bytes that wait.
+        """
         forever = float(len(self.graph.ops) + 1)
         first: list[_Row] = []
         later: list[_Row] = []
+        alone: list[_Row] = []
+        end = {one.leaf: one.time for one in self.sent}
         waits: dict[int, int] = {}
         for one in self.sent:
             row = self.row_of.get(one.storage, -1)
@@ -137,19 +154,13 @@ class JoinedBackward:
             added = [(born, time, nbytes), (time, time, nbytes)]
             later += added
             first += added if one.leaf in waits else [(born, forever, nbytes)]
+            alone += added if one.leaf in waits else [(born, max(time, end[one.leaf]), nbytes)]
             waits[one.leaf] = nbytes
         last = list(later)
         for node in self.graph.nodes:  # a gradient of another layout is kept as a copy
             if node.leaf in waits and node.end > node.begin:
                 last.append((node.begin, node.begin, waits[node.leaf]))
-        return first, later, last, sum(waits.values())
-
-
-def times_of_gradients(graph: ModelGraph) -> dict[int, float]:
-    """Storage of a gradient of a parameter -> when the last of what is sent to the parameter comes in a backward."""
-    sent = _sent(graph)
-    last = {one.leaf: one.time for one in sent}
-    return {storage: last[leaf] for storage, leaf in _leaves(graph, sent).items() if leaf in last}
+        return first, later, last, alone, sum(waits.values())
 
 
 def _leaves(graph: ModelGraph, sent: Sequence[Sent]) -> dict[int, int]:

@@ -254,7 +254,7 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
             there -= nbytes.kept - nbytes.lasting
     note(gradients, 2 * microbatches * sum(s.nbytes.merged for s in mine))
     if stepping and microbatches > 1:
-        note(gradients, there + microbatches * sum(s.nbytes.outputs for s in mine))
+        note(gradients, there + sum(microbatches * s.nbytes.outputs - s.nbytes.lent for s in mine))
     if workload.training:
         sizes = [size for i in range(position, len(run.figures.stages), len(run.names))
                  for _, size in run.figures.stages[i].trained]  # fmt: skip

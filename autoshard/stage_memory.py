@@ -19,7 +19,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Buffers, Copy, Flow, flow
-from autoshard.joined_backward import JoinedBackward, JoinedBytes, times_of_gradients
+from autoshard.joined_backward import JoinedBackward, JoinedBytes
 from autoshard.plan import Stage
 from autoshard.profile.part import joined_state
 from autoshard.profile.profile import Profile
@@ -34,10 +34,10 @@ class StageBytes:
 
     `first_backward`: the most while the first backward runs, gradients it makes included; `backward`: while a later one
     does, beside the gradients that are there already. `outputs`: the part of `lasting` that is put together once all
-    forwards are done, in one process; `merged`: the part of it that is once everything is, in several; `released`: the
-    part of these that nothing holds then; `returned`: what then goes to the home of the inputs, in one
-    process, and `leaving`: from where; `lent`: copies of parameters that only the forward reads. `joined`: where one
-    backward goes through all micro-batches.
+    forwards are done, in steps of a schedule once all backwards are, in one process; `merged`: the part of it that is
+    once everything is, in several; `released`: the part of these that nothing holds then; `returned`: what then goes to
+    the home of the inputs, in one process, and `leaving`: from where; `lent`: copies of parameters that go before
+    backward, in steps of a schedule after it. `joined`: where one backward goes through all micro-batches.
     """
 
     parameter: int = 0
@@ -124,8 +124,6 @@ class StageMemory:
         steps: a schedule takes the parts one by one: outputs stay on the last stage, and objects (caches) go when
             their part goes back: `let_go`, a mask over the rows.
         runs_again: mask of the forward ops that run a second time.
-        summed: per row of a gradient, when it goes in a later micro-batch: with all terms, it is added to that of the
-            others.
 
     `schedule`: of a plan; processes hold what they exchange as it says. `batch`: of a plan for one process, whose parts
     may be put together beside the outputs, too: what forwards leave on attributes, and caches.
@@ -181,14 +179,12 @@ class StageMemory:
         end, begin = len(graph.ops), graph.backward_begin
         made_last = (kind == 0) & (rows.born >= begin) & (rows.born < end) & (rows.died >= end) & ~again
         self.gradients = ~rows.copied & (gradients | made_last)
-        times = times_of_gradients(graph)
-        self.summed = np.maximum([times.get(one, 0.0) for one in rows.storage.tolist()], np.ceil(rows.born)) + 1
         # Outputs stay where they are made until those of all micro-batches are there; what goes home is put together.
         self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.kept_copies & ~self.returned
         # One copy of a parameter is enough for all micro-batches; each has a view of its own, and copies that.
         lent = rows.copied & _copies_of(moves, lambda copy: graph.values[copy.value].op < 0) & (kind == 1)
         self.passing &= ~lent
-        self.lent = lent & (rows.died <= begin)
+        self.lent = lent & (steps | (rows.died <= begin))
         self.kept_copies = self.kept_copies & ~lent if processes else self.kept_copies | lent
         stay = self.is_output & ~rows.copied & (kind == 0) & (rows.born < begin)
         # An op on another device saves its copy.
@@ -207,7 +203,7 @@ class StageMemory:
             died = np.where(until > begin, until, died)
             self.unsaved = np.where(caches & stay, until <= begin, self.unsaved)
         self.moves = replace(moves, buffers=replace(rows, died=died))
-        self.joined = None if processes or steps or begin == end else JoinedBackward(graph, self.moves)
+        self.joined = None if processes or begin == end else JoinedBackward(graph, self.moves)
 
     def _held_by_autograd(self, moves: Flow, segments: np.ndarray) -> np.ndarray:
         """Until when autograd holds each row, or what runs again in backward does; at least to where that begins."""
@@ -275,18 +271,21 @@ class StageMemory:
         nbytes = -(-buffers.nbytes // device.block_bytes) * device.block_bytes
         live = self.moves.timeline(name, device.block_bytes, rows.passing)
         new = self.moves.timeline(name, device.block_bytes, rows.gradients)
-        later = replace(self.moves, buffers=replace(buffers, died=self.summed))  # when gradients are there already
-        more = later.timeline(name, device.block_bytes, rows.gradients)
+        made_at = np.ceil(buffers.born[rows.gradients]).astype(np.int64)
+        more = np.bincount(made_at, nbytes[rows.gradients], len(new))  # of gradients that are there already
+        first, later = int((live + new)[begin:].max(initial=0)), int((live + more)[begin:].max(initial=0))
         joined = JoinedBytes()
-        if self.joined is not None:
+        if self.joined is not None and self.steps:
+            first, later = self.joined.apart(rows.device, rows.passing, device.block_bytes)
+        elif self.joined is not None:
             joined = self.joined.of(rows.device, rows.passing, device.block_bytes)
         return replace(
             found,
             parameter=parameter + int(nbytes[rows.here & self.kept_copies].sum()),
             forward=int(live[:begin].max(initial=0)),
             kept=int(nbytes[rows.kept].sum()),
-            first_backward=int((live + new)[begin:].max(initial=0)),
-            backward=int((live + more)[begin:].max(initial=0)),
+            first_backward=first,
+            backward=later,
             joined=joined,
             **{kind: int(nbytes[mask].sum()) for kind, mask in rows.masks.items()},
         )
@@ -300,7 +299,7 @@ class StageMemory:
         here = rows.device == index
         passing, nothing = here & self.passing, np.zeros_like(here)
         lasting = passing & self.lasts & ~self.freed
-        if self.joined is not None:
+        if self.joined is not None and not self.steps:
             lasting &= ~self.joined.waits & ~rows.copied  # copies of inputs are those of one micro-batch
         kept = passing & (rows.born <= begin - 1) & ((rows.died - 1 >= begin) | self.let_go) if begin < end else lasting
         return StageRows(

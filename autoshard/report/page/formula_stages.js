@@ -152,7 +152,7 @@ function stagePeak(plan, position, sizes, temporary) {
     always += sizes[number].inputs;
     returned += microbatches * sizes[number].returned;
     merged += microbatches * sizes[number].merged;
-    outputs += microbatches * sizes[number].outputs;
+    outputs += microbatches * sizes[number].outputs - sizes[number].lent;
   }
   row.forEach((code, index) => {
     const way = Math.floor(code / count), stage = code % count, nbytes = sizes[stage];

@@ -196,7 +196,7 @@ def _peak(planned: Mapping[str, Any], position: int, sizes: Sequence[Mapping[str
         always += sizes[number]["inputs"]
         returned += microbatches * sizes[number]["returned"]
         merged += microbatches * sizes[number]["merged"]
-        outputs += microbatches * sizes[number]["outputs"]
+        outputs += microbatches * sizes[number]["outputs"] - sizes[number]["lent"]
     for index, code in enumerate(row):
         way, stage = code // count, code % count
         nbytes = sizes[stage]

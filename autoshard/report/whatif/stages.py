@@ -276,8 +276,9 @@ class _Staged:
         times = times[(times <= graph.uncounted.start) | (times >= graph.uncounted.stop)]
         passing, new = live(rows.passing, times), live(rows.gradients, times)
         late = times >= rows.begin
-        mine = rows.gradients  # which are there already in a later micro-batch
-        again = live_at(times, buffers.born[mine], memory.summed[mine] - 1, vectors[mine])
+        again = np.zeros_like(passing)  # of gradients that are there already
+        at = np.searchsorted(times, np.ceil(buffers.born[rows.gradients]))
+        np.add.at(again, at.clip(max=len(times) - 1), vectors[rows.gradients])
         found: dict[str, Any] = {
             "inputs": self._inputs(stage, part),
             "forward": fronts(passing[~late]),
@@ -286,7 +287,7 @@ class _Staged:
             "kept": terms(vectors[rows.kept].sum(axis=0)),
             **{kind: terms(vectors[mask].sum(axis=0)) for kind, mask in rows.masks.items()},
         }
-        return found if memory.joined is None else found | {"joined": self._joined(rows, vectors, block)}
+        return found if memory.joined is None else found | self._joined(rows, vectors, block)
 
     def _inputs(self, stage: int, part: Part) -> list[float]:
         """Bytes of the whole batch's inputs, where they are held."""
@@ -298,7 +299,7 @@ class _Staged:
         return terms(part.whole(total))
 
     def _joined(self, rows: StageRows, vectors: np.ndarray, block: int) -> dict[str, Any]:
-        """What is held beside the one backward of all micro-batches, if they have one; `vectors`: of each buffer."""
+        """What is held beside the one backward of all micro-batches, or in those of each; `vectors`: of each buffer."""
         memory, buffers = self.memory, self.memory.moves.buffers
         assert memory.joined is not None
         back = memory.joined.moments(rows.device, rows.passing, block)
@@ -312,13 +313,16 @@ class _Staged:
             return [terms(row) for row in front(found)]
 
         others = live(back.others)
-        return {
+        if memory.steps:
+            return {"first": beside(others, back.first), "back": beside(others, back.alone)}
+        joined = {
             "first": beside(others, back.first),
             "later": beside(others, back.later),
             "last": beside(others + live(back.outputs), back.last),
             "waiting": back.waiting,
             "returning": terms(vectors[back.outputs].sum(axis=0)),
         }
+        return {"joined": joined}
 
 
 def device_keys(planned: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
