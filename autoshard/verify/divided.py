@@ -19,6 +19,12 @@ IN_PARTS = (
     "1e-5 of the largest value of a tensor in float32 (1e-12 in float64, 1e-2 in float16, 5e-2 in bfloat16)"
 )
 MIXED = "with the batch in one piece this plan gives what the original gives: it is divided along what is no batch"
+NEAR_TOLERANCES = 100
+"""Up to so many times what passes may still be rounding, where large terms cancel."""
+NEAR = (
+    "with the batch in one piece this plan gives what the original gives: either it is divided along what is no batch, "
+    "or large terms cancel and this is rounding. Verify in float64 to tell: model.double(), with inputs of it"
+)
 DRAWN = (
     "random numbers were taken to be the same for all rows, and nothing was dropped: parts draw other ones than the "
     "whole"

@@ -266,6 +266,7 @@ class Errors:
     relative: float = 0.0
     first: Difference | None = None
     only_rounding: bool = True  # all errors are small against the largest value of their tensor
+    beyond: float = 0.0  # the largest error, in tolerances
 
 
 def compare(expected: list[Result], found: list[Result], tolerance: float, work: Work) -> Errors:
@@ -309,6 +310,8 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
         error, relative = _distance(left, right)
     errors.largest, errors.relative = max(errors.largest, error), max(errors.relative, relative)
     errors.only_rounding &= error <= ROUNDING * _scale(left)
+    if error > tolerance:
+        errors.beyond = max(errors.beyond, error / tolerance if tolerance else math.inf)
     if error > tolerance and errors.first is None:
         errors.first = Difference(
             during=found.during, module=found.module, output=found.output, max_error=error, message=message

@@ -33,7 +33,7 @@ from autoshard.simulate.devices import SimulatedDevices
 from autoshard.stream_cost import with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import CoarsestType, runs_in_processes
-from autoshard.verify.divided import IN_PARTS, MIXED, is_divided, runs_in_parts, same_draws
+from autoshard.verify.divided import IN_PARTS, MIXED, NEAR, NEAR_TOLERANCES, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
@@ -289,7 +289,8 @@ def _explained(
     if first is not None:
         first = locate(*builds, work, homes, tolerance, first)
     else:
-        message = f"{errors.first.message}{'; ' if errors.first.message else ''}{MIXED}"
+        why = NEAR if errors.beyond <= NEAR_TOLERANCES else MIXED
+        message = f"{errors.first.message}{'; ' if errors.first.message else ''}{why}"
         first = replace(errors.first, message=message)
     return Errors(errors.largest, errors.relative, first)
 
