@@ -1,16 +1,18 @@
 """Training throughput of replicas in several processes beside plain DistributedDataParallel, same run, alternating.
 
-    python benchmarks/data_parallel.py [--ranks 2] [--steps 12] [--rounds 8]
+    python benchmarks/data_parallel.py [--ranks 2] [--steps 6] [--rounds 8] [--launches 5] [--only decoder,vision]
 
 Each round times so many steps of both, in turns; a rank's time is that of the slowest. It also matters which memory a
 model got: of two equal ones the one that was made first may take 3 % longer. So there are two pairs of models, which
-take turns; in one of them ours is made first, in the other second. Printed are medians and the ratio of throughputs
-(ours / plain), plain with `find_unused_parameters=False`, its fastest setting. Results count, too: losses after the
-same steps must agree.
+take turns; in one of them ours is made first, in the other second; and all of it is launched several times. Printed
+are medians of each launch and the ratio of throughputs (ours / plain), and the median of the launches, plain with
+`find_unused_parameters=False`, its fastest setting. Results count, too: losses after the same steps must agree.
 """
 
 import argparse
+import json
 import os
+import pathlib
 import statistics
 import tempfile
 import time
@@ -74,15 +76,16 @@ def timed(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict, steps
     return float(seconds), float(loss.detach())
 
 
-def work(rank: int, count: int, store: str, steps: int, rounds: int) -> None:
+def work(rank: int, count: int, folder: str, names: list[str], steps: int, rounds: int) -> None:
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):  # with the threads of gloo, which are not made yet
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[rank % len(processors)]})
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
-    for name in ("decoder", "vision"):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    ratios = {}
+    for name in names:
         pairs = [make_pair(name, count, ours_first, steps=3) for ours_first in (True, False)]
         times: dict[str, list[float]] = {"plain": [], "ours": []}
         losses = {}
@@ -93,11 +96,15 @@ def work(rank: int, count: int, store: str, steps: int, rounds: int) -> None:
                 times[which].append(seconds)
         if rank == 0:
             medians = {which: statistics.median(values) for which, values in times.items()}
-            ratio = statistics.median(p / o for p, o in zip(times["plain"], times["ours"], strict=True))
+            ratios[name] = statistics.median(p / o for p, o in zip(times["plain"], times["ours"], strict=True))
             print(
                 f"{name:8} plain {medians['plain'] * 1e3:7.1f} ms   ours {medians['ours'] * 1e3:7.1f} ms   "
-                f"throughput ratio {ratio:.3f}   losses differ by {abs(losses['plain'] - losses['ours']):.1e}"
+                f"throughput ratio {ratios[name]:.3f}   "
+                f"losses differ by {abs(losses['plain'] - losses['ours']):.1e}",
+                flush=True,
             )
+    if rank == 0:
+        pathlib.Path(folder, "ratios").write_text(json.dumps(ratios))
     dist.destroy_process_group()
 
 
@@ -118,12 +125,20 @@ def make_pair(name: str, count: int, ours_first: bool, steps: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--only", default="decoder,vision")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.ranks, f"{folder}/store", options.steps, options.rounds)
-        mp.spawn(work, args=arguments, nprocs=options.ranks)
+    names, launches = options.only.split(","), []
+    for _ in range(options.launches):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (options.ranks, folder, names, options.steps, options.rounds)
+            mp.spawn(work, args=arguments, nprocs=options.ranks)
+            launches.append(json.loads(pathlib.Path(folder, "ratios").read_text()))
+    for name in names:
+        found = [ratios[name] for ratios in launches]
+        print(f"{name:8} median of launches {statistics.median(found):.3f} [{min(found):.3f}, {max(found):.3f}]")
 
 
 if __name__ == "__main__":
