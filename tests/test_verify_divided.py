@@ -246,7 +246,7 @@ def test_caches_among_the_outputs(mode, schedule, recompute):
     found = verify(model, elsewhere(pipeline(model, inputs, batch, **options)), inputs)
     assert found.ok, found.first_difference
     for peak in found.peaks:  # of parts that run again it is not known whose caches go first
-        most = 1.07 if recompute and mode == "training" else 1.005
+        most = {"gpipe": 1.04, "1f1b": 1.07}[schedule] if recompute and mode == "training" else 1.005
         assert 0.999 * peak.measured_bytes <= peak.predicted_bytes <= most * peak.measured_bytes, peak.name
 
 
