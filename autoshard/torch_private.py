@@ -59,6 +59,7 @@ __all__ = [
     "no_overrides",
     "node_sequence",
     "opened",
+    "overrides_are_off",
     "put_hook_first",
     "put_hook_last",
     "release",
@@ -431,6 +432,11 @@ _OPENED = {torch.nn.functional.multi_head_attention_forward: _open(torch.nn.func
 def no_overrides() -> Any:
     """A context in which no torch function is overridden, by modes or by subclasses, and none looks as if it were."""
     return torch._C.DisableTorchFunction()
+
+
+def overrides_are_off() -> bool:
+    """Whether this runs inside `no_overrides`."""
+    return bool(torch._C._is_torch_function_all_disabled())
 
 
 def no_dispatch_modes() -> Any:

@@ -27,7 +27,8 @@ class AxisGroup:
         reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block;
         added_bytes: of each rank, of what is gathered to be added up.
         conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
-        leaf: the leaf itself, and `walk` the analysis it is from; for proofs made in the same process.
+        leaf: the leaf itself, and `walk` the analysis it is from; for checks made in the same process.
+        ops: the ops of every block, in the order of those that `walk` has of the first.
     """
 
     index: int
@@ -44,6 +45,7 @@ class AxisGroup:
     conflicts: tuple[int, ...] = ()
     leaf: Leaf
     walk: Walk
+    ops: tuple[tuple[int, ...], ...] = ()
 
     @property
     def reductions(self) -> int:
@@ -204,6 +206,7 @@ def _groups_of(
                 added_bytes=added,
                 leaf=leaf,
                 walk=walk,
+                ops=region.each,
             )
         )
     return _with_conflicts(made, walk), list(_blocked(walk, tensors, reasons))

@@ -18,11 +18,15 @@ OUTSIDE = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """One part of a model: the module at `path`, the indices of its ops in order, and the other paths with the same."""
+    """One part of a model: the module at `path`, the indices of its ops in order, and the other paths with the same.
+
+    `each`: the ops of every one of `paths`, in the same order.
+    """
 
     path: str
     ops: tuple[int, ...]
     paths: tuple[str, ...]
+    each: tuple[tuple[int, ...], ...] = ()
 
 
 def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
@@ -32,7 +36,7 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
 
 def outside_ops(graph: ModelGraph) -> list[int]:
     """The ops of the region outside of all repeated elements."""
-    owner, scaled = _owners(graph, _elements(graph)), _scaled(graph)
+    owner, scaled = _owners(graph, _elements(graph)), scaled_ops(graph)
     return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in scaled]
 
 
@@ -61,7 +65,7 @@ def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[in
     for tensor in graph.tensors:
         names.setdefault(tensor.value, []).append(tensor.name)
     readers: dict[int, set[str]] = {}
-    scaled = _scaled(graph)
+    scaled = scaled_ops(graph)
     for op in graph.ops:
         for value in names.keys() & set(op.inputs):
             if op.index not in scaled:
@@ -77,7 +81,7 @@ def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[in
     return frozenset(value for value, paths in readers.items() if len(paths) > 1 and is_shared(value, paths))
 
 
-def _scaled(graph: ModelGraph) -> set[int]:
+def scaled_ops(graph: ModelGraph) -> set[int]:
     """Ops that write into one parameter or buffer, element by element: whoever has a part of it does so to the part."""
     tensors = {tensor.value for tensor in graph.tensors}
     return {
@@ -107,7 +111,7 @@ def _alike(
 ) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones of one kind once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
-    scaled = _scaled(graph)
+    scaled = scaled_ops(graph)
     for op in graph.ops:
         if not op.backward and op.index not in scaled:
             ops.setdefault(owner[op.call], []).append(op.index)
@@ -116,10 +120,33 @@ def _alike(
     for tensor in graph.tensors:
         names.setdefault(tensor.value, []).append(tensor.name)
     alike: dict[object, list[str]] = {}
+    places = _places(graph, owner)
     for path, indices in ops.items():
-        key = (kind(path), _signature(graph, path, indices, first[path], names)) if path else OUTSIDE
+        key = (kind(path), _signature(graph, path, indices, first[path], names), places.get(path)) if path else OUTSIDE
         alike.setdefault(key, []).append(path)
-    return tuple(Region(path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths)) for paths in alike.values())
+    return tuple(
+        Region(
+            path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths), each=tuple(tuple(ops[path]) for path in paths)
+        )
+        for paths in alike.values()
+    )
+
+
+def _places(graph: ModelGraph, owner: Sequence[str]) -> dict[str, tuple[object, ...]]:
+    """For every element the calls of modules and torch functions in it, by which a cut finds what it has to act on."""
+    found: dict[str, list[object]] = {}
+    for call in graph.calls:
+        path = owner[call.index]
+        if path:
+            row = relative(call.path, path), call.end - call.begin, call.input_paths, call.output_paths
+            found.setdefault(path, []).append(row)
+    for site in graph.sites:
+        path = owner[site.call]
+        if path:
+            where = relative(graph.calls[site.call].path, path), site.function, site.occurrence, site.end - site.begin
+            names = tuple(name for name, _ in site.inputs), tuple(name for name, _ in site.outputs)
+            found.setdefault(path, []).append((where, names))
+    return {path: tuple(rows) for path, rows in found.items()}
 
 
 def repeated_elements(graph: ModelGraph) -> list[str]:

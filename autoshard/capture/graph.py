@@ -234,6 +234,8 @@ class ModelGraph:
         nodes: autograd nodes in the order in which they ran.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
+        plain: (path, number or text) of what else than tensors the root returned in a forward.
+        aside: ops that ran where no torch function is overridden: what the runtime of a cut model adds to the model's.
     """
 
     fx_graph: torch.fx.Graph
@@ -259,6 +261,8 @@ class ModelGraph:
     nodes: tuple[GradNode, ...] = ()
     lasting: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
+    plain: tuple[tuple[str, Any], ...] = ()
+    aside: frozenset[int] = frozenset()
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

@@ -33,6 +33,7 @@ from autoshard.torch_private import (
     is_write_to_view,
     no_modes,
     node_sequence,
+    overrides_are_off,
     run_composite,
     untransformed,
 )
@@ -81,6 +82,7 @@ class Recorder(DispatchMode):
         histories: set if gradients are wanted: where those of the inputs of every op go.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
         tape: set if calls and readings are noted, too.
+        aside: ops that ran where no torch function is overridden.
     """
 
     def __init__(self, engine: Engine, *, composite: bool = False) -> None:
@@ -96,6 +98,7 @@ class Recorder(DispatchMode):
         self.busy = False
         self.unpacked: int | None = None
         self.tape: Any = None
+        self.aside: set[int] = set()
         self._detached: weakref.ref | None = None
         self._sequences = Sequences()
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
@@ -209,6 +212,8 @@ class Recorder(DispatchMode):
         index = ledger.now
         if index % TOLD_OPS == 0:
             tell("ops", index)
+        if self.composite and overrides_are_off():
+            self.aside.add(index)
         call, forward = self._attribute(index, values)
         if torch.is_grad_enabled() or self.backward:
             for tensor, value in zip(inputs, values, strict=True):

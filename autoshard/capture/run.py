@@ -127,17 +127,20 @@ class _Seen:
     phases: tuple[tuple[str, int, int], ...]
     gradients: dict[str, int]
     nodes: tuple[GradNode, ...]
+    plain: tuple[tuple[str, Any], ...]
 
 
 def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any], decode: Decoding | None) -> _Seen:
     """Run the forward, or the generation, and the backward; what is alive at the end stays so in the ledger."""
     model, ledger = run.model, recorder.ledger
     gradients: dict[str, int] = {}
+    plain: tuple[tuple[str, Any], ...] = ()
     if decode is None:
         output = model(*args, **kwargs)
         _refuse_generator(model, output)
         phases = [("forward", 0, ledger.now)]
         held = list(opaque_tensors(output))
+        plain = tuple((path, leaf) for path, leaf in nested.leaves_in(output) if isinstance(leaf, (int, float, str)))
     else:
         output, held = run_decode(model, list(args), decode, recorder.calls.begin_context), []
         phases = recorder.calls.prompt_and_step()
@@ -157,7 +160,7 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
     state = tuple(dict.fromkeys(found if decode is None else recorder.state))
     nodes = recorder.grad_nodes()  # of the loss, while it is there
-    return _Seen(outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes)
+    return _Seen(outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes, plain=plain)
 
 
 def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | None]], **about: Any) -> ModelGraph:
@@ -195,6 +198,8 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
         nodes=seen.nodes,
         lasting=recorder.lasting(seen.gradients.values()),
         carried=left_by_the_last(found, values, storages),
+        plain=seen.plain,
+        aside=frozenset(recorder.aside),
         **about,
     )
 

@@ -28,8 +28,11 @@ from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.capture.record import Recorder
 from autoshard.capture.run import own_random_numbers
 from autoshard.plan_cuts import Refusal
+from autoshard.progress import tell
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
+from autoshard.prove.follow import Differs, due_on, follow
+from autoshard.prove.local_run import record_rank
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
@@ -49,6 +52,10 @@ from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Action, Cut, Scale
 from autoshard.workload import Workload
 
+Key = tuple[tuple[int, tuple[int, ...]], ...]
+"""(index of a group, shares) of groups that are cut at once."""
+Record = Callable[[Sequence[Cut], int], ModelGraph]
+"""Cuts and a rank -> the composite graph of what that rank does with them."""
 RUN_ELEMENTS = 1 << 25
 """Blocks with more elements than this in their parameters are proved on a smaller block."""
 SMALLER_ELEMENTS = 1 << 28
@@ -59,37 +66,97 @@ class Prover:
     """Proves groups of one model; remembers what it has made for each block."""
 
     def __init__(
-        self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]]
-    ) -> None:
-        self._model, self._graph, self._calls = model, graph, calls
+        self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]],
+        record: Record,
+    ) -> None:  # fmt: skip
+        self._model, self._graph, self._calls, self._record = model, graph, calls, record
         self._groups, self._regions = found.groups, found.regions
         self._elements = [path for region in found.regions if region.path != OUTSIDE for path in region.paths]
         self._blocks: dict[str, nn.Module] = {}
         self._differentiable = differentiable(graph)
         self._samples: dict[str, Sample] = {}
         self._scales: dict[tuple[int, tuple[int, ...]], Scales | NotFound] = {}
-        self._results: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
+        self._results: dict[Key, list[Cut | Refusal]] = {}
+        self._followed: dict[Key, dict[int, str]] = {}
 
     def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
-        """Prove groups of the same blocks, to be cut at once; one outcome for each."""
+        """Check groups that are all cut at once; one outcome for each."""
+        together: dict[tuple[str, ...], list[int]] = {}
+        for place, group in enumerate(groups):
+            together.setdefault(group.blocks, []).append(place)
+        found: dict[int, Cut | Refusal] = {}
+        for number, places in enumerate(together.values()):
+            tell("blocks", number, len(together))
+            outcomes = self._of_blocks([groups[place] for place in places], [shares[place] for place in places])
+            found.update(zip(places, outcomes, strict=True))
+        cuts = [one for one in map(found.__getitem__, range(len(groups))) if isinstance(one, Cut)]
+        if len(cuts) == len(groups):
+            reasons = self._follow(groups, cuts)
+            found.update({place: Refusal(reason=reason) for place, reason in reasons.items()})
+        return [found[place] for place in range(len(groups))]
+
+    def prove(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
+        """Find the scales of one group in these shares and check the cut, or say why not."""
+        return self([group], [shares])[0]
+
+    def _of_blocks(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+        """Compare numbers for groups of the same blocks, all at once if that works."""
+        key = tuple((group.index, share) for group, share in zip(groups, shares, strict=True))
+        if key not in self._results:
+            self._results[key] = self._compared(groups, shares)
+        return self._results[key]
+
+    def _compared(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
         made: list[Cut] = []
-        if len(groups) > 1 and not _tried(lambda: made.extend(self._proved(groups, self._cuts(groups, shares)))):
+        reason = _tried(lambda: made.extend(self._proved(groups, self._cuts(groups, shares))))
+        if not reason:
             return list(made)
-        outcomes = [self.prove(group, share) for group, share in zip(groups, shares, strict=True)]
-        if len(groups) > 1 and all(isinstance(outcome, Cut) for outcome in outcomes):
+        if len(groups) == 1:
+            return [Refusal(reason=reason)]
+        outcomes = [self._of_blocks([group], [share])[0] for group, share in zip(groups, shares, strict=True)]
+        if all(isinstance(outcome, Cut) for outcome in outcomes):
             # Each is right alone, and not all at once: the one that saves least stays whole.
             least = min(range(len(groups)), key=lambda index: groups[index].nbytes)
             outcomes[least] = Refusal(reason="it can't be cut together with what else is cut there")
         return outcomes
 
-    def prove(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
-        """Find the scales of one group in these shares and prove the cut, or say why not."""
-        key = (group.index, shares)
-        if key not in self._results:
-            made: list[Cut] = []
-            reason = _tried(lambda: made.extend(self._proved([group], self._cuts([group], [shares]))))
-            self._results[key] = Refusal(reason=reason) if reason else made[0]
-        return self._results[key]
+    # ---- what ranks do beside the whole
+
+    def _follow(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> dict[int, str]:
+        """Follow what ranks do with these cuts in the whole model; places of those that can't be, with the reason."""
+        key = tuple((group.index, cut.shares) for group, cut in zip(groups, cuts, strict=True))
+        if key not in self._followed:
+            self._followed[key] = self._to_blame(groups, cuts, self._difference(groups, cuts))
+        return self._followed[key]
+
+    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> Differs | None:
+        """What some rank does otherwise than the whole model. Ranks with equal shares do the same."""
+        shares = [cut.shares for cut in cuts]
+        for rank in {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values():
+            try:
+                with own_random_numbers():
+                    follow(self._graph, self._record(cuts, rank), due_on(self._graph, groups, shares, rank), rank)
+            except Differs as error:
+                return error
+            except Exception as error:
+                return Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
+        return None
+
+    def _to_blame(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: Differs | None) -> dict[int, str]:
+        """Which of the cuts make a difference: those that work where it is, else those that make one alone."""
+        if found is None:
+            return {}
+        places = list(range(len(groups)))
+        at = [
+            place for place in places
+            if found.op in due_on(self._graph, [groups[place]], [cuts[place].shares], 0)
+        ]  # fmt: skip
+        if len(groups) == 1 or len(at) == 1:
+            return {(at or places)[0]: str(found)}
+        alone = {place: self._difference([groups[place]], [cuts[place]]) for place in at or places}
+        reasons = {place: str(error) for place, error in alone.items() if error is not None}
+        least = min(at or places, key=lambda place: groups[place].nbytes)
+        return reasons or {least: str(found)}
 
     def _cuts(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut]:
         """The cuts of groups with the integers to scale. Raises `NotFound`."""
@@ -295,4 +362,5 @@ def make_prover(
 ) -> Prover:
     """Observe how the blocks of a model are called, and return what proves their groups."""
     paths = dict.fromkeys(group.blocks[0] for group in found.groups)
-    return Prover(model, graph, found, observe_calls(model, inputs, workload, paths))
+    record = partial(record_rank, model, inputs, workload or Workload(), graph)
+    return Prover(model, graph, found, observe_calls(model, inputs, workload, paths), record)

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoshard.axes.axis import Axis, Leaf, describe, leaves, local_size
 from autoshard.axes.groups import AxisGroup
+from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec
 from autoshard.prove.ranks import LoneRank
@@ -35,10 +36,10 @@ Arguments = tuple[tuple, dict[str, Any]]
 
 
 def on_meta(block: nn.Module) -> nn.Module:
-    """Copy a block with its parameters and buffers on meta; small integer buffers keep their values."""
+    """Copy a block with its parameters and buffers on meta; small buffers keep their values, which code may ask."""
     memo: dict[int, Any] = {}
     for tensor in (*block.parameters(), *block.buffers()):
-        kept_values = not tensor.is_floating_point() and tensor.numel() < 1 << 16
+        kept_values = not isinstance(tensor, nn.Parameter) and tensor.numel() <= SMALL_FLOATS
         if id(tensor) not in memo and not tensor.is_meta and not kept_values:
             made = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -21,7 +21,6 @@ from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile
-from autoshard.progress import tell
 from autoshard.sharding import Cut
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
@@ -48,9 +47,7 @@ _TRIES = 48
 _FEW_TRIES = 8
 """Most sets of groups that are noted as too few on the same devices."""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
-"""Groups of the same blocks, to be cut together, and the shares of each -> for each a proved cut, or why not."""
-Proofs = dict[tuple[tuple[int, Shares], ...], Sequence[Cut | Refusal]]
-"""(group, shares) of groups that are cut together -> what their proof said."""
+"""All groups that are to be cut at once, and the shares of each -> for each a checked cut, or why not."""
 
 
 def column_parallel(
@@ -133,7 +130,6 @@ def _fitting_choice(
     How far activations shrink is known only then. First they count as if all of them were cut. Raises
     `_NothingFitsError` if all tries fail, and `PlanError` if nothing can be cut over so many.
     """
-    proofs: Proofs = {}
     tries = 0
     while tries < _TRIES:
         task, best = _choice(task, degree)
@@ -144,7 +140,7 @@ def _fitting_choice(
         if not surely and not _assumed(task, best, price).fits:
             task, tries = _outgrown(task, best, price), tries + 1
             continue
-        outcomes = _proved(task, best, prove, proofs)
+        outcomes = _proved(task, best, prove)
         refused = {key: found.reason for key, found in outcomes.items() if isinstance(found, Refusal)}
         if refused:
             task = replace(task, banned={**task.banned, **refused})
@@ -244,20 +240,14 @@ def _check_degree(task: Task, degree: int) -> None:
         raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
 
 
-def _proved(task: Task, best: Choice, prove: Prove, proofs: Proofs) -> dict[tuple[int, Shares], Cut | Refusal]:
-    """What is proved of a choice, block by block; `proofs`: what was tried before."""
+def _proved(task: Task, best: Choice, prove: Prove) -> dict[tuple[int, Shares], Cut | Refusal]:
+    """What holds of a choice; block by block, as plans list it."""
     by_index = task.by_index
     together: dict[tuple[str, ...], list[Option]] = {}
     for option in best.picked:
         together.setdefault(by_index[option.index].blocks, []).append(option)
-    outcomes: dict[tuple[int, Shares], Cut | Refusal] = {}
-    for number, options in enumerate(together.values()):
-        tell("blocks", number, len(together))
-        key = tuple((option.index, option.shares) for option in options)
-        if key not in proofs:
-            proofs[key] = prove([by_index[index] for index, _ in key], [shares for _, shares in key])
-        outcomes.update(zip(key, proofs[key], strict=True))
-    return outcomes
+    keys = [(option.index, option.shares) for options in together.values() for option in options]
+    return dict(zip(keys, prove([by_index[i] for i, _ in keys], [shares for _, shares in keys]), strict=True))
 
 
 def valid_degrees(task: Task) -> tuple[int, ...]:

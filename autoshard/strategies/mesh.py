@@ -166,19 +166,14 @@ def _options(poser: Poser, shape: Shape) -> tuple[Option, ...]:
 
 def _proved(poser: Poser, shape: Shape, prove: Prove) -> tuple[tuple[Cut, ...], dict[tuple[int, Shares], str]]:
     """The cuts of a shape, proved; and those that can't be, with the reason."""
-    together: dict[tuple[str, ...], list[Option]] = {}
-    for option in _options(poser, shape):
-        together.setdefault(poser.groups[option.index].blocks, []).append(option)
-    cuts: list[Cut] = []
-    refused: dict[tuple[int, Shares], str] = {}
-    for options in together.values():
-        outcome = prove([poser.groups[option.index] for option in options], [option.shares for option in options])
-        for option, found in zip(options, outcome, strict=True):
-            if isinstance(found, Cut):
-                cuts.append(found)
-            else:
-                refused[option.index, option.shares] = found.reason
-    return tuple(cuts), refused
+    options = _options(poser, shape)
+    outcomes = prove([poser.groups[option.index] for option in options], [option.shares for option in options])
+    refused = {
+        (option.index, option.shares): found.reason
+        for option, found in zip(options, outcomes, strict=True)
+        if not isinstance(found, Cut)
+    }
+    return tuple(found for found in outcomes if isinstance(found, Cut)), refused
 
 
 def _explain(poser: Poser, best: Meshed, figures: Estimate) -> tuple[str, ...]:
