@@ -28,14 +28,14 @@ from autoshard.sharding import DROPOUTS, kept
 SIZES: dict[str, tuple[str, ...]] = {
     "view": ("size",), "reshape": ("shape",), "_unsafe_view": ("size",), "_reshape_alias": ("size", "stride"),
     "unflatten": ("sizes",), "expand": ("size",), "broadcast_to": ("size",), "repeat": ("repeats",), "tile": ("dims",),
-    "repeat_interleave": ("repeats", "output_size"), "split": ("split_size", "split_sizes"),
-    "split_with_sizes": ("split_sizes",), "unsafe_split": ("split_size",),
-    "zeros": ("size",), "ones": ("size",), "full": ("size",), "empty": ("size",), "new_zeros": ("size",),
+    "repeat_interleave": ("repeats", "output_size"), "zeros": ("size",), "ones": ("size",), "full": ("size",), "empty": ("size",), "new_zeros": ("size",),
     "new_ones": ("size",), "new_full": ("size",), "new_empty": ("size",),
     "conv1d": ("groups",), "conv2d": ("groups",), "conv3d": ("groups",), "conv_transpose1d": ("groups",),
     "conv_transpose2d": ("groups",), "conv_transpose3d": ("groups",),
 }  # fmt: skip
 """Arguments that may be smaller on a rank: the shapes of what the op reads and makes tell what they have to be."""
+_ALL_BUT_THE_DIMENSION = frozenset({"split", "split_with_sizes", "unsafe_split"})
+"""Ops whose parts come one after the other: how long each is tells where it begins."""
 _PLACES = frozenset({"slice", "select", "narrow"})
 """Ops whose numbers are places along a dimension: those that the rank keeps must be the same ones."""
 _SKIPPED = "contiguous"
@@ -263,6 +263,8 @@ class _Beside:
         given, mine = (one.rest if isinstance(one, _Tensors) else one for one in (given, mine))
         function = name_of(other)
         if _equal(given, mine) or name in SIZES.get(function, ()):
+            return True
+        if function in _ALL_BUT_THE_DIMENSION and name != "dim":
             return True
         if due.addends and None in (given, mine):
             return True  # it is added behind the sum

@@ -80,40 +80,52 @@ class Prover:
         self._followed: dict[Key, dict[int, str]] = {}
 
     def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
-        """Check groups that are all cut at once; one outcome for each."""
+        """Check groups that are all cut at once; one outcome for each. If any is a refusal, the others may be one, too.
+
+        What code does is looked at first, then numbers.
+        """
+        found = [self._cut(group, share) for group, share in zip(groups, shares, strict=True)]
+        cuts = [one for one in found if isinstance(one, Cut)]
+        if len(cuts) == len(groups):
+            for place, reason in self._follow(groups, cuts).items():
+                found[place] = Refusal(reason=reason)
+        if not all(isinstance(one, Cut) for one in found):
+            return found
         together: dict[tuple[str, ...], list[int]] = {}
         for place, group in enumerate(groups):
             together.setdefault(group.blocks, []).append(place)
-        found: dict[int, Cut | Refusal] = {}
         for number, places in enumerate(together.values()):
             tell("blocks", number, len(together))
-            outcomes = self._of_blocks([groups[place] for place in places], [shares[place] for place in places])
-            found.update(zip(places, outcomes, strict=True))
-        cuts = [one for one in map(found.__getitem__, range(len(groups))) if isinstance(one, Cut)]
-        if len(cuts) == len(groups):
-            reasons = self._follow(groups, cuts)
-            found.update({place: Refusal(reason=reason) for place, reason in reasons.items()})
-        return [found[place] for place in range(len(groups))]
+            outcomes = self._of_blocks([groups[place] for place in places], [cuts[place] for place in places])
+            for place, outcome in zip(places, outcomes, strict=True):
+                found[place] = outcome
+        return found
 
     def prove(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
         """Find the scales of one group in these shares and check the cut, or say why not."""
         return self([group], [shares])[0]
 
-    def _of_blocks(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+    def _cut(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
+        """The cut of a group with the integers to scale, or why there are none."""
+        made: list[Cut] = []
+        reason = _tried(lambda: made.append(_cut(group, shares, self._find_scales(group, shares))))
+        return Refusal(reason=reason) if reason else made[0]
+
+    def _of_blocks(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut | Refusal]:
         """Compare numbers for groups of the same blocks, all at once if that works."""
-        key = tuple((group.index, share) for group, share in zip(groups, shares, strict=True))
+        key = tuple((group.index, cut.shares) for group, cut in zip(groups, cuts, strict=True))
         if key not in self._results:
-            self._results[key] = self._compared(groups, shares)
+            self._results[key] = self._compared(groups, cuts)
         return self._results[key]
 
-    def _compared(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+    def _compared(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut | Refusal]:
         made: list[Cut] = []
-        reason = _tried(lambda: made.extend(self._proved(groups, self._cuts(groups, shares))))
+        reason = _tried(lambda: made.extend(self._proved(groups, cuts)))
         if not reason:
             return list(made)
         if len(groups) == 1:
             return [Refusal(reason=reason)]
-        outcomes = [self._of_blocks([group], [share])[0] for group, share in zip(groups, shares, strict=True)]
+        outcomes = [self._of_blocks([group], [cut])[0] for group, cut in zip(groups, cuts, strict=True)]
         if all(isinstance(outcome, Cut) for outcome in outcomes):
             # Each is right alone, and not all at once: the one that saves least stays whole.
             least = min(range(len(groups)), key=lambda index: groups[index].nbytes)
@@ -158,19 +170,13 @@ class Prover:
         least = min(at or places, key=lambda place: groups[place].nbytes)
         return reasons or {least: str(found)}
 
-    def _cuts(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut]:
-        """The cuts of groups with the integers to scale. Raises `NotFound`."""
-        if self._is_large(groups[0].blocks[0]):
-            self._left_out(groups)
-        pairs = zip(groups, shares, strict=True)
-        return [_cut(group, share, self._find_scales(group, share)) for group, share in pairs]
-
     # ---- the numbers
 
     def _proved(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut]:
         """Compare ranks with the whole, and note in the cuts how. Raises what does not hold."""
         path = groups[0].blocks[0]
         if self._is_large(path):
+            self._left_out(groups)
             sample, small = self._smaller(path, groups)
             ways = check_equal(sample, small)
             how = f"shapes followed; a smaller block equal on {SLICES} ranks"

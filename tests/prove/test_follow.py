@@ -1,0 +1,84 @@
+"""A size of what is cut may reach shapes only: that is found by following ranks, whatever the values are."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.axes.groups import find_groups
+from autoshard.capture.capture import capture
+from autoshard.plan_cuts import Refusal
+from autoshard.prove.prove import make_prover
+from autoshard.sharding import Cut
+from tests.prove import leaks
+from tests.prove.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Wide
+
+X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
+LEAK = "a size of what is cut reaches more than shapes"
+REFUSED = {
+    "Scaled": f"{LEAK}: mul in blocks.0 has 0.144",
+    "Mean": f"{LEAK}: div in blocks.0 has 48 as other in the whole and 24 on a rank",
+    "Counted": "ones in blocks.0 has a tensor of [24] on a rank, where [48] is due",
+    "Constant": "is given another constant on a rank",
+    "Threshold": f"{LEAK}: clamp in blocks.0 has 48000.0 as max in the whole and 24000.0 on a rank",
+    "Looked": f"{LEAK}: mul in blocks.0 has 0.5 as other in the whole and 0.7 on a rank",
+    "Branch": "code takes another way where a size is smaller",
+    "Positions": "",
+    "Groups": f"{LEAK}: group_norm",
+}  # fmt: skip
+
+
+def outcome(model: nn.Module, inputs: torch.Tensor = X, size: int = 48) -> Cut | Refusal:
+    """What is said of cutting the largest group of the blocks that has so many slices."""
+    graph = capture(model, inputs, composite=True)
+    found = find_groups(graph)
+    mine = [group for group in found.groups if group.blocks[0] == "blocks.0" and group.size == size]
+    group = max(mine, key=lambda group: group.nbytes)
+    return make_prover(model, inputs, None, graph, found).prove(group, (group.size // 2,) * 2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_reach_values_are_refused(name):
+    model = Stack(getattr(leaks, name)).eval()
+    graph = capture(model, X, composite=True)
+    if any(group.blocks[0] == "blocks.0" and group.size == 48 for group in find_groups(graph).groups):
+        found = outcome(model)
+        assert isinstance(found, Refusal) and REFUSED[name] in found.reason
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
+    expected = model(X)
+    torch.testing.assert_close(autoshard.apply(model, plan)(X), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Wide", "OpenMean", "Fixed"])
+def test_the_same_without_the_size_is_cut(name):
+    assert isinstance(outcome(Stack(getattr(leaks, name)).eval(), size=4 if name == "Fixed" else 48), Cut)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_temperature_that_is_a_number_of_heads_is_refused_at_any_length(length):
+    """Over one key a softmax gives 1, whatever it is divided by."""
+    found = outcome(Stack(leaks.Temperature).eval(), X[:, :length], size=4)
+    assert isinstance(found, Refusal) and "div in blocks.0 has 4 as other in the whole and 2 on a rank" in found.reason
+
+
+def test_sizes_of_parameters_are_followed_into_other_modules():
+    found = outcome(Outside(Wide).eval())
+    assert isinstance(found, Refusal) and "mul in the model itself" in found.reason
+    found = outcome(Numbers(Wide).eval())
+    assert isinstance(found, Refusal) and "the model returns it" in found.reason
+
+
+def test_every_block_is_followed_and_not_the_first_of_those_that_are_alike():
+    assert isinstance(outcome(Stack(Flagged, 8).eval()), Cut)
+    found = outcome(OneMarked().eval())
+    assert (
+        isinstance(found, Refusal) and "mul in blocks.5 has 48 as other in the whole and 24 on a rank" in found.reason
+    )
+
+
+def test_blocks_that_call_functions_by_other_names_are_cut_each_in_its_way():
+    model = OneMarked(Spelt).eval()
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
+    assert {block for cut in plan.cuts for block in cut.blocks} == {f"blocks.{place}" for place in range(8)}
+    expected = model(X)
+    torch.testing.assert_close(autoshard.apply(model, plan)(X), expected, rtol=1e-5, atol=1e-5)
