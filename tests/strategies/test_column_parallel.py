@@ -352,7 +352,7 @@ def test_what_can_not_be_proved_stays_whole_with_its_reason(profile):
     assert [cut.shards[0].name for cut in plan.cuts] == ["head.weight"]
     (row,) = [row for row in plan.whole if row.reason == "a square root of it"]
     assert row.blocks == tuple(f"blocks.{i}" for i in range(4)) and set(row.names) == {"up.weight", "down.weight"}
-    assert asked.count([0]) == 1  # one refusal, not asked again
+    assert sum(0 in indices for indices in asked) == 1  # one refusal, not asked again
 
     def never(groups, shares):
         return [Refusal(reason="it is round")] * len(groups)
