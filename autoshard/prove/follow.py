@@ -28,8 +28,8 @@ from autoshard.sharding import DROPOUTS, kept
 SIZES: dict[str, tuple[str, ...]] = {
     "view": ("size",), "reshape": ("shape",), "_unsafe_view": ("size",), "_reshape_alias": ("size", "stride"),
     "unflatten": ("sizes",), "expand": ("size",), "broadcast_to": ("size",), "repeat": ("repeats",), "tile": ("dims",),
-    "repeat_interleave": ("repeats", "output_size"), "zeros": ("size",), "ones": ("size",), "full": ("size",), "empty": ("size",), "new_zeros": ("size",),
-    "new_ones": ("size",), "new_full": ("size",), "new_empty": ("size",),
+    "repeat_interleave": ("repeats", "output_size"), "zeros": ("size",), "ones": ("size",), "full": ("size",),
+    "empty": ("size",), "new_zeros": ("size",), "new_ones": ("size",), "new_full": ("size",), "new_empty": ("size",),
     "conv1d": ("groups",), "conv2d": ("groups",), "conv3d": ("groups",), "conv_transpose1d": ("groups",),
     "conv_transpose2d": ("groups",), "conv_transpose3d": ("groups",),
 }  # fmt: skip
