@@ -27,6 +27,7 @@ from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.capture.record import Recorder
 from autoshard.capture.run import own_random_numbers
+from autoshard.module_paths import join
 from autoshard.plan_cuts import Refusal
 from autoshard.progress import tell
 from autoshard.prove.equal import Unequal, check_equal
@@ -50,6 +51,7 @@ from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Action, Cut, Scale
+from autoshard.torch_private import gradient_hooks
 from autoshard.workload import Workload
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
@@ -107,9 +109,21 @@ class Prover:
 
     def _cut(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
         """The cut of a group with the integers to scale, or why there are none."""
+        hooked = self._hooked(group)
+        if hooked:
+            return Refusal(
+                reason=f"{hooked} has a gradient hook (register_hook), and a rank has a part of the gradient"
+            )
         made: list[Cut] = []
         reason = _tried(lambda: made.append(_cut(group, shares, self._find_scales(group, shares))))
         return Refusal(reason=reason) if reason else made[0]
+
+    def _hooked(self, group: AxisGroup) -> str:
+        """A parameter of which ranks get parts of the gradient while a hook of the user's expects all of it."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        names = [join(block, name) for block in group.blocks
+                 for name in (*(shard.name for shard in group.shards), *group.summed)]  # fmt: skip
+        return next((name for name in names if name in parameters and gradient_hooks(parameters[name])), "")
 
     def _of_blocks(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut | Refusal]:
         """Compare numbers for groups of the same blocks, all at once if that works."""

@@ -82,3 +82,10 @@ def test_blocks_that_call_functions_by_other_names_are_cut_each_in_its_way():
     assert {block for cut in plan.cuts for block in cut.blocks} == {f"blocks.{place}" for place in range(8)}
     expected = model(X)
     torch.testing.assert_close(autoshard.apply(model, plan)(X), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_with_gradient_hooks_stay_whole():
+    model = Stack(Wide).eval()
+    model.blocks[1].up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    found = outcome(model)
+    assert isinstance(found, Refusal) and "blocks.1.up.weight has a gradient hook" in found.reason
