@@ -352,6 +352,16 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     torch._C._swap_tensor_impl(left, right)
+    _run_hooks_again(left)
+
+
+def _run_hooks_again(tensor: torch.Tensor) -> None:
+    """Let the hooks that a Python object has on its gradient run for what is behind it now: the setters see to that."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            setattr(tensor, name, None)
+            setattr(tensor, name, hooks)
 
 
 def is_held(tensor: torch.Tensor) -> bool:
@@ -374,6 +384,11 @@ def is_storage_shared(tensor: torch.Tensor) -> bool:
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks registered with `tensor.register_hook`, in calling order."""
     return list((tensor._backward_hooks or {}).values())
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is called when the gradient of a parameter was accumulated."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def drop_gradient_hooks(tensor: torch.Tensor, kind: type) -> None:

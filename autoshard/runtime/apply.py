@@ -141,11 +141,18 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
         before.copies.clear()
     runtime = Runtime(record, Tree(model.modules()), streams)
     boundaries = find_boundaries(model, record)
-    move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
-    streams.pin()
-    if before is not None:
-        unhook(model, before)
-    hook_boundaries(model, runtime, boundaries)
+    undo = move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
+    try:
+        streams.pin()
+        if before is not None:
+            unhook(model, before)
+        hook_boundaries(model, runtime, boundaries)
+    except BaseException:  # also an interrupt: half a plan must never stay
+        unhook(model, runtime)
+        undo()
+        if before is not None and not before.handles:
+            hook_boundaries(model, before, find_boundaries(model, before.record))
+        raise
     return model
 
 

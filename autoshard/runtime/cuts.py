@@ -177,8 +177,22 @@ def _prepare(
         partial=find_partial(cuts, tensors, found),
         unplanned=Unplanned(model, cuts),
     )
+    if isinstance(ranks, ProcessRanks | LocalRanks):  # a check cuts copies of its own, without hooks
+        _check_not_hooked(tensors, {*record.tensors, *record.partial})
     steps, memos = _find_steps(model, cuts, ranks)
     return _Ready(record=record, steps=steps, memos=memos, scales=find_scales(model, cuts))
+
+
+def _check_not_hooked(tensors: Mapping[str, torch.Tensor], cut: Collection[str]) -> None:
+    """Raise `ApplyError` for a hook on the gradient of a parameter of which each rank has a part."""
+    for name in cut:
+        hooked = any(not isinstance(hook, SumGradient) for hook in torch_private.gradient_hooks(tensors[name]))
+        if hooked or torch_private.has_accumulation_hooks(tensors[name]):
+            raise ApplyError(
+                f"{name} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), and the "
+                "plan cuts it: the hook would see one rank's part of the gradient. Take the hook off, or place whole "
+                'modules (strategy="balanced").'
+            )
 
 
 def _check_cut(cut: Cut, ranks: Ranks) -> None:

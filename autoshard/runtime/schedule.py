@@ -106,6 +106,8 @@ class LocalSchedule:
         if division is not None and division.devices:  # replicas divide each call by themselves
             division = None
         parts = self._parts(division, args, kwargs)
+        if training and len(parts) > 1:
+            _check_not_hooked(self.model)
         targets = split_rows(target, parts, "target") if target is not None else [None] * len(parts)
         factors = factors_of(self.reduction, parts, targets) if self.loss is not None else []
         pass_ = _Pass(
@@ -192,6 +194,16 @@ class LocalSchedule:
                 for output, part in zip(outputs, pass_.parts, strict=False)
             ]
             check_reduction(division.batch, self.loss, self.reduction, rows, targets, pass_.parts, self._steps)
+
+
+def _check_not_hooked(model: nn.Module) -> None:
+    """Raise `ApplyError` for a hook on the gradient of a parameter: it would be called once for each micro-batch."""
+    for name, parameter in model.named_parameters():
+        if torch_private.gradient_hooks(parameter) or torch_private.has_accumulation_hooks(parameter):
+            raise ApplyError(
+                f"{name} has a hook on its gradient, which a schedule would call for each micro-batch and not for the "
+                "whole batch. Take the hook off, or call the model and loss.backward(), which call it once."
+            )
 
 
 def _backward(pass_: _Pass, index: int) -> None:
