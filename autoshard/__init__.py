@@ -1,4 +1,6 @@
-"""Automatic model partitioner for PyTorch: profile a model, plan where every module goes, apply the plan, prove it."""
+"""Automatic model partitioner for PyTorch: profile a model, plan where every module goes, apply the plan, and compare
+the result with the original.
+"""
 
 import torch
 
@@ -14,6 +16,7 @@ import autoshard.capture
 import autoshard.estimate
 import autoshard.plan
 import autoshard.profile
+import autoshard.report
 import autoshard.simulate
 import autoshard.verify  # noqa: F401
 from autoshard.api import (
@@ -45,6 +48,7 @@ from autoshard.errors import (
 )
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
+from autoshard.reporting import compare, explain, report
 from autoshard.workload import Workload
 
 __version__ = "0.1.0"
@@ -64,16 +68,24 @@ __all__ = [
     "Workload",
     "apply",
     "capture",
+    "compare",
     "estimate",
+    "explain",
     "largest",
     "load",
     "load_checkpoint",
     "plan",
     "profile",
     "remove",
+    "report",
     "save",
     "save_checkpoint",
     "schedule",
     "simulate",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; modules of the package and of torch, which importing binds here, are left out."""
+    return [*__all__, "__version__"]

@@ -3,13 +3,16 @@
 The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
+import torch
 from torch import nn
 
+from autoshard.choices import Objective, ScheduleName, Strategy, check_choices
 from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
@@ -21,15 +24,18 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autoshard.capture.graph import ModelGraph
+    from autoshard.choices import DeviceMap, Inputs, Size
     from autoshard.cluster.cluster import Cluster
+    from autoshard.cluster.parse import Devices
     from autoshard.pipelines.schedule import RankSchedule
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
     from autoshard.runtime.schedule import LocalSchedule
+    from autoshard.simulate.devices import SimulatedDevices
     from autoshard.verify import Verification
 
 
-def capture(model: nn.Module, inputs: Any = None, *, workload: Workload | None = None) -> "ModelGraph":
+def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "ModelGraph":
     """Record one run of the model without its weights.
 
     `inputs`: a tensor, a tuple of positional arguments, a dict of keyword arguments, or a callable returning one of
@@ -41,7 +47,7 @@ def capture(model: nn.Module, inputs: Any = None, *, workload: Workload | None =
     return record(model, inputs, workload=workload)
 
 
-def profile(model: nn.Module, inputs: Any = None, *, workload: Workload | None = None) -> "Profile":
+def profile(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "Profile":
     """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
     from autoshard.profile.measure import profile_graph
 
@@ -51,17 +57,17 @@ def profile(model: nn.Module, inputs: Any = None, *, workload: Workload | None =
 
 def plan(
     model: nn.Module,
-    devices: Any = "auto",
+    devices: "Devices" = "auto",
     *,
-    inputs: Any = None,
-    strategy: str = "auto",
-    objective: str = "latency",
+    inputs: "Inputs | None" = None,
+    strategy: Strategy = "auto",
+    objective: Objective = "latency",
     workload: Workload | None = None,
     profile: "Profile | None" = None,
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
+    max_memory: "Mapping[Any, Size] | None" = None,
+    pins: "DeviceMap | None" = None,
     num_microbatches: int | None = None,
-    schedule: str | None = None,
+    schedule: ScheduleName | None = None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
@@ -82,27 +88,36 @@ def plan(
 
 def _planned(
     model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, known: "Profile | None" = None, *,
-    max_memory: Mapping[Any, Any] | None, **settings: Any,
+    max_memory: "Mapping[Any, Size] | None", **settings: Any,
 ) -> Plan:  # fmt: skip
-    """Find the devices, profile the model on nothing, and plan; `settings` are those of `plan_measured`.
+    """Find the devices, profile the model without allocating it, and plan; `settings` are those of `plan_measured`.
 
     `known`: the profile, where it was taken already.
     """
-    if max_memory and isinstance(devices, str) and devices == "auto":
-        devices = max_memory
-    cluster = _cluster(devices)
-    if known is not None:
-        _check_measured(known, model, workload)
-    measured = known or profile(model, inputs, workload=workload)
+    check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
+    cluster = cluster_for(devices, max_memory)
+    measured = measured_for(model, inputs, workload, known)
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
 
 
-def _cluster(devices: Any) -> "Cluster":
-    """The devices that are meant, or a plan has, with the links that they have in this run."""
+def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known: "Profile | None") -> "Profile":
+    """Return the profile: `known`, where it was taken already. Raises `SpecError` if it is of something else."""
+    if known is not None:
+        _check_measured(known, model, workload)
+    return known or profile(model, inputs, workload=workload)
+
+
+def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | None" = None) -> "Cluster":
+    """Return the devices that are meant, or that a plan has, with the links between processes where some run.
+
+    With "auto" and `max_memory` they are those that it lists.
+    """
     from autoshard.cluster.links import between_processes
     from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.runtime.collectives import count_processes
 
+    if max_memory and isinstance(devices, str) and devices == "auto":
+        devices = max_memory
     cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
     return between_processes(cluster) if count_processes() > 1 else cluster
 
@@ -125,10 +140,10 @@ def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | N
 
 def largest(
     model: nn.Module,
-    devices: Any = "auto",
-    vary: str = "batch_size",
+    devices: "Devices" = "auto",
+    vary: Literal["batch_size", "sequence_length"] = "batch_size",
     *,
-    inputs: Any = None,
+    inputs: "Inputs | None" = None,
     workload: Workload | None = None,
     **settings: Any,
 ) -> Plan:
@@ -147,10 +162,10 @@ def largest(
         made = inputs(**{vary: getattr(asked, vary)}) if callable(inputs) else None
         return model, made, profile(model, made, workload=asked)
 
-    return largest_plan(vary, workload or Workload(), measured, _cluster(devices), **settings)
+    return largest_plan(vary, workload or Workload(), measured, cluster_for(devices), **settings)
 
 
-def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any = None) -> Estimate:
+def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | None" = None) -> Estimate:
     """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
@@ -159,23 +174,23 @@ def estimate(plan: "Plan | Mapping[str, Any]", profile: "Profile", devices: Any 
     from autoshard.mesh_cost import Pricer
     from autoshard.runtime.collectives import count_processes
 
-    plan = _as_plan(plan, profile)
-    cluster = _cluster(plan if devices is None else devices)
+    plan = as_plan(plan, profile)
+    cluster = cluster_for(plan if devices is None else devices)
     return Pricer(profile, cluster, processes=count_processes() > 1 or None)(plan)
 
 
 def apply(
     model: nn.Module,
-    plan: Any = "auto",
+    plan: "Plan | DeviceMap | Devices" = "auto",
     *,
-    inputs: Any = None,
-    strategy: str = "auto",
-    objective: str = "latency",
+    inputs: "Inputs | None" = None,
+    strategy: Strategy = "auto",
+    objective: Objective = "latency",
     workload: Workload | None = None,
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
+    max_memory: "Mapping[Any, Size] | None" = None,
+    pins: "DeviceMap | None" = None,
     num_microbatches: int | None = None,
-    schedule: str | None = None,
+    schedule: ScheduleName | None = None,
 ) -> nn.Module:
     """Put the model where the plan says, in place, and return it.
 
@@ -226,20 +241,20 @@ def schedule(
 
 def load(
     path: "str | os.PathLike[str]",
-    devices: Any = "auto",
+    devices: "Devices" = "auto",
     *,
-    plan: "Plan | Mapping[str, Any] | None" = None,
+    plan: "Plan | DeviceMap | None" = None,
     model: "nn.Module | Callable[[], nn.Module] | None" = None,
-    inputs: Any = None,
-    strategy: str = "auto",
-    objective: str = "latency",
+    inputs: "Inputs | None" = None,
+    strategy: Strategy = "auto",
+    objective: Objective = "latency",
     workload: Workload | None = None,
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
+    max_memory: "Mapping[Any, Size] | None" = None,
+    pins: "DeviceMap | None" = None,
     num_microbatches: int | None = None,
-    schedule: str | None = None,
-    dtype: Any = "auto",
-    allow: Collection[str] = (),
+    schedule: ScheduleName | None = None,
+    dtype: "torch.dtype | str" = "auto",
+    allow: Collection[Literal["missing", "unexpected", "mismatched"]] = (),
     trust_remote_code: bool = False,
     local_files_only: bool = True,
     mapped: bool = True,
@@ -282,7 +297,7 @@ def load(
         return fill(unfilled, plan, functools.partial(tell, "bytes"), mapped=mapped)
 
 
-def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: Mapping[Any, Any] | None) -> bool:
+def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: "Mapping[Any, Size] | None") -> bool:
     """Whether there is nothing to plan: one device, which is where models are anyway, with room for this one."""
     from autoshard.cluster.parse import parse_devices
     from autoshard.integrations.skeleton import parameter_bytes
@@ -341,9 +356,9 @@ def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
 
 def verify(
     model: nn.Module,
-    plan: "Plan | Mapping[str, Any] | None" = None,
+    plan: "Plan | DeviceMap | None" = None,
     *,
-    inputs: Any = None,
+    inputs: "Inputs | None" = None,
     training: bool | None = None,
     new_tokens: int | None = None,
     tolerance: float = 0.0,
@@ -359,14 +374,14 @@ def verify(
     return compare(model, plan, inputs, training=training, new_tokens=new_tokens, tolerance=tolerance)
 
 
-def simulate(devices: Any) -> Any:
+def simulate(devices: "Devices") -> "contextlib.AbstractContextManager[SimulatedDevices]":
     """Enter a context in which the devices of a spec exist: real values, real memory accounting, no GPU."""
     from autoshard.simulate import simulate as enter
 
     return enter(devices)
 
 
-def is_device_map(value: Any) -> bool:
+def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:
     """Tell {module path: device} from {device: size}: the keys of the second are device names."""
     from autoshard.cluster.parse import canonical_name
 
@@ -380,7 +395,8 @@ def is_device_map(value: Any) -> bool:
     return False
 
 
-def _as_plan(plan: "Plan | Mapping[str, Any]", profile: "Profile") -> Plan:
+def as_plan(plan: "Plan | DeviceMap", profile: "Profile") -> Plan:
+    """Return the plan, that of a `device_map` where one was given."""
     return plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile)
 
 

@@ -13,8 +13,8 @@ from autoshard.strategies.compare import Alternative, Candidate, Comparison, com
 PLACING = ("sequential", "balanced", "balanced_low_0")
 
 
-def compare_all(request: Request) -> tuple[Comparison, tuple[Alternative, ...]]:
-    """Plan with every strategy and price the maps of peers; returns our rows, and theirs.
+def compare_all(request: Request) -> Comparison:
+    """Plan with every strategy and price the maps of peers.
 
     A workload that nobody stated counts as stated: all strategies are asked. Raises `PlanError` if none is possible.
     """
@@ -27,7 +27,7 @@ def compare_all(request: Request) -> tuple[Comparison, tuple[Alternative, ...]]:
     written: Mapping[str, str] | None = getattr(request.model, "_tp_plan", None)
     if written:
         theirs.append(_cut_as_written(request, written))
-    return ours, tuple(theirs)
+    return dataclasses.replace(ours, peers=tuple(theirs))
 
 
 def _placing(request: Request, strategy: str) -> Callable[[], Plan]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from autoshard.sizes import format_bytes, format_seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
@@ -132,7 +134,7 @@ class Pipelining:
     events: tuple[Event, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
 
@@ -165,6 +167,12 @@ class Estimate:
     all_gathers: int = 0
     streaming: Streaming | None = None
     pipelining: Pipelining | None = None
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in self.devices[:4])
+        more = f" and {len(self.devices) - 4} more" if len(self.devices) > 4 else ""
+        fits = "fits" if self.fits else "does not fit"
+        return f"<Estimate: {format_seconds(self.latency_seconds)} per pass, {fits}; peaks: {peaks}{more}>"
 
     @property
     def fits(self) -> bool:

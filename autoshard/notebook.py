@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from autoshard.plan_summary import remarks, runs, span
 from autoshard.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -16,39 +17,17 @@ MOST_ROWS = 40
 
 def plan_html(plan: "Plan") -> str:
     """Return a plan: its devices, runs of placements on one device, what is cut or streamed, and why."""
-    runs: list[list[str]] = []
-    for path, device in plan.placements.items():
-        if runs and runs[-1][0] == device:
-            runs[-1].append(path)
-        else:
-            runs.append([device, path])
-    remarks = []
-    if plan.mesh is not None:
-        mesh = plan.mesh
-        remarks.append(f"{mesh.data} replicas × {mesh.pipeline} stages × {mesh.tensor} tensor-parallel ranks")
-    if plan.num_microbatches > 1:
-        remarks.append(f"{plan.num_microbatches} micro-batches, {plan.schedule}")
-    if plan.cuts:
-        remarks.append(f"{len(plan.cuts)} groups of parameters are cut over {len(plan.devices)} devices")
-    if plan.streamed:
-        remarks.append(f"{len(plan.streamed)} modules are kept on {', '.join(sorted(set(plan.streamed.values())))}")
     devices = [[device.name, device.kind, _size(device.memory_bytes)] for device in plan.devices]
-    where = [] if plan.cuts else [[*_span(run[1:]), run[0]] for run in runs]
+    where = [[*span(paths), device] for device, paths in runs(plan)]
     parts = [
         f"<b>Plan: {escape(plan.strategy)}, for {escape(plan.objective)}</b>",
         _table(("Device", "Hardware", "Memory"), devices, {2}),
-        *(f"<div>{escape(remark)}</div>" for remark in remarks),
+        *(f"<div>{escape(remark)}</div>" for remark in remarks(plan)),
         _table(("Modules", "", "Device"), where, set()) if where else "",
     ]
     if plan.reasons:
         parts.append(f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in plan.reasons)}</ul>")
     return f"<div>{''.join(parts)}</div>"
-
-
-def _span(paths: Sequence[str]) -> list[str]:
-    """First and last of some paths, and how many there are."""
-    first = paths[0] or "(whole model)"
-    return [first, ""] if len(paths) == 1 else [f"{first} … {paths[-1]}", f"{len(paths)} entries"]
 
 
 def profile_html(heading: str, totals: Mapping[str, int], modules: Sequence[tuple[str, str, int, int, int]]) -> str:

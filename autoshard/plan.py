@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
+from autoshard.files import write_whole
 from autoshard.module_paths import above
 from autoshard.placement import check_known_in
 from autoshard.plan_cuts import Whole
@@ -79,7 +79,7 @@ class Stage:
     recompute: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """Decisions only; consequences are an `Estimate`, always recomputed.
 
@@ -206,6 +206,17 @@ class Plan:
             fingerprint=fingerprint,
         )
 
+    def __repr__(self) -> str:
+        from autoshard.plan_summary import heading
+
+        return f"<Plan: {heading(self)}>"
+
+    def summary(self) -> str:
+        """Return the plan as text: its devices, what is on each, and why. What it costs is in an `Estimate`."""
+        from autoshard.plan_summary import summary
+
+        return summary(self)
+
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
         from autoshard.notebook import plan_html
@@ -244,22 +255,8 @@ class Plan:
         return read_plan(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file. It appears whole or not at all: written under a temporary name, then renamed."""
-        target = Path(path)
-        try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        except OSError as error:
-            raise PlanError(
-                f"cannot write a plan to {target}: {error.strerror}. Choose a folder that exists."
-            ) from None
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.chmod(temporary, 0o644)  # mkstemp makes it private; a plan is an ordinary file
-            os.replace(temporary, target)
-        except OSError as error:
-            os.unlink(temporary)
-            raise PlanError(f"cannot write a plan to {target}: {error.strerror}. Choose another path.") from None
+        """Write the plan to a file. It appears whole or not at all. Raises `SpecError` if it can't be written."""
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> "Plan":

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from autoshard.choices import Optimizer
 from autoshard.errors import SpecError
 
 Mode = Literal["inference", "training"]
@@ -28,7 +29,7 @@ class Workload:
     sequence_length: int | None = None
     new_tokens: int = 0
     mode: Mode = "inference"
-    optimizer: str = "adamw"
+    optimizer: Optimizer = "adamw"
     dtype: str = "auto"
     assumed: bool = False
 

@@ -1,13 +1,16 @@
 """The public calls, as a user types them."""
 
+import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autoshard
+from autoshard.cluster.parse import parse_devices
 from autoshard.errors import ApplyError, PlanError, SpecError
 
 KIB = 1024
@@ -171,3 +174,71 @@ def test_public_names_stay_calls_after_their_rooms_are_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_only_public_names_are_listed():
+    assert sorted(dir(autoshard)) == sorted([*autoshard.__all__, "__version__"])
+    assert all(callable(getattr(autoshard, name)) for name in autoshard.__all__)
+    from autoshard.plan import Plan  # the module is still found, though the call has its name
+
+    assert Plan is autoshard.Plan and autoshard.plan is not sys.modules["autoshard.plan"]
+
+
+def test_reprs_are_short_and_say_what_it_is(model):
+    profile = autoshard.profile(model, X)
+    plan = autoshard.plan(model, "3x120KiB", inputs=X, strategy="balanced")
+    shown = [repr(one) for one in (profile, profile.graph, plan, autoshard.estimate(plan, profile))]
+    assert all(len(text) < 200 and "\n" not in text for text in shown), shown
+    profiled, graph, planned, estimated = shown
+    assert "Sequential" in profiled and "KiB" in profiled and "Sequential" in graph and "ops" in graph
+    assert "balanced, for latency, 3 devices" in planned and "fits" in estimated and "cuda:1" in estimated
+    assert "1x8MiB" in repr(parse_devices("1x8MiB"))
+
+
+def test_a_plan_sums_itself_up(model):
+    lines = autoshard.plan(model, "3x120KiB", inputs=X, strategy="balanced", pins={"0": 1}).summary().splitlines()
+    assert lines[0] == "Plan  balanced, for latency, 3 devices"
+    assert "  cuda:2  generic  120 KiB" in lines and "  0 -> cuda:1" in lines
+    assert any(line.startswith("  - ") for line in lines)
+
+
+def test_compare_explain_report(model, tmp_path):
+    found = autoshard.compare(model, "3x120KiB", inputs=X)
+    assert found.chosen.plan.fingerprint and {one.name for one in found.alternatives} >= {"placement", "sequential"}
+    assert any(one.name.startswith("Accelerate") for one in found.peers)
+    lines = str(found).splitlines()
+    assert len(lines) == 1 + len(found.alternatives) + len(found.peers)
+    assert sum(line.startswith("  * ") for line in lines) == 1 and "compare" not in repr(found)[1:].split(":")[0]
+    profile = autoshard.profile(model, X)
+    why = autoshard.explain(autoshard.plan(model, "3x120KiB", inputs=X, strategy="balanced"), profile, "2")
+    assert "is on cuda:" in str(why) and len(str(why).splitlines()) == 2 + len(why.sentences) + len(why.alternatives)
+    page = tmp_path / "page.html"
+    autoshard.report(found.chosen.plan, profile, page, comparison=found, title="six blocks")
+    text = page.read_text()
+    assert text.startswith("<!") and "six blocks" in text and "Accelerate" in text
+    with pytest.raises(SpecError, match="is a folder"):
+        autoshard.report(found.chosen.plan, profile, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"strategy": "ballanced"}, "unknown strategy 'ballanced'.* Did you mean balanced?"),
+        ({"objective": "speed", "strategy": "pipeline"}, "unknown objective 'speed': use one of latency, throughput"),
+        ({"schedule": "1F1B"}, "unknown schedule '1F1B'.* Did you mean 1f1b?"),
+        ({"strategy": None}, "unknown strategy None"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused_before_the_model_is_looked_at(settings, says):
+    with pytest.raises(SpecError, match=says):
+        autoshard.plan(None, "2x1GiB", **settings)
+
+
+def test_public_signatures_say_what_they_take():
+    """Nothing but values of any kind, which a checkpoint's state is, is typed Any."""
+    for name in autoshard.__all__:
+        call = getattr(autoshard, name)
+        if inspect.isfunction(call):
+            for parameter in inspect.signature(call).parameters.values():
+                loose = parameter.annotation in (Any, str, "Any", "str") and parameter.name not in ("state", "settings")
+                assert not loose or (name, parameter.name) in {("explain", "subject"), ("report", "title")}, parameter

@@ -211,7 +211,7 @@ class ModuleInfo:
     numbered: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
 class ModelGraph:
     """One captured run: forward, or forward and backward. See the module docstring for the unit of time.
 
@@ -263,6 +263,10 @@ class ModelGraph:
     carried: tuple[tuple[int, int], ...] = ()
     plain: tuple[tuple[str, Any], ...] = ()
     aside: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        name = self.modules[0].class_name
+        return f"<ModelGraph: {name}, {len(self.modules)} modules, {len(self.tensors)} tensors, {len(self.ops)} ops>"
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

@@ -13,7 +13,7 @@ from autoshard.cli.options import (
     TargetArgument,
     TrainOption,
 )
-from autoshard.cli.steps import devices_of, load, pairs, profile_of, workload_of
+from autoshard.cli.steps import check_before, devices_of, load, pairs, profile_of, workload_of
 
 
 @reports_errors
@@ -33,6 +33,7 @@ def compare_command(
     from autoshard.comparing import compare_all
     from autoshard.planning import Request
 
+    check_before(None, objective=objective)
     limits = pairs(max_memory, "--max-memory", "cuda:0=20GiB")
     cluster = devices_of(devices, limits)
     loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
@@ -41,12 +42,12 @@ def compare_command(
         max_memory=limits,
     )  # fmt: skip
     with step("planning with every strategy"):
-        ours, theirs = compare_all(request)
+        found = compare_all(request)
     if as_json:
         from autoshard.report.compared import comparison_document
 
-        print_json(comparison_document(ours, theirs, title=loaded.title))
+        print_json(comparison_document(found, title=loaded.title))
         return
     from autoshard.report.compared import print_comparison
 
-    print_comparison(output(), ours, theirs, title=loaded.title)
+    print_comparison(output(), found, title=loaded.title)

@@ -23,7 +23,7 @@ def explain_command(
 ) -> None:
     """Say why a module or device is as PLAN has it, what binds it, and what other choices would cost."""
     from autoshard.cli.plans import open_plan
-    from autoshard.explain import explain
+    from autoshard.explanation import explain
 
     opened = open_plan(plan_file, target)
     with step("pricing other choices"):

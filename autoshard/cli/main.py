@@ -30,7 +30,16 @@ from autoshard.cli.options import (
     TrainOption,
 )
 from autoshard.cli.reporting import report_command, trace_command
-from autoshard.cli.steps import capturing, check_same_model, devices_of, load, pairs, profile_of, workload_of
+from autoshard.cli.steps import (
+    capturing,
+    check_before,
+    check_same_model,
+    devices_of,
+    load,
+    pairs,
+    profile_of,
+    workload_of,
+)
 from autoshard.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
@@ -85,6 +94,7 @@ def plan_command(
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
     from autoshard.planning import plan_measured
 
+    check_before(out, strategy, objective, schedule)
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
     cluster = devices_of(devices, limits)
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
@@ -205,6 +215,7 @@ def verify_command(
     from autoshard.cli.verifying import build
     from autoshard.planning import plan_measured
 
+    check_before(None, strategy, objective, schedule)
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
     plan = read_plan(plan_file) if plan_file is not None else None
@@ -265,6 +276,7 @@ def devices_command(
         else:
             print_hardware(output())
         return
+    check_before(out)
     cluster = devices_of(spec, {})
     if calibrate:
         with step("measuring"):

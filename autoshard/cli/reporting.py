@@ -1,8 +1,6 @@
 """report and trace: a plan as a page to look at, and its predicted pass as a trace."""
 
 import json
-import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,9 +22,10 @@ from autoshard.cli.options import (
     StrategyOption,
     TrainOption,
 )
-from autoshard.cli.steps import check_same_model, devices_of, load, pairs, profile_of, workload_of
+from autoshard.cli.steps import check_before, check_same_model, devices_of, load, pairs, profile_of, workload_of
 from autoshard.cli.target import UserCodeError
 from autoshard.errors import CaptureError, PlanError, SpecError
+from autoshard.files import write_whole
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -81,6 +80,7 @@ def report_command(
 
     if image not in (None, "svg", "png"):
         raise SpecError(f"--image {image} makes no sense: write svg or png.")
+    check_before(out, strategy, objective, schedule)
     loaded, plan, profile, cluster = _planned(
         first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
         strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
@@ -116,6 +116,7 @@ def trace_command(
     from autoshard.report.trace import trace_document
     from autoshard.timeline import events
 
+    check_before(out)
     loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
     with step("laying out the pass"):
         predicted = events(plan, profile, cluster)
@@ -128,9 +129,9 @@ def _planned(
     first: str, second: str | None, devices: str, workload: Workload, **settings: object
 ) -> "tuple[Target, Plan, Profile, Cluster]":
     """Read the plan of a model, or make one; `settings` are those of `plan_measured`."""
-    from autoshard.api import plan_measured
     from autoshard.cli.plans import is_plan, read_plan
     from autoshard.cluster.parse import cluster_of
+    from autoshard.planning import plan_measured
 
     if second is None and not is_plan(first):
         limits = settings.get("max_memory")
@@ -171,10 +172,10 @@ def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "
     )  # fmt: skip
     try:
         with step("planning with every strategy"):
-            ours, theirs = compare_all(request)
+            found = compare_all(request)
     except PlanError:
         return []
-    return alternative_rows((*ours.alternatives, *theirs), plan)
+    return alternative_rows((*found.alternatives, *found.peers), plan)
 
 
 def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None":
@@ -195,16 +196,5 @@ def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    except OSError as error:
-        raise SpecError(f"cannot write to {path}: {error.strerror}. Choose a folder that exists.") from None
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise SpecError(f"cannot write to {path}: {error.strerror}. Choose another path.") from None
+    write_whole(path, content)
     errors().print(f"written to {path}", style="bright_black", soft_wrap=True)

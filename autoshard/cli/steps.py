@@ -3,18 +3,31 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
+from autoshard.choices import check_choices
 from autoshard.cli.console import step
 from autoshard.errors import CaptureError, PlanError, SpecError
+from autoshard.files import check_writable
 from autoshard.placement import check_known_in
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
+    from autoshard.choices import Optimizer
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
+
+
+def check_before(
+    out: Path | None, strategy: str = "auto", objective: str = "latency", schedule: str | None = None
+) -> None:
+    """Raise `SpecError`, before the long work, for names that do not exist and a file that can't be written."""
+    check_choices(strategy=strategy, objective=objective, schedule=schedule)
+    if out is not None:
+        check_writable(out)
 
 
 def workload_of(
@@ -28,7 +41,7 @@ def workload_of(
         sequence_length=seq,
         new_tokens=new_tokens or 0,
         mode="training" if train else "inference",
-        optimizer=optimizer or "adamw",
+        optimizer=cast("Optimizer", optimizer or "adamw"),
         assumed=batch is None and seq is None and new_tokens is None and not train,
     )
 

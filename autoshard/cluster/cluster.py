@@ -86,7 +86,7 @@ class Among:
     incoming: tuple[Pace, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Cluster:
     """Devices in the order the user gave them, and every ordered pair's link. `spec` is the text it was made from."""
 
@@ -94,6 +94,9 @@ class Cluster:
     links: tuple[Link, ...]
     spec: str = ""
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Cluster: {self.spec or 'devices'}: {', '.join(self.names[:4])}{' …' if len(self.names) > 4 else ''}>"
 
     @cached_property
     def _links(self) -> dict[tuple[str, str], Link]:

@@ -11,13 +11,13 @@ What a device leaves out comes from the hardware table; pairs without a link get
 import json
 import os
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cluster.hardware import find_hardware, hardware_table, make_device
 from autoshard.cluster.links import NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS, make_links
 from autoshard.errors import SpecError
+from autoshard.files import write_whole
 from autoshard.sizes import parse_bytes
 
 VERSION = 1
@@ -71,10 +71,7 @@ def cluster_from_dict(data: Any) -> Cluster:
 
 def write_cluster(cluster: Cluster, path: "str | os.PathLike[str]") -> None:
     """Write a cluster file. Raises `SpecError` if it can't be written."""
-    try:
-        Path(path).write_text(json.dumps(cluster_to_dict(cluster), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"the cluster file {path} can't be written: {error.strerror}.") from None
+    write_whole(path, json.dumps(cluster_to_dict(cluster), indent=1) + "\n")
 
 
 def read_cluster(path: str) -> Cluster:

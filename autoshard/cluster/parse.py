@@ -14,13 +14,14 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from autoshard.choices import DeviceName, Size
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
 from autoshard.cluster.files import read_cluster
@@ -37,6 +38,9 @@ FORMS = (
     "cuda:0=20GiB,cpu=60GiB, or the path of a cluster file ending in .json."
 )
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mlu", "musa", "disk")
+
+Devices = DeviceName | Sequence[DeviceName] | Mapping[Any, Size] | os.PathLike[str] | Cluster
+"""What `parse_devices` takes: the forms of the module docstring, and a `Cluster`."""
 
 active_cluster: ContextVar[Cluster | None] = ContextVar("active_cluster", default=None)
 """Set while devices are simulated: "auto", counts and bare names then mean the simulated ones."""

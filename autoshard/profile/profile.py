@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.notebook import profile_html
+from autoshard.sizes import format_bytes
 from autoshard.workload import Workload
 
 
@@ -33,7 +34,7 @@ class ModuleProfile:
     bytes_moved: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
     """The graph, the workload it was captured for, and per-module and whole-model figures on one device.
 
@@ -55,6 +56,11 @@ class Profile:
     peak_bytes: int
     flops: int
     bytes_moved: int
+
+    def __repr__(self) -> str:
+        weights, peak = format_bytes(self.parameter_bytes + self.buffer_bytes), format_bytes(self.peak_bytes)
+        name = self.modules[0].class_name
+        return f"<Profile: {name}, {weights} of weights, {peak} at the peak, {len(self.modules)} modules>"
 
     def _repr_html_(self) -> str:
         """Show the profile in a notebook: totals, and the modules of the first levels."""

@@ -12,17 +12,17 @@ from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
 
 
-def print_comparison(console: Console, found: Comparison, peers: Sequence[Alternative], *, title: str) -> None:
+def print_comparison(console: Console, found: Comparison, *, title: str) -> None:
     """Print every strategy with its figures, what peers would do, and why the winner wins."""
     console.print(Text(title, style="bold"))
     doing = "training" if found.training else "inference"
     print_section(console, "Strategies", f"for {found.objective}, {doing}; the best plan of each")
     print_table(console, _columns(), [_row(one, found) for one in _ordered(found.alternatives)])
-    if peers:
+    if found.peers:
         print_section(console, "Others", "their own maps, priced alike")
-        print_table(console, _columns(), [_row(one, found) for one in peers])
-    print_sentences(console, "Why", _why(found, peers))
-    refused = [f"{one.name}: {one.refused}" for one in (*found.alternatives, *peers) if one.plan is None]
+        print_table(console, _columns(), [_row(one, found) for one in found.peers])
+    print_sentences(console, "Why", _why(found))
+    refused = [f"{one.name}: {one.refused}" for one in (*found.alternatives, *found.peers) if one.plan is None]
     print_sentences(console, "Not possible", refused)
 
 
@@ -55,7 +55,7 @@ def _row(one: Alternative, found: Comparison) -> list[str | Text]:
     ]
 
 
-def _why(found: Comparison, peers: Sequence[Alternative]) -> list[str]:
+def _why(found: Comparison) -> list[str]:
     chosen = found.chosen
     assert chosen.plan is not None
     measure = {"memory": "leaves the most memory", "throughput": "has the least to do on its busiest device"}
@@ -68,17 +68,19 @@ def _why(found: Comparison, peers: Sequence[Alternative]) -> list[str]:
         one = min(faster, key=lambda row: row.value)
         gain = 1 - one.value / chosen.value
         sentences.append(f"With one process per device (torchrun) {one.name} would be {gain:.0%} better.")
-    fitting = [one for one in peers if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)]
+    fitting = [
+        one for one in found.peers if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)
+    ]
     if fitting:
         one = min(fitting, key=lambda row: row.value)
         sentences.append(f"{one.name} takes {one.value / chosen.value:.2f} times as much.")
-    if any(one.estimate is not None and not one.estimate.fits for one in peers):
-        names = [one.name for one in peers if one.estimate is not None and not one.estimate.fits]
+    if any(one.estimate is not None and not one.estimate.fits for one in found.peers):
+        names = [one.name for one in found.peers if one.estimate is not None and not one.estimate.fits]
         sentences.append(f"{', '.join(names)}: a device would run out of memory.")
     return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
 
 
-def comparison_document(found: Comparison, peers: Sequence[Alternative], *, title: str) -> dict[str, Any]:
+def comparison_document(found: Comparison, *, title: str) -> dict[str, Any]:
     """The comparison as plain data."""
     return {
         "title": title,
@@ -88,7 +90,7 @@ def comparison_document(found: Comparison, peers: Sequence[Alternative], *, titl
         "lower_bound": found.bound,
         "gap": found.gap,
         "strategies": [_data(one) for one in found.alternatives],
-        "others": [_data(one) for one in peers],
+        "others": [_data(one) for one in found.peers],
     }
 
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.explain import Alternative, Explanation
+from autoshard.explanation import Alternative, Explanation
 from autoshard.report.layout import INDENT, Column, print_section, print_table
 from autoshard.report.words import print_item
 from autoshard.sizes import format_bytes, format_seconds

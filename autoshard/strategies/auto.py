@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from autoshard.choices import Objective
 from autoshard.sizes import format_seconds
 from autoshard.strategies.balanced import balanced
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Objective, Solution, value_of
+from autoshard.strategies.solve import Solution, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.choices import Objective
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import Objective, Solution, solve
+from autoshard.strategies.solve import Solution, solve
 
 _STEPS = 12
 """Halvings of the first device's share in balanced_low_0: it is known to 1/4096 of the device's memory."""

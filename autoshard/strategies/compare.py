@@ -37,7 +37,7 @@ class Candidate:
     usable: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Alternative:
     """The best plan of one strategy and what it costs; without a plan `refused` says why there is none.
 
@@ -51,12 +51,21 @@ class Alternative:
     refused: str = ""
     usable: bool = True
 
+    def __repr__(self) -> str:
+        if self.plan is None or self.estimate is None:
+            return f"<{self.name}: not possible: {self.refused}>"
+        full = max(device.peak_bytes / max(device.memory_bytes, 1) for device in self.estimate.devices)
+        return (
+            f"<{self.name}: {format_seconds(self.estimate.latency_seconds)} per pass on {_counted(self)}, "
+            f"the fullest {full:.0%} full{'' if self.usable else ', with a process per device (torchrun)'}>"
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """The best plan of every strategy, in the order in which they were tried, and the row that is taken.
 
-    `bound`: no plan of any strategy on these devices has a lower value.
+    `bound`: no plan of any strategy on these devices has a lower value. `peers`: what the maps of other tools cost.
     """
 
     objective: str
@@ -64,6 +73,16 @@ class Comparison:
     alternatives: tuple[Alternative, ...]
     chosen: Alternative
     bound: float
+    peers: tuple[Alternative, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"Strategies for {self.objective}, {'training' if self.training else 'inference'}:"]
+        for row in (*sorted(self.alternatives, key=lambda row: row.value), *self.peers):
+            lines.append(f"  {'*' if row is self.chosen else ' '} {repr(row)[1:-1]}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.alternatives)} strategies for {self.objective}: {self.chosen.name} is best>"
 
     @property
     def gap(self) -> float:
@@ -172,8 +191,12 @@ def explained(comparison: Comparison) -> Plan:
 
 def _figure(row: Alternative, comparison: Comparison) -> str:
     assert row.plan is not None
+    return f"{_shown(row.value, comparison.objective)} on {_counted(row)}"
+
+
+def _counted(row: Alternative) -> str:
     used = devices_used(row)
-    return f"{_shown(row.value, comparison.objective)} on {used} device{'s' if used > 1 else ''}"
+    return f"{used} device{'s' if used > 1 else ''}"
 
 
 def devices_used(row: Alternative) -> int:

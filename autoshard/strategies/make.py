@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
+from autoshard.choices import Objective, check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
@@ -19,16 +20,14 @@ from autoshard.strategies.offload_words import (
     why_not_streamed,
 )
 from autoshard.strategies.paths import pins_of_units
-from autoshard.strategies.placing import STRATEGIES, Checked, fits, place
+from autoshard.strategies.placing import Checked, fits, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
-from autoshard.strategies.solve import Objective
 from autoshard.strategies.units import chain_from_profile
 from autoshard.stream_cost import compute_devices
 
 PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are proved on it."""
-OBJECTIVES = ("latency", "throughput", "memory")
 
 
 def make_plan(
@@ -49,7 +48,7 @@ def make_plan(
     fits. The plan fits by the exact estimate. Raises `SpecError` for an unknown strategy, objective, device or path,
     `PlanError` if nothing fits.
     """
-    _check_names(strategy, objective, cluster)
+    _check_names(strategy, objective)
     unknown = sorted(set(max_memory or {}) - set(cluster.names))
     if unknown:
         raise SpecError(f"max_memory names {', '.join(unknown)}; the devices are {', '.join(cluster.names)}.")
@@ -125,13 +124,10 @@ def _plan(
     )
 
 
-def _check_names(strategy: str, objective: str, cluster: Cluster) -> None:
+def _check_names(strategy: str, objective: str) -> None:
+    check_choices(strategy=strategy, objective=objective)
     if strategy in PROVED:
         raise SpecError(
             f'strategy="{strategy}" proves on the model what it divides; a profile alone is not enough. '
             "Use autoshard.plan(model, devices, inputs=…)."
         )
-    if strategy not in STRATEGIES:
-        raise SpecError(f"unknown strategy {strategy!r}: use one of {', '.join((*STRATEGIES, *PROVED))}.")
-    if objective not in OBJECTIVES:
-        raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")

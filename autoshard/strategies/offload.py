@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import tensor_units
 from autoshard.estimate import Estimate
@@ -28,7 +29,7 @@ from autoshard.strategies.levels import coarsen
 from autoshard.strategies.offload_choice import CPU, RESIDENT, Choice, Offload, choose, least_stored_bytes
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Objective, Solution
+from autoshard.strategies.solve import Solution
 from autoshard.strategies.streamable import Streamable, divisions
 from autoshard.strategies.units import chain_from_profile
 from autoshard.stream_cost import (

@@ -9,6 +9,7 @@ import numpy as np
 
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
+from autoshard.choices import check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import tensor_units
 from autoshard.errors import PlanError, SpecError
@@ -19,14 +20,12 @@ from autoshard.pipeline_cost import Run, price, run_plan
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.schedules.orders import SCHEDULES
 from autoshard.sizes import format_bytes
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.lines import Lines
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.pipeline_choice import Best, Choice, choices_for, choose, is_better
 
-OBJECTIVES = ("latency", "throughput", "memory")
 _TRIES = 5
 """Rounds of searching and checking exactly; a device that came out too full has less to hold in the next."""
 _PRICED_OPS = 8_000
@@ -165,10 +164,7 @@ def _check(
     cluster: Cluster, batch: BatchAxis, objective: str, num_microbatches: int | None, schedule: str | None,
     processes: int,
 ) -> None:  # fmt: skip
-    if objective not in OBJECTIVES:
-        raise SpecError(f"unknown objective {objective!r}: use one of {', '.join(OBJECTIVES)}.")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise SpecError(f"unknown schedule {schedule!r}: use one of {', '.join(SCHEDULES)}.")
+    check_choices(objective=objective, schedule=schedule)
     devices = sum(device.name != "disk" for device in cluster.devices)
     if devices < 2:
         raise SpecError('a pipeline needs at least two devices that compute. Give more devices, or use "balanced".')

@@ -19,6 +19,7 @@ from itertools import count
 
 import numpy as np
 
+from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import estimate, tensor_units, weight_bytes
 from autoshard.estimate import Estimate
@@ -35,7 +36,7 @@ from autoshard.strategies.paths import collapse
 from autoshard.strategies.peaks import MAX_CELLS, find_peaks
 from autoshard.strategies.problem import device_kinds
 from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Objective, Solution, most_even
+from autoshard.strategies.solve import Solution, most_even
 
 Strategy = Callable[[Chain, Objective], Solution | None]
 STRATEGIES: dict[str, Strategy] = {

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from autoshard.choices import Objective
 from autoshard.cost import relaxed_bound
 from autoshard.strategies.any_order import AnyOrder
 from autoshard.strategies.chain import Array, Chain, Cost, cost_of
@@ -17,7 +18,6 @@ from autoshard.strategies.problem import Problem, make_problem
 from autoshard.strategies.stages import Stages, StageTables
 from autoshard.strategies.windows import TooWideError
 
-Objective = Literal["latency", "throughput", "memory"]
 Order = Literal["given", "any"]
 MAX_NODES = 1 << 16
 """Largest grid of used-up devices that is searched whole (16 devices that all differ)."""

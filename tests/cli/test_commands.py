@@ -178,10 +178,20 @@ def test_what_can_t_be_met_is_exit_status_1(file, tmp_path):
     done = command("plan", file, "--devices", "2x300KiB", "-o", out, "--json", expect=1)
     assert "cuda" in done.stderr and "KiB" in done.stderr and not done.stdout.strip()
     assert list(tmp_path.glob("*.json")) == []
-    assert (
-        "no such folder"
-        in command("plan", file, "--devices", "2x4MiB", "-o", tmp_path / "no such folder/p.json", expect=1).stderr
-    )
+
+
+@pytest.mark.parametrize("arguments", [("plan", "no.py"), ("report", "no.py"), ("trace", "no.json"), ("devices", "8x")])
+def test_a_file_that_cant_be_written_is_refused_first_with_status_2(tmp_path, arguments):
+    """Before the target, which is as wrong here, is looked at."""
+    for out, says in ((tmp_path / "no such folder" / "p", "No such file"), (tmp_path, "is a folder")):
+        done = command(*arguments, "-o", out, expect=2)
+        assert "cannot write to" in done.stderr and says in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_file_is_written_not_replaced(file):
+    command("plan", file, "--devices", "2x4MiB", "-o", os.devnull)
+    assert not Path(os.devnull).is_file()
 
 
 def test_plans_that_do_not_belong(file, tmp_path):

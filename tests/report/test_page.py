@@ -126,9 +126,9 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
     model, x, cluster = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.zeros(2, 64), parse_devices("2xT4")
     profile = autoshard.profile(model, x)
     request = Request(model=model, inputs=x, profile=profile, cluster=cluster)
-    found, others = compare_all(request)
+    found = compare_all(request)
     plan = found.chosen.plan
-    rows = alternative_rows((*found.alternatives, *others), plan)
+    rows = alternative_rows((*found.alternatives, *found.peers), plan)
     seconds = [row["latency_seconds"] for row in rows if row["latency_seconds"]]
     assert seconds == sorted(seconds) and [row["chosen"] for row in rows].count(True) == 1
     estimate = autoshard.estimate(plan, profile, cluster)

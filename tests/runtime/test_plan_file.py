@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VERSION, Plan, PlanDevice
 from autoshard.workload import Workload
 
@@ -149,10 +149,10 @@ def test_a_plan_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(PlanError, match="No space left"):
+    with pytest.raises(SpecError, match="No space left"):
         example().save(path)
     assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-    with pytest.raises(PlanError, match="cannot write"):
+    with pytest.raises(SpecError, match="cannot write"):
         example().save(tmp_path / "no" / "plan.json")
     with pytest.raises(PlanError, match="cannot read"):
         Plan.load(tmp_path / "none.json")

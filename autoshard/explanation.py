@@ -45,6 +45,17 @@ class Explanation:
     chosen: Alternative | None = None
     alternatives: tuple[Alternative, ...] = ()
 
+    def __str__(self) -> str:
+        lines = [self.subject or "the whole model", *(f"  {sentence}" for sentence in self.sentences)]
+        rows = [self.chosen, *self.alternatives] if self.chosen is not None and self.alternatives else []
+        return "\n".join([*lines, *(f"  - {row.title}: {_figure(row, self.unit)}" for row in rows)])
+
+
+def _figure(one: Alternative, unit: str) -> str:
+    value = f"{one.value:.1%}" if unit.startswith("share") else format_seconds(one.value)
+    lacks = f", {format_bytes(one.lacking_bytes)} too little memory" if one.lacking_bytes else ""
+    return f"{value}, the fullest device has {format_bytes(one.peak_bytes)} at its peak{lacks}"
+
 
 def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str) -> Explanation:
     """Explain a device or a module (or tensor) of a plan. Raises `SpecError` if `subject` is neither."""

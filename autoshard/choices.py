@@ -1,0 +1,45 @@
+"""Types of the arguments that the public calls share, and the check of those that are names."""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+import torch
+
+from autoshard.errors import SpecError
+from autoshard.sizes import shown
+
+Strategy = Literal[
+    "auto", "sequential", "balanced", "balanced_low_0", "column-parallel", "pipeline", "data-parallel", "hybrid"
+]
+Objective = Literal["latency", "throughput", "memory"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Optimizer = Literal["none", "sgd", "momentum", "adam", "adamw"]
+
+DeviceName = str | int | torch.device
+"""Such as "cuda:0", 0 or torch.device("cuda", 0)."""
+Size = str | int
+"""Such as "24GiB", or bytes."""
+Inputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[], Any]
+"""Of a model: one tensor, positional arguments, keyword arguments, or a function that returns one of these."""
+DeviceMap = Mapping[str, DeviceName]
+"""Module path -> device, as Transformers and Accelerate write it."""
+
+
+def check_choices(*, strategy: Any = "auto", objective: Any = "latency", schedule: Any = None) -> None:
+    """Raise `SpecError` for a strategy, an objective or a schedule that does not exist; `schedule` may be None."""
+    _check("strategy", strategy, get_args(Strategy))
+    _check("objective", objective, get_args(Objective))
+    if schedule is not None:
+        _check("schedule", schedule, get_args(ScheduleName))
+
+
+def _check(what: str, name: Any, known: Sequence[str]) -> None:
+    if name not in known:
+        raise SpecError(f"unknown {what} {shown(name)}: use one of {', '.join(known)}.{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: Any, known: Sequence[str]) -> str:
+    """Return " Did you mean …?" with the nearest of the known names; nothing if none is near."""
+    near = get_close_matches(str(name)[:100].lower(), known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,92 @@
+"""The calls that show what plans cost: every strategy in one table, why something is where it is, a page to send."""
+
+import os
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from autoshard.api import as_plan, cluster_for, measured_for
+from autoshard.choices import Objective, check_choices
+from autoshard.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from autoshard.choices import DeviceMap, Inputs, Size
+    from autoshard.cluster.parse import Devices
+    from autoshard.explanation import Explanation
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+    from autoshard.strategies.compare import Comparison
+
+
+def compare(
+    model: nn.Module,
+    devices: "Devices" = "auto",
+    *,
+    inputs: "Inputs | None" = None,
+    objective: Objective = "latency",
+    workload: Workload | None = None,
+    max_memory: "Mapping[Any, Size] | None" = None,
+    profile: "Profile | None" = None,
+) -> "Comparison":
+    """Return the best plan of every strategy with what it costs, and what the maps of Accelerate would.
+
+    The arguments are those of `plan`. Printing the result shows one line per strategy; `.alternatives` and `.peers`
+    have the plans and estimates. Raises `SpecError`, `CaptureError`, or `PlanError` if no strategy gives a plan.
+    """
+    from autoshard.comparing import compare_all
+    from autoshard.planning import Request
+
+    check_choices(objective=objective)
+    cluster = cluster_for(devices, max_memory)
+    request = Request(
+        model=model, inputs=inputs, profile=measured_for(model, inputs, workload, profile), cluster=cluster,
+        objective=objective, max_memory=max_memory,
+    )  # fmt: skip
+    return compare_all(request)
+
+
+def explain(
+    plan: "Plan | DeviceMap", profile: "Profile", subject: str, *, devices: "Devices | None" = None
+) -> "Explanation":
+    """Return why a module or a device is as a plan has it, and what other choices would cost.
+
+    `subject`: a module path such as "layers.3", or a device such as "cuda:0". `devices`: as in `plan`; None means the
+    plan's own. Printing the result shows sentences and a line per choice. Raises `SpecError` for an unknown `subject`.
+    """
+    from autoshard.explanation import explain as find
+
+    plan = as_plan(plan, profile)
+    return find(plan, profile, cluster_for(plan if devices is None else devices), subject)
+
+
+def report(
+    plan: "Plan | DeviceMap",
+    profile: "Profile",
+    path: "str | os.PathLike[str]",
+    *,
+    devices: "Devices | None" = None,
+    comparison: "Comparison | None" = None,
+    title: str = "",
+) -> None:
+    """Write a plan as one HTML page: devices, timeline, module tree, transfers, reasons, assumptions.
+
+    `comparison`: from `compare`, shown as a table. `devices`: as in `plan`; None means the plan's own. The page of
+    `autoshard report` has sliders as well, which takes the model itself. Raises `SpecError` if `path` can't be written.
+    """
+    from autoshard.api import estimate
+    from autoshard.files import check_writable, write_whole
+    from autoshard.report.page import make_page
+    from autoshard.report.page.alternatives import alternative_rows
+
+    check_writable(path)
+    plan = as_plan(plan, profile)
+    cluster = cluster_for(plan if devices is None else devices)
+    rows = alternative_rows((*comparison.alternatives, *comparison.peers), plan) if comparison is not None else []
+    page = make_page(
+        plan, estimate(plan, profile, cluster), profile, cluster,
+        title=title, notes=cluster.notes, alternatives=rows,
+    )  # fmt: skip
+    write_whole(path, page)
