@@ -4,7 +4,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -252,18 +252,27 @@ class DispatchMode(TorchDispatchMode):
 class Interceptor:
     """What `intercept` calls; both as torch does unless a subclass says otherwise."""
 
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple) -> Any:
-        """Stand in for `function.apply(*args)` of a `torch.autograd.Function`, which no function mode sees."""
-        return apply(*args)
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Stand in for `function.apply` of a `torch.autograd.Function`, which no function mode sees.
+
+        The reentrant kind of checkpointing is one too: `CheckpointFunction.apply(function, preserve, *its arguments)`.
+        """
+        return apply(*args, **kwargs)
 
     def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what activation checkpointing calls in backward to run `function` again."""
+        """Return what activation checkpointing that is not reentrant calls in backward to run `function` again."""
         return function
 
 
+_CHECKPOINT = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch.utils.checkpoint, name)
+)
+"""What `torch.utils.checkpoint.checkpoint` calls: the first name in torch 2.15, the second before."""
 _interceptors: list[Interceptor] = []
 _apply_of_function: Any = vars(torch.autograd.Function)["apply"]
-_checkpointed: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_checkpointed: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
 
 
 def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple) -> Any:
@@ -276,10 +285,10 @@ def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple) -> 
 
 
 def intercept(interceptor: Interceptor) -> None:
-    """Ask `interceptor` about autograd functions and checkpointed ones until `release`; calls nest, the last counts."""
+    """Ask `interceptor` about autograd functions and checkpointed ones until `release`, as all others asked before."""
     _interceptors.append(interceptor)
     torch.autograd.Function.apply = classmethod(_intercepted)  # type: ignore[assignment, method-assign]
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _intercepted_checkpoint  # type: ignore[assignment]
+    setattr(torch.utils.checkpoint, _CHECKPOINT, _intercepted_checkpoint)
 
 
 def release(interceptor: Interceptor) -> None:
@@ -287,21 +296,23 @@ def release(interceptor: Interceptor) -> None:
     _interceptors.remove(interceptor)
     if not _interceptors:
         torch.autograd.Function.apply = _apply_of_function  # type: ignore[method-assign]
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpointed
+        setattr(torch.utils.checkpoint, _CHECKPOINT, _checkpointed)
 
 
 def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    apply = _apply_of_function.__get__(None, function)
-    if kwargs or not _interceptors:
-        return apply(*args, **kwargs)
-    if function is torch.utils.checkpoint.CheckpointFunction:  # the reentrant kind of checkpointing
-        return apply(_interceptors[-1].recompute(args[0]), *args[1:])
-    return _interceptors[-1].apply(function, apply, args)
+    call: Callable[..., Any] = _apply_of_function.__get__(None, function)
+    for interceptor in dict.fromkeys(_interceptors):
+        call = partial(_asked, interceptor, function, call)
+    return call(*args, **kwargs)
+
+
+def _asked(interceptor: Interceptor, function: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return interceptor.apply(function, apply, args, kwargs)
 
 
 def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _interceptors:
-        function = _interceptors[-1].recompute(function)
+    for interceptor in dict.fromkeys(_interceptors):
+        function = interceptor.recompute(function)
     return _checkpointed(function, *args, **kwargs)
 
 

@@ -41,6 +41,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the interpreter find what is in cycles: libraries in C++ tell of each object that is there at the end."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `slow` tests unless -m names them, and skip `gpu` tests where there is no accelerator."""
     if "slow" not in config.getoption("-m"):

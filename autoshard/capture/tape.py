@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import nested
 from autoshard.capture.record import Recorder
-from autoshard.torch_private import no_modes
+from autoshard.torch_private import Interceptor, intercept, no_modes, release
 
 
 class Ref:
@@ -146,42 +146,51 @@ class Tape:
     @contextmanager
     def watching_functions(self) -> Iterator[None]:
         """Note the calls of autograd functions that are not torch's own."""
-        apply = torch.autograd.Function.__dict__["apply"]
-        plain = apply.__func__
-
-        def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or self._recorder.busy:
-                return plain(cls, *args, **kwargs)
-            if cls is CheckpointFunction:  # what it runs is recorded as if it were not run twice
-                return args[0](*args[2:])
-            if cls.__module__.startswith("torch."):
-                return plain(cls, *args, **kwargs)
-            recorder = self._recorder
-            call = TapedCall(
-                path="",
-                row=recorder.calls.current,
-                begin=recorder.ledger.now,
-                args=self._refs(args),
-                kwargs=self._refs(kwargs),
-                function=cls,
-                grad=torch.is_grad_enabled(),
-                autocast=_autocast(),
-            )
-            output = plain(cls, *args, **kwargs)
-            call.end = recorder.ledger.now
-            call.output = self._refs(output)
-            self.functions.append(call)
-            return output
-
-        torch.autograd.Function.apply = classmethod(noted)  # type: ignore[method-assign, assignment]
+        watcher = _Functions(self)
+        intercept(watcher)
         try:
             yield
         finally:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            release(watcher)
+
+    def call_function(self, cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call an autograd function, and note it."""
+        if threading.get_ident() != self._thread or self._recorder.busy:
+            return apply(*args, **kwargs)
+        if cls is CheckpointFunction:  # what it runs is recorded as if it were not run twice
+            return args[0](*args[2:])
+        if cls.__module__.startswith("torch."):
+            return apply(*args, **kwargs)
+        recorder = self._recorder
+        call = TapedCall(
+            path="",
+            row=recorder.calls.current,
+            begin=recorder.ledger.now,
+            args=self._refs(args),
+            kwargs=self._refs(kwargs),
+            function=cls,
+            grad=torch.is_grad_enabled(),
+            autocast=_autocast(),
+        )
+        output = apply(*args, **kwargs)
+        call.end = recorder.ledger.now
+        call.output = self._refs(output)
+        self.functions.append(call)
+        return output
 
     def _refs(self, value: Any) -> Any:
         with no_modes():
             return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
+
+
+class _Functions(Interceptor):
+    """Shows the calls of autograd functions to a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.tape.call_function(function, apply, args, kwargs)
 
 
 def _generators() -> tuple[Any, Any]:

@@ -307,7 +307,7 @@ def run() -> None:
     try:
         app(prog_name="autoshard")
     finally:
-        gc.freeze()  # the interpreter looks through all of it once more on its way out: 1 s
+        gc.disable()  # the interpreter would look through all of it once more on its way out: half a second
 
 
 def _show_axes(target: "Target", as_json: bool) -> None:

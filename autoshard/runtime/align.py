@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import torch_private
 from autoshard.runtime.copies import Copies
@@ -152,14 +153,16 @@ class _Given:
 class _Interceptor(torch_private.Interceptor):
     """Lets the watcher of this thread, if any, see what no function mode is shown."""
 
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple) -> Any:
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function is CheckpointFunction and args and not kwargs:
+            return apply(self.recompute(args[0]), *args[1:])
         watcher = _watcher()
         if watcher is None or getattr(function, "takes_any_device", False):
-            return apply(*args)
-        mixes = _mixes(args, {})
-        if not mixes and not _uses_copies(function, args, {}):
-            return apply(*args)
-        return watcher.call(apply, args, {}, mixes)
+            return apply(*args, **kwargs)
+        mixes = _mixes(args, kwargs)
+        if not mixes and not _uses_copies(function, args, kwargs):
+            return apply(*args, **kwargs)
+        return watcher.call(apply, args, kwargs, mixes)
 
     def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that runs again in backward runs watched again, also if it is not called as a module."""
