@@ -1,12 +1,13 @@
 """Torch's stage of a pipeline, with memory for what it receives only while a part of the batch is under way.
 
-                         torch                          here
+                         torch before 2.15              here, and torch from 2.15 on
     before a step        buffers of all m parts         none: their shapes
     part i is awaited    there                          made
     part i is done       kept for the next step         let go
 
-"Done" is after the backward of a part, or after its forward where no gradients are wanted. Torch lets go of what it has
-sent as late as of what it received; without gradients that is as soon as it is on its way.
+"Done" is after the backward of a part, or after its forward where no gradients are wanted; with the latter torch 2.15
+waits until the end of the step. Torch lets go of what it has sent as late as of what it received; without gradients
+that is as soon as it is on its way.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,26 @@ from torch.distributed.pipelining import PipelineStage
 _META = torch.device("meta")
 
 
+def stage_class() -> type[PipelineStage]:
+    """The class of stages that take and give back their memory for each part, as the torch in use allows it."""
+    return HandingStage if hasattr(PipelineStage, "release_fwd_send_outputs") else LeanStage
+
+
+class HandingStage(PipelineStage):
+    """A stage of torch 2.15 or newer, which without gradients does not keep what it received."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; without gradients nothing but the module refers to the memory of its arguments."""
+        if self.has_backward:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+        own = [tensor.view_as(tensor) for tensor in args]
+        for tensor in args:
+            tensor.data = tensor.new_empty(0)  # torch keeps these objects to the end of the step
+        return super().forward_maybe_with_nosync(*own, **kwargs)
+
+
 class LeanStage(PipelineStage):
-    """A stage that takes and gives back its memory for each part; the rest is torch's."""
+    """A stage of torch before 2.15 that takes and gives back its memory for each part; the rest is torch's."""
 
     def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -69,9 +88,6 @@ class LeanStage(PipelineStage):
     ) -> None:
         """Run the backward of a part."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if self.has_backward:
-            made = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(one if one is None else one.contiguous() for one in made)  # to send it
         _let_go(self.args_recv_info[bwd_chunk_id])
         _let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
         if loss is not None and full_backward:

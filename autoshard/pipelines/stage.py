@@ -35,6 +35,9 @@ class StageModule(nn.Module):
         run = self.programs[number].run
         # not the buffers that torch receives into, nor leaves
         arrived = tuple(tensor.view_as(tensor) for tensor in received)
+        for tensor in arrived:
+            if tensor.requires_grad:
+                tensor.register_hook(torch.Tensor.contiguous)  # gradients are sent, which only such can be
         if self.recompute and torch.is_grad_enabled():
             made = checkpoint(run, arrived, self.inputs[number], use_reentrant=False)
         else:
