@@ -1,0 +1,90 @@
+"""The names of torch that the package uses exist in the torch in use: the first test to look at after an update."""
+
+import ast
+import importlib.util
+import pathlib
+
+import pytest
+import torch
+import torch.distributed.fsdp  # chains of names lead there
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "autoshard"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "torch" in path.read_text())
+PRIVATE = PACKAGE / "torch_private.py"
+
+
+def has_private(name):
+    """Whether a thing of torch has a private attribute which `torch_private.py` reads of a variable."""
+    if name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+        return name in FSDPState.init.__code__.co_names  # set when a module is sharded
+    tensor = torch.ones(2, requires_grad=True)
+    things = [
+        (nn.Linear(1, 1), ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")),
+        (tensor, ("_use_count", "_backward_hooks")),
+        (tensor.untyped_storage(), ("_cdata",)),
+        (tensor.sin().grad_fn, ("_sequence_nr",)),
+        (torch.amp.GradScaler, ("_unscale_grads_",)),
+        (torch.ops.aten.linear.default, ("_op_dk",)),
+        (FakeTensorMode(), ("_allow_unsafe_data_ptr_access",)),
+    ]
+    owners = [thing for thing, names in things if name in names]
+    return bool(owners) and all(hasattr(owner, name) for owner in owners)
+
+
+def chain(node):
+    """The names of `torch.a.b`, from the second on; None where it begins with something else."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return names[::-1] if isinstance(node, ast.Name) and node.id == "torch" else None
+
+
+def nodes(kind, files):
+    """Every node of a kind, with the place where it stands."""
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kind):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
+
+
+def test_attributes_of_torch_exist():
+    missing, count = [], 0
+    for where, node in nodes(ast.Attribute, FILES):
+        names, thing = chain(node), torch
+        for name in names or ():
+            count += 1
+            thing = getattr(thing, name, None)
+        if names and thing is None and names[-1] != "cuda":  # torch.version.cuda is None in builds for the CPU
+            missing.append(f"{where} torch.{'.'.join(names)}")
+    assert not missing and count > 1000
+
+
+def test_imports_of_torch_exist():
+    missing, count = [], 0
+    for where, node in nodes(ast.ImportFrom, FILES):
+        if (node.module or "").partition(".")[0] != "torch":
+            continue
+        module = importlib.import_module(node.module)
+        for name in node.names:
+            count += 1
+            if not hasattr(module, name.name) and not importlib.util.find_spec(f"{node.module}.{name.name}"):
+                missing.append(f"{where} {node.module}.{name.name}")
+    assert not missing and count > 100
+
+
+PRIVATE_NAMES = sorted(
+    {
+        node.attr
+        for _, node in nodes(ast.Attribute, [PRIVATE])
+        if node.attr.startswith("_") and not node.attr.startswith("__") and chain(node) is None
+    }
+)
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
+def test_private_attributes_exist(name):
+    assert has_private(name), f"{name} is gone from torch {torch.__version__}"
