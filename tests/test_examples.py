@@ -96,6 +96,7 @@ def test_embedded_example_is_planned_without_its_weights():
     done = run("-c", COMMAND, "plan", "examples/model.py", "--devices", "2x4GiB,1x2GiB")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("\ncollecting\n"), "the collector was off for the imports only"
+    assert done.stderr == "", "what libraries say at the end of a process is the last thing a user reads"
     assert "cpu:0" in done.stdout or "cuda:0" in done.stdout, done.stdout
 
 

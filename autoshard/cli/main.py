@@ -304,10 +304,7 @@ def run() -> None:
     gc.freeze()
     gc.set_threshold(1_000_000, 50, 1000)
     gc.enable()
-    try:
-        app(prog_name="autoshard")
-    finally:
-        gc.disable()  # the interpreter would look through all of it once more on its way out: half a second
+    app(prog_name="autoshard")
 
 
 def _show_axes(target: "Target", as_json: bool) -> None:

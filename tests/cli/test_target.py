@@ -1,6 +1,7 @@
 """TARGET: what may be given, what is built without its weights, and what is said when the user's file is at fault."""
 
 import json
+import re
 import textwrap
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
     with pytest.raises(UserCodeError) as caught:
         load(tmp_path, text)
     message = str(caught.value)
-    assert "RuntimeError: mat1 and mat2" in message
+    assert re.search("RuntimeError: (mm: )?mat1 and mat2", message)  # torch 2.15 names the op
     assert "line 7, in deeper" in message and "line 10, in model" in message
     assert "autoshard" not in message.replace(str(tmp_path), "") and len(message.splitlines()) < 12
 
