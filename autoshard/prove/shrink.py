@@ -21,6 +21,7 @@ from autoshard.axes.groups import AxisGroup
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec
+from autoshard.packed import is_packed
 from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.actions import install
 from autoshard.runtime.cuts import apply_cuts, cut_record
@@ -40,6 +41,8 @@ def on_meta(block: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*block.parameters(), *block.buffers()):
         kept_values = not isinstance(tensor, nn.Parameter) and tensor.numel() <= SMALL_FLOATS
+        if is_packed(tensor):  # its class decides which ops run: shared, since nothing cuts it
+            memo[id(tensor)] = tensor
         if id(tensor) not in memo and not tensor.is_meta and not kept_values:
             made = torch.empty_like(tensor, device="meta")
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -50,7 +50,8 @@ def test_a_hook_on_a_cut_parameter_is_refused():
     x, model = torch.randn(8, 8), hooked([])
     before = [parameter.clone() for parameter in model.parameters()]
     with autoshard.simulate("2x64MiB") as devices:
-        plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+        plain = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        plan = autoshard.plan(plain, devices, inputs=x, strategy="column-parallel", objective="memory")
         assert plan.cuts
         with pytest.raises(ApplyError, match=r"2\.weight has a hook on its gradient"):
             autoshard.apply(model, plan)
