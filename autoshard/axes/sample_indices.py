@@ -1,6 +1,6 @@
 """Samples of what is picked, or written, by index.
 
-x[torch.arange(n), best]     the numbers of an index that code alone decides are known: sample i of x, whatever best is
+x[torch.arange(n), best]     numbers that code alone decides are known: sample i of x
 x[:, order]                  any others: all along the dimension are taken together
 """
 

@@ -200,8 +200,8 @@ class OpRules:
         walk.run(op)
         taken = {id(leaf) for _, axis, _ in walk.blocks for leaf in leaves(axis)}
         taken |= {id(leaf) for item in walk.contractions for leaf in leaves(item.axis)}
-        inputs = [[_key(axis, taken) for axis in walk.axes[value]] for value in op.inputs]
-        axes = [walk.axes[value] for value in op.outputs]
+        inputs = [[_key(axis, taken) for axis in walk.of(value)] for value in op.inputs]
+        axes = [walk.of(value) for value in op.outputs]
         return [
             self._aligned(op, given, inputs, [_key(axis, taken) for axis in made], shape)
             for made, shape in zip(axes, shapes, strict=True)
