@@ -146,7 +146,7 @@ def moved(item: Samples, places: Mapping[int, int], shape: Sequence[int]) -> Sam
         sizes[places[dim]] = owner.shape[dim]
         varies[places[dim]] = item.varies[dim]
     rest = [dim for dim in range(len(item.shape)) if dim not in places]
-    return Samples(shape=tuple(shape), owner=owner.permute(*order, *rest).reshape(sizes), varies=tuple(varies))
+    return Samples(shape=tuple(shape), owner=owner.permute([*order, *rest]).reshape(sizes), varies=tuple(varies))
 
 
 def reshaped(item: Samples, shape: Sequence[int]) -> Samples:
