@@ -155,7 +155,7 @@ class BatchTemperature(Stack):
 
 @adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
 class LargestOfBatch(Stack):
-    """A softmax that takes the largest value of the batch away, not of the row: it underflows where a row is far below."""
+    """A softmax that takes the largest value of the batch away, not of the row: rows far below it underflow."""
 
     def between(self, x):
         raised = (x - x.max()).exp()

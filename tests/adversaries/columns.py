@@ -1,7 +1,7 @@
 """Models whose cut over columns holds for the values, shapes or flags of the plan only.
 
-A rank has half of the hidden units or half of the heads. What reads how many there are, or looks at all of them at once,
-gives another number there; each model hides that from a comparison made with its first weights and inputs.
+A rank has half of the hidden units or half of the heads. What reads how many there are, or looks at all of them at
+once, gives another number there; each model hides that from a comparison made with its first weights and inputs.
 """
 
 import math
