@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Samples of what is picked, or written, by index.
 
 x[torch.arange(n), best]     numbers that code alone decides are known: sample i of x

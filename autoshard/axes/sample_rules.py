@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What each op makes of the samples of its arguments.
 
     constants            the same for all samples
