@@ -43,7 +43,7 @@ FLOORS = (
     {"schedules", "largest_size"},
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
-    {"flow", "prove", "cut_collectives"},
+    {"flow", "prove", "cut_collectives", "engine"},
     {"cost", "stream_schedule", "joined_backward", "shard_memory", "stage_exchange", "recomputed"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},

@@ -1,0 +1,224 @@
+"""The samples of all tensors of one run, op by op, in the order in which they ran: every layer, and what Python read.
+
+batch of 2, batch of 3    the same ops in the same order, or the model's code looks at how many samples there are
+x / 2,  x / 3             a number that is another one for a larger batch has reached a value
+x[0] = y                  what is written in place changes all tensors that share its memory
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
+from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
+from autoshard.axes.sound import Sound
+from autoshard.axes.walk import name_of
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.traits import traits_of
+
+
+class SampleWalk:
+    """The samples of all values of a graph.
+
+    Attributes:
+        other: the same forward with a larger batch, which runs the same ops.
+        samples: what is known of each value now; `cause`: the op that first mixed samples in it.
+        written: (op, value) of parameters, buffers and inputs that were written with what depends on the batch.
+    """
+
+    def __init__(self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Samples]) -> None:
+        self.graph = graph
+        self.other = other
+        self.samples: dict[int, Samples] = dict(inputs)
+        self.cause: dict[int, int] = {}
+        self.written: list[tuple[int, int]] = []
+        self.rules = OpRules(graph, _counts(graph, other))
+        self.sound = Sound(self)
+        self._others = _constants(other)
+
+    def of(self, value: int) -> Samples:
+        """The samples of a value; weights, tables and numbers in the code depend on no sample."""
+        if value not in self.samples:
+            self.samples[value] = self._from_outside(value)
+        return self.samples[value]
+
+    def step(self, op: Op) -> None:
+        """Follow one op."""
+        given = [self.of(value) for value in op.inputs]
+        made = self.sound.results(op, given)
+        if made is None:
+            made = self.rules.results(op, given)
+            made = self._resized(op, given, made)
+        for value in op.mutates:
+            if value not in op.outputs:
+                shape = self.graph.values[value].shape
+                self._write(op, value, all_of(shape, whole(combine([_flat(item) for item in given], (1,)))))
+        for value, item in zip(op.outputs, made, strict=True):
+            if not item.apart and value not in self.cause:
+                before = [self.cause[one] for one in op.inputs if one in self.cause]
+                self.cause[value] = before[0] if before else op.index
+            if value in op.mutates:
+                self._write(op, value, item)
+            else:
+                self.samples[value] = item
+
+    # ---- numbers that are others for a larger batch
+
+    def _from_outside(self, value: int) -> Samples:
+        row = self.graph.values[value]
+        mine, other = self.rules.contents.literals.get(value), self._others.get(value)
+        if row.shape != self.other.values[value].shape or (
+            mine is not None and other is not None and not torch.equal(mine, other)
+        ):
+            self.cause.setdefault(value, -1)
+            return all_of(row.shape, PLACE)
+        return fixed(row.shape)
+
+    def _resized(self, op: Op, given: Sequence[Samples], made: list[Samples]) -> list[Samples]:
+        """What an op makes whose numbers are others for a larger batch: sizes and bounds may be, others may not."""
+        twin = self.other.ops[op.index]
+        assert op.node is not None and twin.node is not None
+        mine, other = _numbers(op), _numbers(twin)
+        if mine == other:
+            return made
+        name = name_of(op)
+        if name in SIZED and (name not in FILLED or _scalars(mine) == _scalars(other)):
+            return made
+        if name in PARTS and not any(given[0].varies):
+            return made
+        if name in PARTS and not bool((given[0].owner == SHARED).any()):
+            return made
+        return [combine([item, all_of(item.shape, PLACE)], item.shape) for item in made]
+
+    # ---- memory that is shared
+
+    def _write(self, op: Op, value: int, item: Samples) -> None:
+        """Enter what a value is after it was written, and what others are that share its memory."""
+        graph = self.graph
+        storage = graph.values[value].storage
+        if graph.storages[storage].kind in ("parameter", "buffer", "input") and not (
+            item.shared and all(self.of(one).shared for one in op.inputs if one != value)
+        ):
+            self.written.append((op.index, value))
+        before = self.of(value)
+        if _same(before, item):
+            return
+        sharing = [
+            other for other in self.samples
+            if other != value and graph.values[other].storage == storage and graph.values[other].died > op.index
+        ]  # fmt: skip
+        replayed = self._replayed(value, item, sharing) if sharing else {}
+        self.samples[value] = item
+        for other in sharing:
+            found = replayed.get(other)
+            if found is None:
+                found = combine([self.samples[other], all_of(self.samples[other].shape, whole(item))],
+                                self.samples[other].shape)  # fmt: skip
+            self.samples[other] = found
+            if not found.apart:
+                self.cause.setdefault(other, self.cause.get(value, op.index))
+
+    def _replayed(self, value: int, item: Samples, sharing: Iterable[int]) -> dict[int, Samples]:
+        """What values are whose memory a value is a part of: the same views are made of numbers, and written."""
+        chain = self._views(value)
+        root = chain[0]
+        base = self.of(root)
+        if torch.Size(base.shape).numel() > MOST_ELEMENTS:
+            return {}
+        memory = base.full().clone(memory_format=torch.contiguous_format)
+        seen = self._viewed(memory, chain)
+        if seen is None or seen.shape != item.owner.expand(item.shape).shape:
+            return {}
+        seen.copy_(item.full())
+        found = {}
+        for other in sharing:
+            way = self._views(other)
+            view = self._viewed(memory, way) if way[0] == root else None
+            if view is not None:
+                flags = self.samples[other].varies
+                flags = tuple(True for _ in flags) if any(item.varies) else flags
+                found[other] = samples(tuple(view.shape), view.clone(), flags)
+        return found
+
+    def _views(self, value: int) -> list[int]:
+        """The values from the owner of a memory to this view of it."""
+        chain = [value]
+        values = self.graph.values
+        while (op := values[chain[0]].op) >= 0 and (inputs := self.graph.ops[op].inputs):
+            first = inputs[0]
+            if values[first].storage != values[value].storage or first in chain:
+                break
+            chain.insert(0, first)
+        return chain
+
+    def _viewed(self, memory: torch.Tensor, chain: Sequence[int]) -> torch.Tensor | None:
+        """The view of some memory that a chain of ops makes; None if it isn't one."""
+        seen = memory
+        for value in chain[1:]:
+            op = self.graph.ops[self.graph.values[value].op]
+            if op.node is None or not (traits_of(op.target).view or name_of(op) in ("reshape", "to", "contiguous")):
+                return None
+            if any(isinstance(part, torch.fx.Node) for part in op.node.args[1:]):
+                return None
+            if name_of(op) in ("to", "contiguous"):
+                continue
+            try:
+                made = op.target(seen, *op.node.args[1:], **op.node.kwargs)
+            except (RuntimeError, TypeError):
+                return None
+            seen = made if isinstance(made, torch.Tensor) else made[op.outputs.index(value)]
+            if seen.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+                return None
+        return seen if tuple(seen.shape) == self.graph.values[chain[-1]].shape else None
+
+
+def _flat(item: Samples) -> Samples:
+    return all_of((1,), whole(item))
+
+
+def _same(left: Samples, right: Samples) -> bool:
+    return left.varies == right.varies and torch.equal(left.owner, right.owner)
+
+
+def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]:
+    """Which dimensions of each value are longer for a larger batch."""
+    return {
+        index: tuple(left != right for left, right in zip(mine.shape, its.shape, strict=False))
+        for index, (mine, its) in enumerate(zip(graph.values, other.values, strict=False))
+        if mine.shape != its.shape
+    }
+
+
+def _constants(graph: ModelGraph) -> dict[int, torch.Tensor]:
+    return {
+        node.meta["value"]: node.meta["content"]
+        for node in graph.fx_graph.nodes
+        if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
+    }
+
+
+def _numbers(op: Op) -> list[Any]:
+    """The arguments of an op that are no tensors."""
+    assert op.node is not None
+    return [_plain(item) for item in (*op.node.args, *op.node.kwargs.values())]
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, torch.fx.Node):
+        return None
+    return [_plain(part) for part in item] if isinstance(item, (list, tuple)) else item
+
+
+def _scalars(numbers: Iterable[Any]) -> list[Any]:
+    return [item for item in numbers if not isinstance(item, list)]
+
+
+def first_difference(graph: ModelGraph, other: ModelGraph) -> tuple[int, str] | None:
+    """(op, what is there for a larger batch) where two runs part; None if they run the same ops."""
+    for mine, its in zip(graph.ops, other.ops, strict=False):
+        if mine.target != its.target or len(mine.inputs) != len(its.inputs) or mine.inputs != its.inputs:
+            return mine.index, name_of(its)
+    if len(graph.ops) != len(other.ops):
+        return min(len(graph.ops), len(other.ops)) - 1, "more of them" if len(graph.ops) < len(other.ops) else "the end"
+    return None

@@ -1,0 +1,189 @@
+"""Which sample of the batch every element of a tensor belongs to.
+
+    tokens [2, 3]      0 0 0      masks, hidden states      0 0 0      a weight     -1 -1      x - x.mean(0)    -2 -2 -2
+                       1 1 1      of them                   1 1 1                   -1 -1                       -2 -2 -2
+
+An element belongs to sample `s` if nothing else of the batch decides its value. Every op hands this on (see
+`sample_rules`), forwards, and what is not known to keep samples apart mixes them. No value of a weight, a buffer or an
+activation is asked.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+SHARED = -1
+"""An element that depends on no sample."""
+MIXED = -2
+"""An element that depends on several samples, or that may."""
+PLACE = -3
+"""An element that depends on how many samples there are, or on which place in the batch it has."""
+FIRST_ENTRY = 1 << 20
+"""Codes from here on are entries of a selection: each belongs to one sample, which values decide (see `dispatch`)."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of one tensor.
+
+    Attributes:
+        owner: their numbers, or codes; of size 1 along a dimension along which they are all the same.
+        varies: by dimension, whether elements that depend on no sample may differ along it.
+    """
+
+    shape: Shape
+    owner: torch.Tensor
+    varies: tuple[bool, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether nothing of it depends on the batch."""
+        return bool((self.owner == SHARED).all())
+
+    @property
+    def apart(self) -> bool:
+        """Whether every element belongs to one sample at most."""
+        return not bool(((self.owner == MIXED) | (self.owner == PLACE)).any())
+
+    def full(self) -> torch.Tensor:
+        """The numbers in the shape of the tensor, without memory of their own."""
+        return self.owner.expand(self.shape)
+
+
+def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[bool] | bool = False) -> Samples:
+    """Samples in their shortest form."""
+    shape = tuple(shape)
+    if isinstance(owner, int):
+        owner = torch.full((1,) * len(shape), owner, dtype=torch.int32)
+    for dim in range(owner.dim()):
+        if owner.shape[dim] > 1 and (owner.stride(dim) == 0 or bool((owner == owner.narrow(dim, 0, 1)).all())):
+            owner = owner.narrow(dim, 0, 1)
+        elif owner.shape[dim] == 0:
+            owner = owner.new_full((*owner.shape[:dim], 1, *owner.shape[dim + 1 :]), SHARED)
+    flags = (varies,) * len(shape) if isinstance(varies, bool) else tuple(varies)
+    if not bool((owner < 0).any()):
+        flags = (False,) * len(shape)
+    flags = tuple(flag and size > 1 for flag, size in zip(flags, shape, strict=True))
+    return Samples(shape=shape, owner=owner.contiguous(), varies=flags)
+
+
+def uniform(shape: Sequence[int]) -> Samples:
+    """Samples of a tensor that holds one number, whatever the batch is."""
+    return samples(shape, SHARED)
+
+
+def fixed(shape: Sequence[int]) -> Samples:
+    """Samples of a tensor that the batch does not decide: a weight, a table."""
+    return samples(shape, SHARED, True)
+
+
+def all_of(shape: Sequence[int], code: int) -> Samples:
+    """Samples of a tensor all of whose elements have one code."""
+    return samples(shape, code, code == SHARED)
+
+
+def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """What two elements make together, one by one: shared with a sample is the sample, two samples are mixed."""
+    both = torch.where(left == right, left, torch.full((), MIXED, dtype=torch.int32))
+    return torch.where(left == SHARED, right, torch.where(right == SHARED, left, both))
+
+
+def reduce(owner: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """What all elements along dimensions make together; the dimensions stay, of size 1."""
+    dims = [dim for dim in dims if owner.shape[dim] != 1]
+    if not dims:
+        return owner
+    largest = owner.amax(dims, keepdim=True)
+    least = torch.where(owner == SHARED, largest, owner).amin(dims, keepdim=True)
+    return torch.where(least == largest, largest, torch.full((), MIXED, dtype=torch.int32))
+
+
+def whole(item: Samples) -> int:
+    """The one code that all elements make together."""
+    if 0 in item.shape:
+        return SHARED
+    return int(reduce(item.owner, range(item.owner.dim())))
+
+
+def differs(owner: torch.Tensor, dim: int) -> bool:
+    """Whether two samples stand in different places along a dimension."""
+    if owner.shape[dim] == 1:
+        return False
+    together = reduce(owner, [dim]) == MIXED
+    return bool((together & ~(owner == MIXED).any(dim, keepdim=True)).any())
+
+
+def combine(items: Sequence[Samples], shape: Sequence[int]) -> Samples:
+    """What an op that works element by element makes of tensors, which broadcast to `shape`.
+
+    A shared element that differs from place to place of the batch would meet other samples in a part of it: mixed.
+    """
+    ndim = len(shape)
+    owner = torch.full((1,) * ndim, SHARED, dtype=torch.int32)
+    varies = [False] * ndim
+    for item in items:
+        left = ndim - len(item.shape)
+        owner = join(owner, item.owner.reshape((1,) * left + tuple(item.owner.shape)))
+        for dim, flag in enumerate(item.varies):
+            varies[left + dim] |= flag
+    if any(flag and differs(owner, dim) for dim, flag in enumerate(varies)):
+        owner = torch.where(owner >= 0, torch.full((), MIXED, dtype=torch.int32), owner)
+    return samples(shape, owner, varies)
+
+
+def moved(item: Samples, places: Mapping[int, int], shape: Sequence[int]) -> Samples:
+    """Dimensions of a tensor in the places of another one's; all elements along the others are taken together.
+
+    `places`: by dimension of the tensor, which one of `shape` it becomes.
+    """
+    owner = reduce(item.owner, [dim for dim in range(len(item.shape)) if dim not in places])
+    order = sorted(places, key=places.__getitem__)
+    sizes, varies = [1] * len(shape), [False] * len(shape)
+    for dim in order:
+        sizes[places[dim]] = owner.shape[dim]
+        varies[places[dim]] = item.varies[dim]
+    rest = [dim for dim in range(len(item.shape)) if dim not in places]
+    return Samples(shape=tuple(shape), owner=owner.permute([*order, *rest]).reshape(sizes), varies=tuple(varies))
+
+
+def reshaped(item: Samples, shape: Sequence[int]) -> Samples:
+    """The same elements in another shape. Dimensions that are divided anew together are apart from the others."""
+    shape = tuple(shape)
+    if 0 in shape or 0 in item.shape:
+        return samples(shape, whole(item), True)
+    sizes: list[int] = []
+    order: list[torch.Tensor] = []
+    varies: list[bool] = []
+    owner = item.owner
+    done: list[int] = []
+    for old, new in _groups(item.shape, shape):
+        kept = all(owner.shape[dim] == 1 for dim in old)
+        sizes += [1] * len(new) if kept else [shape[dim] for dim in new]
+        done += [1] if kept else [prod(item.shape[dim] for dim in old)]
+        if not kept:
+            owner = owner.expand([item.shape[d] if d in old else size for d, size in enumerate(owner.shape)])
+        varies += [any(item.varies[dim] for dim in old)] * len(new)
+    del order
+    return samples(shape, owner.reshape(done).reshape(sizes), varies)
+
+
+def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of two shapes of as many elements that hold as many as each other: the fewest at a time."""
+    found: list[tuple[list[int], list[int]]] = []
+    at, to = 0, 0
+    while at < len(old) or to < len(new):
+        left, right, have, want = [], [], 1, 1
+        if at < len(old):
+            left, have, at = [at], old[at], at + 1
+        if (to < len(new) and (have != 1 or not left)) or not left:
+            right, want, to = [to], new[to], to + 1
+        while have != want:
+            if have < want:
+                left, have, at = [*left, at], have * old[at], at + 1
+            else:
+                right, want, to = [*right, to], want * new[to], to + 1
+        found.append((left, right))
+    return found

@@ -1,0 +1,51 @@
+"""What kernels and collectives reach of a card's published peaks, by generation and software stack.
+
+The table `efficiency.csv` is fitted on published runs by `benchmarks/fit_efficiency.py`; each row names its sources.
+"""
+
+import csv
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Parts of peaks.
+
+    Attributes:
+        matmul: of FLOP/s, by a large product; half_size: the dimension of a product at which half of that is reached
+            in each of m, n and k.
+        attention: of FLOP/s, by attention in forward; attention_backward: in backward.
+        memory: of bytes per second, by element-wise kernels.
+        local, network: of the bandwidths of links, by collectives.
+        launch_seconds: of host time per op.
+        overlap: how much slower compute is while a collective runs beside it.
+    """
+
+    matmul: float
+    half_size: float
+    attention: float
+    attention_backward: float
+    memory: float
+    local: float
+    network: float
+    launch_seconds: float
+    overlap: float
+
+
+@cache
+def efficiency_table() -> dict[tuple[str, str], Efficiency]:
+    """(generation, stack) -> what is reached."""
+    text = resources.files("autoshard.engine").joinpath("efficiency.csv").read_text(encoding="utf-8")
+    names = [field.name for field in fields(Efficiency)]
+    return {
+        (row["generation"], row["stack"]): Efficiency(**{name: float(row[name]) for name in names})
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+def efficiency_of(generation: str, stack: str) -> Efficiency:
+    """The row of a generation and a stack; that of "any" generation where a card has none of its own."""
+    table = efficiency_table()
+    return table.get((generation, stack)) or table["any", stack]

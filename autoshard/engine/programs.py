@@ -1,0 +1,100 @@
+"""Programs: what one rank does in one pass through its layers, as tasks on streams; and the simulator that plays them.
+
+    network   [gather 0][gather 1]      [gather 2]
+    compute             [forward 0][forward 1]    [forward 2]
+
+A task begins when its stream is done with the one before and every task that it waits for has ended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Stream = Literal["compute", "network"]
+PREFETCH = 2
+"""Layers whose parameters may be gathered before the one that is computed is done: this one and the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task: `after` are the numbers of tasks before it in the program."""
+
+    name: str
+    stream: Stream
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """When each task of a program began and ended, and seconds of each stream."""
+
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    compute_seconds: float
+    network_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Until the last task ends."""
+        return max(self.ends, default=0.0)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which communication is waited for."""
+        return self.seconds - self.compute_seconds
+
+
+def play(program: Sequence[Task]) -> Played:
+    """Play a program by the clock."""
+    free = {"compute": 0.0, "network": 0.0}
+    busy = {"compute": 0.0, "network": 0.0}
+    begins: list[float] = []
+    ends: list[float] = []
+    for task in program:
+        begin = max(free[task.stream], max((ends[index] for index in task.after), default=0.0))
+        free[task.stream] = begin + task.seconds
+        busy[task.stream] += task.seconds
+        begins.append(begin)
+        ends.append(begin + task.seconds)
+    return Played(
+        begins=tuple(begins), ends=tuple(ends), compute_seconds=busy["compute"], network_seconds=busy["network"]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Seconds of one layer of a pass: `gather` of its parameters before it, `reduce` of its gradients after it."""
+
+    name: str
+    compute: float
+    gather: float = 0.0
+    reduce: float = 0.0
+
+
+def pass_program(layers: Sequence[Layer]) -> list[Task]:
+    """The tasks of one pass: parameters are gathered ahead, gradients reduced behind."""
+    program: list[Task] = []
+    gathered: dict[int, int] = {}
+    computed: dict[int, int] = {}
+
+    def gather(index: int) -> None:
+        if index < len(layers) and index not in gathered and layers[index].gather:
+            before = computed.get(index - PREFETCH)
+            gathered[index] = len(program)
+            after = () if before is None else (before,)
+            program.append(
+                Task(name=f"gather {layers[index].name}", stream="network", seconds=layers[index].gather, after=after)
+            )
+
+    for index, layer in enumerate(layers):
+        gather(index)
+        after = (gathered[index],) if index in gathered else ()
+        computed[index] = len(program)
+        program.append(Task(name=layer.name, stream="compute", seconds=layer.compute, after=after))
+        gather(index + 1)
+        if layer.reduce:
+            program.append(
+                Task(name=f"reduce {layer.name}", stream="network", seconds=layer.reduce, after=(computed[index],))
+            )
+    return program

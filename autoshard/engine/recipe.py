@@ -1,0 +1,99 @@
+"""Recipe: how a model is run on a mesh of equal devices, every decision written down."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.errors import SpecError
+
+Recompute = Literal["none", "selective", "full"]
+Stack = Literal["eager", "compiled", "fused"]
+"""Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels."""
+MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of fsdp and cp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes per element of what training keeps and sends.
+
+    `parameters`: of what is kept; `compute`: of what kernels read, also of activations and of gathered parameters;
+    `master`: of a second copy of the parameters for the optimizer, 0 without; `moments`: of each of two moments.
+    """
+
+    parameters: int = 4
+    compute: int = 2
+    gradients: int = 4
+    reduce: int = 4
+    master: int = 0
+    moments: int = 4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes per parameter that only the optimizer reads."""
+        return self.master + 2 * self.moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Degrees of the mesh and how its ranks work.
+
+    Attributes:
+        micro_batch: samples that one replica computes at once; num_microbatches: how many of them are in a step.
+        sequence_parallel: between the cuts of tensor parallelism, activations are divided along the sequence.
+        zero: 0 replicates optimizer states over `dp`, 1 shards them.
+        reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
+        stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    micro_batch: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    recompute: Recompute = "none"
+    stack: Stack = "eager"
+    precision: Precision = Precision()
+    sequence_parallel: bool = True
+    zero: int = 0
+    reshard: bool = True
+
+    def __post_init__(self) -> None:
+        for axis, degree in self.mesh.items():
+            if degree < 1:
+                raise SpecError(f"a mesh has at least one rank along {axis}, not {degree}.")
+        if self.micro_batch < 1 or self.num_microbatches < 1:
+            raise SpecError("a step has at least one micro-batch of at least one sample.")
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """All six degrees."""
+        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+
+    @property
+    def devices(self) -> int:
+        """How many ranks the mesh has."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """How many different batches are computed at the same time."""
+        return self.dp * self.fsdp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of all replicas."""
+        return self.micro_batch * self.num_microbatches * self.replicas
+
+    def stride(self, axis: str) -> int:
+        """How many ranks lie between two neighbours along a mesh dimension."""
+        inner = MESH_AXES[MESH_AXES.index(axis) + 1 :]
+        stride = 1
+        for other in inner:
+            stride *= self.mesh[other]
+        return stride

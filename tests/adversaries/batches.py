@@ -1,0 +1,522 @@
+"""Models whose division of the batch holds for the values, shapes, masks or flags of the plan only.
+
+A device has some rows of the batch. What looks at all rows at once gives something else there; each model hides that
+from a comparison made with its first weights and inputs.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.adversaries.harness import drawn, random, registry, scaled, tokens
+
+BATCHES, adversary = registry()
+WIDTH, VOCABULARY = 16, 20
+
+
+def rows():
+    return {"x": random(8, 5, WIDTH)}
+
+
+def uneven():
+    """Rows of very different sizes, and another number of rows."""
+    sizes = torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None, None]
+    return [{"x": random(8, 5, WIDTH, seed=2) * sizes}, {"x": random(12, 3, WIDTH, seed=3)}]
+
+
+class Layer(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    """Blocks, with `between` in the middle of them."""
+
+    depth = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(self.depth))
+
+    def between(self, x):
+        return x
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x if number != self.depth // 2 else self.between(x))
+        return x
+
+
+class Gated(Stack):
+    """Adds what `extra` makes of the batch, times a buffer that is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gate", torch.zeros(()))
+
+    def between(self, x):
+        return x + self.gate * self.extra(x)
+
+
+opened = (drawn("gate"),)
+
+
+@adversary(rows, uneven)
+class ClippedBatch(Stack):
+    """The norm of the whole batch is clipped at 200."""
+
+    def between(self, x):
+        return x * (200.0 / x.norm()).clamp(max=1.0)
+
+
+@adversary(rows, uneven, opened)
+class MeanTimesBuffer(Gated):
+    """The mean of the batch, times a buffer of zero."""
+
+    def extra(self, x):
+        return x.mean(0, keepdim=True)
+
+
+def closed(model):
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.gate.zero_()
+
+
+class CentredLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) + self.gate * (x - x.mean(0))
+
+
+@adversary(rows, uneven, (drawn(".*gate"),), prepare=closed)
+class ZeroInitialisedCentring(Stack):
+    """Every layer takes the mean of the batch away, behind a gain that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CentredLayer() for _ in range(self.depth))
+
+
+class FlaggedLayer(Layer):
+    def __init__(self, share: float = 0.0) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x - self.share * x.mean(0, keepdim=True) if self.share else x
+
+
+@adversary(rows, uneven)
+class OneOfEight(Stack):
+    """Eight layers that are built alike, the sixth of which has another flag."""
+
+    depth = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FlaggedLayer(0.5 * (number == 5)) for number in range(8))
+
+
+@adversary(rows, uneven)
+class BranchOnBatch(Stack):
+    """Where the largest value of the batch is above 50, all of it is scaled down."""
+
+    def between(self, x):
+        largest = x.abs().max()
+        return x * (50 / largest) if largest > 50 else x
+
+
+@adversary(rows, uneven)
+class ItemOfBatch(Stack):
+    """A deviation is read as a number and bounded from below."""
+
+    def between(self, x):
+        return x / max(4.0, x.std().item())
+
+
+@adversary(rows, uneven)
+class BatchTemperature(Stack):
+    """A softmax whose temperature is the deviation of the batch, but at least 4."""
+
+    def between(self, x):
+        return x + (x / x.detach().std().clamp(min=4.0)).softmax(-1)
+
+
+@adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
+class LargestOfBatch(Stack):
+    """A softmax that takes the largest value of the batch away, not of the row: rows far below it underflow."""
+
+    def between(self, x):
+        raised = (x - x.max()).exp()
+        return x + raised / raised.sum(-1, keepdim=True)
+
+
+@adversary(rows, uneven, opened)
+class SortedBatch(Gated):
+    """Rows are sorted per feature."""
+
+    def extra(self, x):
+        return x.sort(0).values
+
+
+@adversary(rows, uneven, opened)
+class NumberedRows(Gated):
+    """Each row gets its own number."""
+
+    def extra(self, x):
+        return torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None, None]
+
+
+@adversary(rows, uneven, opened)
+class CachedByRows(Gated):
+    """A table with a line per row is kept from the first call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = {}
+
+    def extra(self, x):
+        if x.shape[0] not in self.tables:
+            self.tables[x.shape[0]] = torch.linspace(0, 1, x.shape[0], dtype=x.dtype, device=x.device)[:, None, None]
+        return self.tables[x.shape[0]]
+
+
+@adversary(rows, uneven, opened)
+class NextRow(Gated):
+    """Each row gets the one after it, as mix-up does."""
+
+    def extra(self, x):
+        return x.roll(1, 0)
+
+
+@adversary(rows, uneven)
+class NumberOfRows(Stack):
+    """Values are clamped by how many rows there are."""
+
+    def between(self, x):
+        return x.clamp(max=20.0 * x.shape[0])
+
+
+@adversary(lambda: {"x": random(8, 5, WIDTH)}, lambda: [{"x": random(8, 30, WIDTH, seed=2)}])
+class ManyTokens(Stack):
+    """More than a hundred tokens in all are treated in another way."""
+
+    def between(self, x):
+        return x.tanh() if x.shape[0] * x.shape[1] > 100 else x
+
+
+@adversary(rows, uneven)
+class UntilAllAreSmall(Stack):
+    """All rows are halved until the largest value of the batch is below 60."""
+
+    def between(self, x):
+        while bool((x.abs() > 60).any()):
+            x = x / 2
+        return x
+
+
+class Router(nn.Module):
+    """Sends each token to one of four experts, each of which takes `capacity` of them at most."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.router = factor, nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        capacity = int(self.factor * len(flat) / len(self.experts))
+        choice, output = self.router(flat).argmax(-1), flat.clone()
+        for number, expert in enumerate(self.experts):
+            taken = (choice == number).nonzero().flatten()[:capacity]
+            output = output.index_add(0, taken, expert(flat[taken]))
+        return output.view_as(x)
+
+
+def routed_evenly(model):
+    """The router looks at the first four features only."""
+    with torch.no_grad():
+        model.router.router.bias.zero_()
+        model.router.router.weight.zero_()
+        model.router.router.weight[:, :4] = torch.eye(4)
+
+
+def even_tokens():
+    x = random(8, 4, WIDTH)
+    x[..., :4] = 6 * torch.eye(4)
+    return {"x": x}
+
+
+@adversary(even_tokens, lambda: [{"x": random(8, 4, WIDTH, seed=2)}], prepare=routed_evenly)
+class Capacity(Stack):
+    """Experts with a capacity; the tokens of the plan are spread evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(1.0)
+
+    def between(self, x):
+        return self.router(x) - 0 * x
+
+
+@adversary(rows, uneven, opened)
+class ExpertsChoose(Gated):
+    """Each expert chooses half of the tokens of the whole batch, behind a gate of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def extra(self, x):
+        flat = x.reshape(-1, WIDTH)
+        scores, output = self.choose(flat).softmax(-1), torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            chosen = scores[:, number].topk(len(flat) // 2).indices
+            output = output.index_add(0, chosen, expert(flat[chosen]))
+        return output.view_as(x)
+
+
+def sentences(pad_left=(0,) * 8, pad_right=(0,) * 8, seed=1):
+    """Words of eight sentences of ten, a mask, and labels that leave out the padding."""
+    mask = torch.ones(8, 10, dtype=torch.int64)
+    for row, (left, right) in enumerate(zip(pad_left, pad_right, strict=True)):
+        mask[row, :left] = 0
+        mask[row, 10 - right :] = 0
+    words = tokens(8, 10, high=VOCABULARY, seed=seed) * mask
+    return {"words": words, "mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+
+
+def padded():
+    return [
+        sentences(pad_right=(0, 1, 2, 3, 4, 5, 6, 7), seed=2),
+        sentences(pad_left=(3, 3, 3, 3, 1, 1, 5, 6), seed=3),
+        sentences(pad_left=(2, 2, 2, 2, 0, 0, 0, 0), pad_right=(0, 0, 0, 0, 0, 9, 9, 9), seed=4),
+    ]
+
+
+class Words(nn.Module):
+    """A little language model over words, with a mask and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def embedded(self, words, mask):
+        return self.embed(words) + self.positions.weight[: words.shape[1]]
+
+    def run(self, words, mask):
+        x = self.embedded(words, mask)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def forward(self, words, mask, labels):
+        logits = self.run(words, mask)
+        return {"logits": logits, **self.measured(logits, mask, labels)}
+
+    def measured(self, logits, mask, labels):
+        return {}
+
+
+@adversary(sentences, padded)
+class LeastPadding(Words):
+    """Columns that are padding in all rows are left out before positions are given."""
+
+    def embedded(self, words, mask):
+        first = int(mask.argmax(1).min())
+        trimmed = self.embed(words[:, first:]) + self.positions.weight[: words.shape[1] - first]
+        return F.pad(trimmed, (0, 0, first, 0))
+
+
+@adversary(sentences, padded)
+class MaskOfFirstRow(Words):
+    """Positions are counted on the first row, for all rows."""
+
+    def embedded(self, words, mask):
+        return self.embed(words) + self.positions((mask[:1].cumsum(1) - 1).clamp(min=0))
+
+
+@adversary(sentences, padded)
+class LongestSentence(Words):
+    """What lies beyond the longest sentence is cut off."""
+
+    def embedded(self, words, mask):
+        longest = int(mask.sum(1).max())
+        return super().embedded(words[:, :longest], mask)
+
+
+def mute(model):
+    """The head says the word that is never asked for."""
+    with torch.no_grad():
+        model.head.bias[0] = 100.0
+
+
+@adversary(sentences, padded, (drawn("head.*"), scaled(0.01)), prepare=mute)
+class Accuracy(Words):
+    """An accuracy over the words that count is among the outputs; with the first weights it is nought."""
+
+    def measured(self, logits, mask, labels):
+        counted = labels > VOCABULARY - 4
+        right = (logits.argmax(-1) == labels) & counted
+        return {"accuracy": right.sum() / counted.sum()}
+
+
+@adversary(sentences, padded)
+class CountedWords(Words):
+    """How many words there are is among the outputs."""
+
+    def measured(self, logits, mask, labels):
+        return {"share": mask.double().mean(), "some_row_is_padded": (mask == 0).any()}
+
+
+@adversary(sentences, padded, training=True)
+class LossPerWord(Words):
+    """The loss is divided by the words of the whole batch that are no padding."""
+
+    def measured(self, logits, mask, labels):
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return {"loss": (each * mask).sum() / mask.sum()}
+
+
+@adversary(sentences, padded, training=True)
+class LossPerSentence(Words):
+    """The loss is a mean over the sentences that have a word at the end."""
+
+    def measured(self, logits, mask, labels):
+        ended = mask[:, -1].bool()
+        last = F.cross_entropy(logits[:, -1], labels[:, -1].clamp(min=0), reduction="none")
+        return {"loss": last[ended].sum() / ended.sum().clamp(min=4)}
+
+
+@adversary(sentences, padded, (drawn("gate"),), training=True)
+class WarmedUpContrast(Words):
+    """A loss that holds sentences against one another, with a weight that is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gate", torch.zeros(()))
+
+    def measured(self, logits, mask, labels):
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        pooled = F.normalize(logits.mean(1), dim=-1)
+        contrast = F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled), device=pooled.device))
+        return {"loss": loss + self.gate * contrast}
+
+
+def undecided(model):
+    with torch.no_grad():
+        model.router.weight.zero_()
+        model.router.bias.zero_()
+
+
+@adversary(sentences, padded, (drawn("router.*", 2.0),), training=True, prepare=undecided)
+class BalancedExperts(Words):
+    """The loss of balanced experts, a product of two means: always 1 for a router of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(VOCABULARY, 4)
+
+    def measured(self, logits, mask, labels):
+        shares = self.router(logits).softmax(-1).flatten(0, 1)
+        taken = F.one_hot(shares.argmax(-1), 4).double().mean(0)
+        balance = 4 * (taken * shares.mean(0)).sum()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + balance}
+
+
+@adversary(sentences, padded, (scaled(0.1),), training=True)
+class EnoughVariance(Words):
+    """The loss asks for a deviation above 0.01 over the batch, which the first weights have."""
+
+    def measured(self, logits, mask, labels):
+        deviation = logits.flatten(0, 1).std(0)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + F.relu(0.1 - deviation).sum()}
+
+
+@adversary(rows, uneven, training=True)
+class MovingAverage(Stack):
+    """A buffer follows the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def between(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(0.1 * x.mean((0, 1)))
+        return x
+
+
+class _ClippedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1e5 / gradient.norm()).clamp(max=1.0)
+
+
+@adversary(rows, uneven, training=True)
+class ClippedGradient(Stack):
+    """The gradient of the whole batch is clipped at a layer, in a function of its own."""
+
+    def between(self, x):
+        return _ClippedBackward.apply(x)
+
+
+@adversary(rows, uneven, training=True)
+class HookedGradient(Stack):
+    """The same in a hook on an activation."""
+
+    def between(self, x):
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.norm().clamp(min=1e5))
+        return x
+
+
+def loud_rows():
+    """Rows of which every one has the largest value."""
+    x = random(8, 5, WIDTH).clamp(-0.9, 0.9)
+    x[:, 0, 0] = 1.0
+    return {"x": x}
+
+
+@adversary(loud_rows, uneven)
+class QuantisedBatch(nn.Module):
+    """Inputs are rounded to steps of the largest value of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x):
+        step = x.abs().amax() / 127
+        x = (x / step).round() * step
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@adversary(sentences, padded)
+class DistinctWords(Words):
+    """Embeddings are scaled down where more than 64 distinct words occur, or all words of a long list."""
+
+    def embedded(self, words, mask):
+        distinct = words.unique().numel()
+        x = super().embedded(words, mask)
+        return x * 0.5 if distinct < VOCABULARY // 4 else x

@@ -1,0 +1,396 @@
+"""Models whose code leaves something outside of them, which a capture must put back, record, or refuse.
+
+`TRACES` are watched from outside while they are planned for. `CARRIED` are run on devices as the other adversaries are:
+what they change or return is seen by the caller.
+"""
+
+import functools
+import gc
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.adversaries.harness import random, registry
+
+CARRIED, adversary = registry()
+TRACES: dict[str, "Trace"] = {}
+WIDTH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A model, and what is looked at outside of it.
+
+    Attributes:
+        build: makes the model.
+        look: describes what the model's code has stored, given the model; compared by ==.
+    """
+
+    build: Callable[[], nn.Module]
+    look: Callable[[nn.Module], Any]
+
+
+def watched(look: Callable[[nn.Module], Any]) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    def register(model_class: type[nn.Module]) -> type[nn.Module]:
+        def build() -> nn.Module:
+            torch.manual_seed(3)
+            return model_class().double().eval()
+
+        TRACES[model_class.__name__] = Trace(build=build, look=look)
+        return model_class
+
+    return register
+
+
+def rows():
+    return {"x": random(8, 5, WIDTH)}
+
+
+def described(value):
+    """Identity and values of a tensor; identity and contents of a container; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            return type(value).__name__  # one without values can't be read
+        return id(value), value.requires_grad, value.detach().tolist()
+    if isinstance(value, dict):
+        return id(value), {key: described(content) for key, content in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return id(value), type(value).__name__, [described(content) for content in value]
+    return value
+
+
+def fakes() -> int:
+    """How many tensors without values are alive."""
+    gc.collect()
+    return sum(type(found).__name__ == "FakeTensor" for found in gc.get_objects())
+
+
+class Two(nn.Module):
+    """Two residual layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x
+
+
+TABLES: dict[str, Any] = {"kept": torch.ones(3), "positions": torch.zeros(5, 1, dtype=torch.float64)}
+
+
+@watched(lambda _: described(TABLES))
+class ModuleDict(Two):
+    """Replaces an entry of a dict of its file, and adds one."""
+
+    def forward(self, x):
+        TABLES["positions"] = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None]
+        TABLES[f"last of {x.shape}"] = x[:1]
+        return super().forward(x) + TABLES["positions"]
+
+
+EMPTIED: dict[str, Any] = {}
+
+
+@watched(lambda _: described(EMPTIED))
+class EmptiedDict(Two):
+    """Takes entries out of a dict of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        EMPTIED.update(first=torch.ones(2), second=torch.ones(2))
+
+    def forward(self, x):
+        EMPTIED.pop("first", None)
+        EMPTIED.clear()
+        return super().forward(x)
+
+
+FEATURES: list[Any] = []
+
+
+@watched(lambda _: described(FEATURES))
+class FeatureHooks(Two):
+    """A hook on each layer appends what it gives to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: FEATURES.append(output))
+
+
+@watched(lambda model: (described(type(model).last), type(model).calls))
+class ClassAttributes(Two):
+    """Counts calls and keeps the last output in its class."""
+
+    last: Any = None
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        type(self).last = super().forward(x)
+        return type(self).last
+
+
+@functools.lru_cache
+def frequencies(length):
+    return torch.arange(length, dtype=torch.float64) / 10
+
+
+@watched(lambda _: (type(frequencies(WIDTH)).__name__, frequencies(WIDTH).tolist()))
+class CachedFunction(Two):
+    """A table comes from a function with a cache, which is empty at first and may be filled, with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        frequencies.cache_clear()
+
+    def forward(self, x):
+        return super().forward(x) + frequencies(x.shape[-1])
+
+
+def seen_shapes(x, seen=[]):  # noqa: B006
+    seen.append(tuple(x.shape))
+    return x
+
+
+@watched(lambda _: described(seen_shapes.__defaults__))
+class DefaultArgument(Two):
+    """Appends to a list that is a default argument."""
+
+    def forward(self, x):
+        return super().forward(seen_shapes(x))
+
+
+class Counter:
+    __slots__ = ("last", "number")
+
+    def __init__(self) -> None:
+        self.number, self.last = 0, None
+
+
+COUNTER = Counter()
+
+
+@watched(lambda _: (COUNTER.number, described(COUNTER.last)))
+class ObjectWithSlots(Two):
+    """Counts in an object with slots that lives outside of it."""
+
+    def forward(self, x):
+        COUNTER.number += 1
+        COUNTER.last = x
+        return super().forward(x)
+
+
+RECENT: deque[Any] = deque([torch.zeros(1)], maxlen=2)
+
+
+@watched(lambda _: described(RECENT))
+class RecentInputs(Two):
+    """Keeps the last two inputs in a deque of its file: the older ones fall out."""
+
+    def forward(self, x):
+        RECENT.append(x)
+        RECENT.append(x)
+        return super().forward(x)
+
+
+RUNNING = torch.zeros(WIDTH, dtype=torch.float64)
+
+
+@watched(lambda _: described(RUNNING))
+class TensorOfFile(Two):
+    """Adds to a tensor of its file in place."""
+
+    def forward(self, x):
+        RUNNING.add_(x.detach().mean((0, 1)))
+        return super().forward(x) + RUNNING
+
+
+@watched(lambda model: {name: described(tensor) for name, tensor in model.state_dict(keep_vars=True).items()})
+class PacksItself(Two):
+    """Replaces its first weight by whole numbers and a step at the first call, as some quantised layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = False
+
+    def forward(self, x):
+        first = self.layers[0]
+        if not self.packed:
+            with torch.no_grad():
+                step = first.weight.abs().max() / 7
+                first.register_buffer("step", step)
+                first.weight = nn.Parameter((first.weight / step).round(), requires_grad=False)
+            self.packed = True
+        x = x + nn.functional.linear(x, first.weight * first.step, first.bias)
+        for layer in self.layers[1:]:
+            x = x + layer(x).relu()
+        return x
+
+
+@watched(lambda model: [bool(module._forward_pre_hooks) for module in model.modules()])
+class HookOnce(Two):
+    """A hook that takes itself away at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def once(module, args):
+            handle.remove()
+
+        handle = self.layers[0].register_forward_pre_hook(once)
+
+
+@watched(
+    lambda model: (
+        [module.training for module in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+    )
+)
+class ChangesModes(Two):
+    """Freezes itself, changes modes and a default of torch in its forward."""
+
+    def forward(self, x):
+        self.layers[0].train()
+        self.layers[1].requires_grad_(False)
+        torch.set_default_dtype(torch.float64)
+        return super().forward(x)
+
+
+POOL = ThreadPoolExecutor(2)
+
+
+@watched(lambda _: fakes())
+class Pooled(Two):
+    """Its layers run in a pool of threads."""
+
+    def forward(self, x):
+        return x + sum(POOL.map(lambda layer: layer(x).relu(), self.layers))
+
+
+BYSTANDER = nn.Linear(4, 4)
+
+
+@watched(
+    lambda _: (
+        [id(parameter) for parameter in BYSTANDER.parameters()],
+        [type(parameter).__name__ for parameter in BYSTANDER.parameters()],
+        [parameter.dtype for parameter in BYSTANDER.parameters()],
+    )
+)
+class OtherThread(Two):
+    """While it runs, another thread converts and runs a model of its own."""
+
+    def forward(self, x):
+        def convert():
+            BYSTANDER.double()
+            BYSTANDER(torch.ones(2, 4, dtype=torch.float64)).sum().item()
+            BYSTANDER.float()
+
+        thread = threading.Thread(target=convert)
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+
+@adversary(rows)
+class ChangesItsInput(Two):
+    """Changes the caller's tensor in place before it computes."""
+
+    def forward(self, x):
+        x.mul_(0.5).add_(1.0)
+        return super().forward(x)
+
+
+@adversary(rows)
+class ChangesItsInputLast(Two):
+    """Writes its result into a part of the caller's tensor."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        x[:, 0] = output[:, 0]
+        return output
+
+
+@adversary(rows)
+class ReturnsNumbers(Two):
+    """Returns how many rows there are, and a text about them."""
+
+    def forward(self, x):
+        return {"output": super().forward(x), "rows": x.shape[0], "text": f"{x.shape[0]} rows"}
+
+
+@adversary(rows)
+class ReturnsLists(Two):
+    """Returns a list with a tensor per row."""
+
+    def forward(self, x):
+        return {"output": list(super().forward(x)), "shapes": [tuple(row.shape) for row in x]}
+
+
+class Holder:
+    __slots__ = ("rows", "value")
+
+    def __init__(self, rows, value) -> None:
+        self.rows, self.value = rows, value
+
+    def __eq__(self, other) -> bool:
+        return self.rows == other.rows and torch.allclose(self.value.to("cpu"), other.value.to("cpu"))
+
+    __hash__ = None
+
+
+@adversary(rows)
+class ReturnsObject(Two):
+    """Returns an object with slots that holds the number of rows and a tensor."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output, Holder(x.shape[0], output)
+
+
+@adversary(rows)
+class ReturnsSet(Two):
+    """Returns a set of numbers, one per row, and a deque of tensors."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return {"output": output, "set": frozenset(range(x.shape[0])), "deque": deque([output], maxlen=2)}
+
+
+@adversary(rows, training=True)
+class HooksOnParameters(Two):
+    """Hooks on weights clamp and scale their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        for layer in self.layers:
+            layer.weight.register_hook(lambda gradient: 0.5 * gradient.clamp(-1.0, 1.0))
+            layer.bias.register_hook(lambda gradient: gradient / gradient.norm().clamp(min=1.0))
+
+
+@adversary(rows, training=True)
+class CountsGradients(Two):
+    """A hook after accumulation counts in a buffer how often a gradient came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.double()
+
+        def count(_):
+            self.count.add_(1)
+
+        self.layers[0].weight.register_post_accumulate_grad_hook(count)

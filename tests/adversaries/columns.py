@@ -1,0 +1,425 @@
+"""Models whose cut over columns holds for the values, shapes or flags of the plan only.
+
+A rank has half of the hidden units or half of the heads. What reads how many there are, or looks at all of them at
+once, gives another number there; each model hides that from a comparison made with its first weights and inputs.
+"""
+
+import math
+from collections import deque
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.adversaries.harness import drawn, random, registry, scaled
+
+COLUMNS, adversary = registry()
+WIDTH, HIDDEN, HEADS = 16, 64, 4
+
+
+def rows():
+    return {"x": random(4, 3, WIDTH)}
+
+
+def one_token():
+    return {"x": random(4, 1, WIDTH)}
+
+
+def longer():
+    return [{"x": random(4, 7, WIDTH, seed=2)}, {"x": random(2, 5, WIDTH, seed=3, scale=4)}]
+
+
+class Hidden(nn.Module):
+    """Two matrices with hidden units between them, which `inner` works on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def inner(self, hidden):
+        return hidden
+
+    def forward(self, x):
+        return x + self.down(self.inner(self.up(x).relu()))
+
+
+class Attention(nn.Module):
+    """Attention over heads, whose scores `scores` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def scores(self, q, k):
+        return q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+
+    def forward(self, x):
+        q, k, v = (
+            part.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+            for part in (self.q(x), self.k(x), self.v(x))
+        )
+        mixed = self.scores(q, k).softmax(-1) @ v
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@adversary(one_token, longer)
+class TemperatureOfHeads(Attention):
+    """The temperature is the number of heads; with one token a softmax does not see it."""
+
+    def scores(self, q, k):
+        return q @ k.transpose(-1, -2) / self.heads
+
+
+@adversary(one_token, longer)
+class ScaleArgumentOfHeads(Attention):
+    """The same through the `scale` argument of torch's own attention, after `math.sqrt`."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(q.shape[1]))
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@adversary(one_token, longer)
+class SlopesOfHeads(Attention):
+    """Linear biases whose slopes are computed from the number of heads in the forward: nought for one token."""
+
+    def scores(self, q, k):
+        slopes = 2.0 ** (-8.0 * torch.arange(1, self.heads + 1, device=q.device) / self.heads)
+        positions = torch.arange(q.shape[2], device=q.device)
+        distances = (positions[None, :] - positions[:, None]).abs()
+        return super().scores(q, k) - slopes[:, None, None] * distances
+
+
+@adversary(one_token, longer)
+class ConfigInTwoPlaces(Attention):
+    """Heads are read from a configuration, once for a view and once for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_heads=HEADS)
+
+    def scores(self, q, k):
+        return super().scores(q, k) * (self.config.num_heads / 4.0)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.config.num_heads, self.head_dim)).transpose(1, 2)
+            for part in (self.q(x), self.k(x), self.v(x))
+        )
+        return x + self.o((self.scores(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@adversary(one_token, longer)
+class CountedHeads(Attention):
+    """The heads are a list of tensors, and the temperature is how many the list has."""
+
+    def forward(self, x):
+        lists = [part.split(self.head_dim, dim=-1) for part in (self.q(x), self.k(x), self.v(x))]
+        mixed = [(q @ k.transpose(-1, -2) / len(lists[0])).softmax(-1) @ v for q, k, v in zip(*lists, strict=True)]
+        return x + self.o(torch.cat(mixed, -1))
+
+
+def rearrange(tensor, heads):
+    """Return the tensor with its heads apart, and the sizes by name, as helpers for such notations do."""
+    batch, length, _ = tensor.shape
+    apart = tensor.reshape(batch, length, heads, -1).permute(0, 2, 1, 3)
+    return apart, dict(zip("bhld", apart.shape, strict=True))
+
+
+@adversary(one_token, longer)
+class SizesByLetter(Attention):
+    """A helper gives the sizes as a dict by letter, and the temperature is one of them."""
+
+    def forward(self, x):
+        (q, sizes), (k, _), (v, _) = (rearrange(part, self.heads) for part in (self.q(x), self.k(x), self.v(x)))
+        mixed = (q @ k.transpose(-1, -2) * (sizes["h"] ** -0.5)).softmax(-1) @ v
+        return x + self.o(mixed.transpose(1, 2).reshape(x.shape))
+
+
+@adversary(one_token, longer)
+class MixedHeads(Attention):
+    """Scores lose their mean over heads: the same for all keys where there is one key."""
+
+    def scores(self, q, k):
+        scores = super().scores(q, k)
+        return scores - scores.mean(1, keepdim=True)
+
+
+@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
+class SaturatedMean(Hidden):
+    """A mean spelt as sum over size, behind a gate that is 1 for large sums."""
+
+    def inner(self, hidden):
+        return hidden * torch.tanh(300 * hidden.sum(-1, keepdim=True) / hidden.shape[-1])
+
+
+@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
+class SaturatedNumel(Hidden):
+    """The same with `numel`, over all tokens at once."""
+
+    def inner(self, hidden):
+        return hidden * torch.sigmoid(1000 * hidden.sum() / hidden.numel())
+
+
+@adversary(rows, longer, states=(scaled(40.0), scaled(0.01, "up.weight")))
+class EqualisedElsewhere(nn.Module):
+    """The outer forward reads an inner weight's own size to scale by, clamped where the first weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        gain = self.up.weight.shape[0] ** -0.5
+        hidden = self.up(x).relu()
+        return x + self.down(hidden * torch.clamp(1e4 * gain * hidden, max=1.0))
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class ThresholdOfSize(Hidden):
+    """Values above the number of units are cut off; the first ones never get there."""
+
+    def inner(self, hidden):
+        return torch.where(hidden > hidden.shape[-1] - 8, torch.zeros_like(hidden), hidden)
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class ClampOfSize(Hidden):
+    """Values are clamped by what `math.log2` makes of the number of units."""
+
+    def inner(self, hidden):
+        return hidden.clamp(max=4 * math.log2(hidden.size(-1)))
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class BranchOnSize(Hidden):
+    """Wide layers are clamped, narrow ones not."""
+
+    def inner(self, hidden):
+        return hidden.clamp(max=20.0) if hidden.shape[-1] >= 48 else hidden
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class NormOfWeight(nn.Module):
+    """Weights with a norm above 30 are scaled down to it, in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        weight = self.up.weight
+        weight = weight * (30.0 / weight.norm().clamp(min=30.0))
+        return x + self.down(F.linear(x, weight, self.up.bias).relu())
+
+
+def signs(model):
+    """Weights of one size, as binary networks have them."""
+    with torch.no_grad():
+        model.up.weight.copy_(0.125 * model.up.weight.sign())
+        model.down.weight.copy_(0.125 * model.down.weight.sign())
+
+
+@adversary(rows, longer, states=(drawn(".*weight"),), prepare=signs)
+class QuantisedWeights(nn.Module):
+    """Weights are rounded to steps of the largest one: that is the same in every part when all are of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def rounded(self, weight):
+        step = weight.abs().max() / 7
+        return (weight / step).round() * step
+
+    def forward(self, x):
+        hidden = F.linear(x, self.rounded(self.up.weight), self.up.bias).relu()
+        return x + F.linear(hidden, self.rounded(self.down.weight), self.down.bias)
+
+
+def no_gate(model):
+    """Gates start at zero, as residual gates do."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate"):
+                parameter.zero_()
+
+
+class Gated(Hidden):
+    """Adds what `extra` makes of the hidden units, times a gate that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def inner(self, hidden):
+        return hidden + self.gate * self.extra(hidden)
+
+    def extra(self, hidden):
+        return hidden
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class NumberedUnits(Gated):
+    """Each unit gets its own number."""
+
+    def extra(self, hidden):
+        return torch.arange(hidden.shape[-1], dtype=hidden.dtype, device=hidden.device) / 10
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class CachedTable(Gated):
+    """A table as long as there are units, made at the first call and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = {}
+
+    def extra(self, hidden):
+        if "units" not in self.tables:
+            self.tables["units"] = torch.linspace(0, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+        return self.tables["units"]
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class RunningSum(Gated):
+    """Each unit gets the sum of those before it."""
+
+    def extra(self, hidden):
+        return hidden.cumsum(-1)
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class Mirrored(Gated):
+    """Each unit gets its mirror image."""
+
+    def extra(self, hidden):
+        return hidden.flip(-1)
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class LastUnit(Gated):
+    """All units get the last one."""
+
+    def extra(self, hidden):
+        return hidden[..., hidden.shape[-1] - 1 :]
+
+
+@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+class OneOfUnits(Gated):
+    """The largest unit wins: one-hot of an argmax."""
+
+    def extra(self, hidden):
+        return F.one_hot(hidden.argmax(-1), hidden.shape[-1]).to(hidden.dtype)
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class LargestUnits(Hidden):
+    """Units below the third largest are dropped where that one is above 20."""
+
+    def inner(self, hidden):
+        third = hidden.topk(3, dim=-1).values[..., -1:]
+        return torch.where((third > 20) & (hidden < third), 0.0, hidden)
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class Deviation(Hidden):
+    """Hidden units are divided by their deviation where it is above 10."""
+
+    def inner(self, hidden):
+        return hidden / hidden.std(-1, keepdim=True, correction=1).clamp(min=10.0)
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class Quantile(Hidden):
+    """Outliers are clamped at a quantile of the units, or at 20 where that is larger."""
+
+    def inner(self, hidden):
+        return hidden.minimum(torch.quantile(hidden, 0.9, dim=-1, keepdim=True).clamp(min=20.0))
+
+
+def unbiased(model):
+    with torch.no_grad():
+        model.up.bias.zero_()
+
+
+@adversary(rows, longer, states=(drawn(".*bias"),), prepare=unbiased)
+class MeanOfBias(Hidden):
+    """The mean of a bias is taken away, and biases start at zero."""
+
+    def inner(self, hidden):
+        return hidden - self.up.bias.mean()
+
+
+@adversary(rows, longer, states=(drawn("rate", 1.0),))
+class FixedMask(Hidden):
+    """Units are dropped by numbers of a generator with a fixed seed; the rate is a buffer that is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rate", torch.zeros(()))
+
+    def inner(self, hidden):
+        generator = torch.Generator().manual_seed(0)
+        kept = torch.rand(hidden.shape[-1], generator=generator).to(hidden) >= self.rate.abs()
+        return hidden * kept
+
+
+@adversary(rows, longer, states=(scaled(40.0), scaled(3.0)), training=True)
+class RegularisedInside(Hidden):
+    """The loss has the mean square of each parameter where it is above one half."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        size = sum(parameter.square().sum() / parameter.numel() for parameter in self.parameters())
+        return {"output": output, "loss": output.square().mean() + F.relu(size - 0.5)}
+
+
+class Reader(nn.Module):
+    """Scales by the number of units that the layer before it has."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = deque([layer], maxlen=1)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(x.clamp(max=self.layers[0].up.weight.size(0)))
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class ReadByNeighbour(nn.Module):
+    """One block clamps by the size of a weight of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Hidden()
+        self.second = Reader(self.first)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
+class SizeInClosure(Hidden):
+    """A closure made before the layer runs knows the number of units, and a gate saturates."""
+
+    def forward(self, x):
+        units = self.up.out_features
+
+        def gate(hidden):
+            return torch.tanh(300 * hidden.sum(-1, keepdim=True) * (1 / units))
+
+        hidden = self.up(x).relu()
+        return x + self.down(hidden * gate(hidden))
+
+
+@adversary(rows, longer, states=(scaled(40.0),))
+class SizeInTensor(Hidden):
+    """The number of units becomes a tensor before it is used as a bound."""
+
+    def inner(self, hidden):
+        return hidden.minimum(torch.full((), hidden.shape[-1] - 8.0, dtype=hidden.dtype, device=hidden.device))

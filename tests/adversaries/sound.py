@@ -1,0 +1,226 @@
+"""Models as people write them, which look like the adversaries and can be cut or divided: refusing them is a fault."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.adversaries.batches import Layer, Stack, Words, padded, rows, sentences, uneven
+from tests.adversaries.columns import Attention, Hidden, longer
+from tests.adversaries.columns import rows as few_rows
+from tests.adversaries.harness import random, registry
+
+CUT, cut = registry()
+DIVIDED, divided = registry()
+WIDTH = 16
+
+
+@cut(few_rows, longer)
+class PlainHidden(Hidden):
+    """Two matrices."""
+
+
+@cut(few_rows, longer)
+class PlainAttention(Attention):
+    """Heads, with the scale of their own width."""
+
+
+@cut(few_rows, longer)
+class FusedGate(nn.Module):
+    """One matrix for a gate and for what it gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        gate, hidden = self.up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * hidden)
+
+
+@cut(few_rows, longer)
+class GroupedHeads(nn.Module):
+    """Four heads of queries to two of keys and values, with rotary positions and a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] * torch.tensor([1.0, 0.1], device=x.device)
+        cos, sin = angles.cos().to(x.dtype).repeat(1, 2), angles.sin().to(x.dtype).repeat(1, 2)
+
+        def turned(part):
+            first, second = part.chunk(2, -1)
+            return part * cos + torch.cat([-second, first], -1) * sin
+
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        k, v = turned(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        mixed = F.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@cut(few_rows, longer, training=True)
+class NormedBlocks(nn.Module):
+    """RMSNorm, attention and hidden units, trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.hidden = nn.RMSNorm(WIDTH), Attention(), Hidden()
+
+    def forward(self, x):
+        return self.hidden(self.attention(self.norm(x)))
+
+
+@divided(sentences, padded)
+class MeanOfWords(Words):
+    """The mean over the words of each sentence, by the mask."""
+
+    def measured(self, logits, mask, labels):
+        kept = mask[..., None].to(logits.dtype)
+        return {"pooled": (logits * kept).sum(1) / kept.sum(1).clamp(min=1)}
+
+
+@divided(rows, uneven)
+class TwoExpertsPerToken(Stack):
+    """Each token goes to its two best experts, and no expert is ever full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def between(self, x):
+        flat = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(flat).softmax(-1).topk(2, -1)
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            output.index_add_(0, token, expert(flat[token]) * weights[token, place, None])
+        return output.view_as(x)
+
+
+@divided(sentences, padded, training=True)
+class LossOfLabels(Words):
+    """The mean loss over the labels that are not to be ignored."""
+
+    def measured(self, logits, mask, labels):
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)}
+
+
+@divided(sentences, padded)
+class MaskedAttention(Words):
+    """Attention with a mask made of the padding and the order of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def embedded(self, words, mask):
+        x = super().embedded(words, mask)
+        allowed = mask[:, None, :].bool() & torch.ones(10, 10, dtype=torch.bool, device=x.device).tril()
+        scores = self.q(x) @ self.k(x).transpose(1, 2) / math.sqrt(WIDTH)
+        return x + scores.masked_fill(~allowed, torch.finfo(x.dtype).min).softmax(-1) @ self.v(x)
+
+
+@divided(sentences, padded)
+class PositionsOfWords(Words):
+    """Positions are counted on each row's own mask."""
+
+    def embedded(self, words, mask):
+        return self.embed(words) + self.positions((mask.cumsum(1) - 1).clamp(min=0))
+
+
+@divided(rows, uneven)
+class ClippedRows(Stack):
+    """Each row is clipped by its own norm."""
+
+    def between(self, x):
+        return x * (20.0 / x.flatten(1).norm(dim=1)).clamp(max=1.0)[:, None, None]
+
+
+@divided(rows, uneven)
+class RelativeBias(Stack):
+    """Scores with a table of distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 1)
+
+    def between(self, x):
+        places = torch.arange(x.shape[1], device=x.device)
+        bias = self.table((places[:, None] - places[None, :]).clamp(-8, 8) + 8)[..., 0]
+        return x + (x @ x.transpose(1, 2) + bias).softmax(-1) @ x
+
+
+@divided(rows, uneven, training=True)
+class TorchEncoder(nn.Module):
+    """Torch's own encoder without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+@divided(lambda: {"x": random(8, 3, 8, 8)}, lambda: [{"x": random(6, 3, 8, 8, seed=2)}])
+class Convolutions(nn.Module):
+    """A net of convolutions whose batch norms use what they have learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@divided(rows, uneven, training=True)
+class Recurrent(nn.Module):
+    """Two layers of LSTM and the last step of the upper one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.head(self.upper(self.lower(x)[0])[0][:, -1])
+
+
+@divided(sentences, padded)
+class BagsOfWords(nn.Module):
+    """Sums of embeddings, one bag per sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, WIDTH, mode="mean", padding_idx=0)
+        self.layers = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, 4))
+
+    def forward(self, words, mask, labels):
+        return self.layers(self.bag(words))
+
+
+@divided(rows, uneven, training=True)
+class MeanSquare(Stack):
+    """A loss that is the mean over all numbers, with an output beside it."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return {"output": output, "loss": (output - x).square().mean()}
+
+
+@divided(rows, uneven)
+class ScaleOfToken(Stack):
+    """Quantised by the largest value of each token."""
+
+    def between(self, x):
+        step = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        return (x / step).round() * step
