@@ -18,9 +18,9 @@ from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
 from autoshard.axes.walk import MOST_NUMBERS, Walk, name_of
-from autoshard.capture.changed import changed
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo
+from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.cut_collectives import Collective

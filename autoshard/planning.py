@@ -255,6 +255,18 @@ def _check_usable(request: Request, strategy: str) -> None:
         raise SpecError(f'"disk" computes nothing: leave it out with strategy="{strategy}", or use "balanced".')
 
 
+def _check_inputs_kept(request: Request) -> None:
+    """Refuse to cut a model that writes into its inputs: ranks have copies, and the caller's tensor would stay."""
+    from autoshard.capture.changed import changed_inputs
+
+    for graph in (request.composite, request.profile.graph):
+        for changed in changed_inputs(graph):
+            raise PlanError(
+                f"the model can't be cut: {changed}, which a rank does to its own copy. Let forward work on a clone "
+                'of it, or place modules (strategy="balanced").'
+            )
+
+
 def _replicate(request: Request) -> Plan:
     from autoshard.strategies.data_parallel import data_parallel
 
@@ -276,6 +288,7 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
 def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     from autoshard.strategies.mesh import hybrid
 
+    _check_inputs_kept(request)
     return hybrid(
         request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
         objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
@@ -294,6 +307,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
     from autoshard.strategies.written_cuts import as_written
     from autoshard.stream_cost import compute_devices
 
+    _check_inputs_kept(request)
     profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
     objective, processes = request.objective, request.processes
     even = not processes  # one process runs all ranks on the same local shapes

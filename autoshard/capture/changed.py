@@ -1,38 +1,41 @@
-"""Rows of a graph with other figures: as `dataclasses.replace`, column by column, for thousands of them."""
+"""Inputs that a recorded run writes in place: the caller sees that of one device, and not of several copies."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import compress, count, repeat, starmap
-from operator import attrgetter, ne
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-Row = TypeVar("Row")
+from autoshard.capture.graph import ModelGraph
 
 
-def changed(rows: Sequence[Row], **columns: Sequence[Any]) -> tuple[Row, ...]:
-    """Return rows of a dataclass with slots with other values in some columns; equal rows are kept. Nothing is checked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedInput:
+    """An input tensor that the run writes, and what writes it first: the module path ("" for the root) and the op."""
 
-    changed(graph.values, nbytes=[…])
-    """
-    found = list(rows)
-    before = zip(*(map(attrgetter(name), rows) for name in columns), strict=True)
-    after = zip(*columns.values(), strict=True)
-    at = list(compress(count(), starmap(ne, zip(before, after, strict=True))))
-    if at:
-        kind: Any = type(rows[0])
-        made = list(map(object.__new__, repeat(kind, len(at))))
-        kept = [rows[i] for i in at]
-        for name, put in _slots(kind):
-            column = columns.get(name)
-            values = map(attrgetter(name), kept) if column is None else map(column.__getitem__, at)
-            deque(map(put, made, values), maxlen=0)  # does nothing but call it for all of them
-        for i, row in zip(at, made, strict=True):
-            found[i] = row
-    return tuple(found)
+    name: str
+    module: str
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.op} in {self.module or 'the model itself'} changes {self.name} in place"
 
 
-@cache
-def _slots(kind: type) -> tuple[tuple[str, Callable[[Any, Any], None]], ...]:
-    """What writes each field."""
-    return tuple((name, kind.__dict__[name].__set__) for name in kind.__dict__["__slots__"])
+def changed_inputs(graph: ModelGraph) -> tuple[ChangedInput, ...]:
+    """Input tensors, those in containers and inside of objects too, that an op of the run writes, also by a view."""
+    names: dict[int, str] = {}  # by storage: inputs that share one are changed together
+    for node in graph.fx_graph.nodes:
+        if node.op == "placeholder" and node.meta.get("kind") == "input":
+            names.setdefault(graph.values[node.meta["value"]].storage, _named(node.meta["name"]))
+    found: dict[str, ChangedInput] = {}
+    for op in graph.ops:
+        for value in op.mutates:
+            name = names.get(graph.values[value].storage)
+            if name is not None and name not in found:
+                kind = getattr(op.target, "overloadpacket", op.target)
+                found[name] = ChangedInput(name=name, module=graph.calls[op.call].path, op=kind.__name__)
+    return tuple(found.values())
+
+
+def _named(path: str) -> str:
+    """The name of an input for people; `path` is where it is in (args, kwargs)."""
+    place, _, name = path.partition(".")
+    if place == "inside_an_object":
+        return "a tensor inside an object that is an input"
+    return f"input {name}" if place == "1" else f"positional input {name}"

@@ -15,10 +15,10 @@ from math import ceil, prod
 import numpy as np
 
 from autoshard.batching import BatchAxis
-from autoshard.capture.changed import changed
 from autoshard.capture.columns import columns_of, take_columns
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo
 from autoshard.capture.latest import Latest
+from autoshard.capture.replaced import changed
 from autoshard.profile.profile import Profile
 from autoshard.sharding import coordinates_of
 
