@@ -29,7 +29,7 @@ def main() -> None:
     expected = model.generate(prompt, **settings)
     logits = model(prompt).logits
 
-    # Nobody said what can be cut: it is found in the model's own ops, and proved on random values.
+    # Nobody said what can be cut: it is found in the model's own ops, and checked.
     devices = {f"cpu:{rank}": "1GiB" for rank in range(max(2, processes))}
     plan = autoshard.plan(
         model, devices, inputs={"input_ids": prompt}, strategy="column-parallel", objective="memory"

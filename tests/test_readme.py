@@ -1,5 +1,7 @@
-"""The README is true: its Python blocks run, in order, and its commands exist."""
+"""README.md is true: its Python runs and prints what it shows, its picture is the command's output, its commands exist."""
 
+import html
+import importlib.util
 import pathlib
 import re
 
@@ -9,13 +11,35 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-def test_python_blocks_run(tmp_path, monkeypatch):
+def test_python_runs_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_python(README) >= 5
+    assert run_python(README) == 1
+    assert capsys.readouterr().out == blocks(README.read_text(), "text")[0]
+
+
+def test_the_picture_is_what_the_command_prints():
+    specification = importlib.util.spec_from_file_location("terminal", ROOT / "docs" / "figures" / "terminal.py")
+    terminal = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(terminal)
+    shown = re.findall(r"<text [^>]*>(.*?)</text>", terminal.PICTURE.read_text())
+    shown = "".join(html.unescape(piece) for piece in shown)
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", terminal.printed())
+    hint = "the picture is old: python docs/figures/terminal.py"
+    assert _letters(f"$ {terminal.COMMAND}{printed}") in _letters(shown), hint
+    assert terminal.COMMAND in blocks(README.read_text(), "sh")[0]
+
+
+def _letters(text: str) -> str:
+    """Without spaces, which a picture has elsewhere."""
+    return re.sub(r"\s", "", text)
+
+
+def test_it_is_short():
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_commands_exist():
-    assert check_commands(README.read_text()) >= 5
+    assert check_commands(README.read_text().replace("pip install -e . && ", "")) >= 1
 
 
 def test_links_lead_somewhere():
