@@ -21,6 +21,7 @@ from autoshard import nested
 from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, walk_all
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import Call, calls_of, capture
+from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
@@ -71,6 +72,11 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
     """
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
+        for changed in changed_inputs(question.graph):
+            raise PlanError(
+                f"the batch of {type(model).__name__} can't be divided: {changed}, which a part of the batch does to "
+                "its own. Let forward work on a clone of it."
+            )
         refused, packed, tried = "", "", -1
         for batch, rows in _guesses(question):
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed

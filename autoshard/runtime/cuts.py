@@ -30,7 +30,8 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
-from autoshard.runtime.rank_tensor import RanksMode, RankTensor, collect, give
+from autoshard.runtime.given import Given
+from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, memory_of
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import (
@@ -342,8 +343,18 @@ def _ordinary(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Enter a forward of `module` on all ranks of this process, and return its arguments, given to each of them."""
     ordinary = _ordinary(args, kwargs)
-    given = map_tensors((args, kwargs), lambda tensor: give(tensor, devices))
-    RanksMode(devices, ordinary[0].device if ordinary else devices[0], module).__enter__()
+    made: dict[int, torch.Tensor] = {}  # what is given twice stays one tensor
+    for tensor in ordinary:
+        if id(tensor) not in made:
+            made[id(tensor)] = give(tensor, devices)
+    given = map_tensors((args, kwargs), lambda tensor: made.get(id(tensor), tensor))
+    home = ordinary[0].device if ordinary else devices[0]
+    mode = RanksMode(devices, home, module)
+    mode.containers = Given(given, tensors=False)
+    mode.inputs = {
+        memory_of(made[id(tensor)]): path for path, tensor in tensors_in((args, kwargs)) if id(tensor) in made
+    }
+    mode.__enter__()
     return given
 
 
@@ -359,4 +370,6 @@ class Leave:
         if not isinstance(mode, RanksMode) or mode.began is not module:
             return None
         mode.__exit__(None, None, None)
+        if result is not None:
+            mode.containers.check(type(module).__name__, OF_RANKS)
         return map_tensors(result, lambda tensor: collect(tensor, mode.home))

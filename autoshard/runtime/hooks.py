@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autoshard import torch_private
+from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
 from autoshard.runtime.gather import gather, is_inference, scatter
@@ -253,7 +254,18 @@ class Hook:
             set_current(guard.current, call.previous_device)
         for source, copy, version in call.copied:
             if copy._version != version:
+                self.check_alone(source, call)
                 self.runtime.copies.write_back(source, copy)
+
+    def check_alone(self, written: torch.Tensor, call: Call) -> None:
+        """Raise `ApplyError` if another argument has memory of the one that was written: its copy has old values."""
+        for source, _, _ in call.copied:
+            if source is not written and torch_private.share_memory(source, written):
+                raise ApplyError(
+                    f"{self.path or 'the model'} changes an argument of shape {list(written.shape)} in place, and "
+                    f"another one, of shape {list(source.shape)}, is a view of the same memory. They were copied to "
+                    f"{self.home} one by one, so the other one kept old values. Give it copies (clone())."
+                )
 
 
 class RootHook(Hook):

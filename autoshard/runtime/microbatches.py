@@ -23,11 +23,15 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device, send
+from autoshard.runtime.given import Given
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
+
+OF_PARTS = "it runs in parts of its batch, of which each has its own"
+"""Why changes of arguments can't be seen by the caller."""
 
 
 def division_of(plan: Plan) -> Division | None:
@@ -96,7 +100,9 @@ class Divide:
         for index, part in enumerate(parts[:-1]):
             written.begin()
             left.begin()
+            given = Given((part.args, part.kwargs))
             outputs.append(module.forward(*part.args, **part.kwargs))
+            given.check(type(module).__name__, OF_PARTS)
             left.end(index)
         written.begin()
         left.begin()

@@ -30,10 +30,11 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.freshness import versions
+from autoshard.runtime.given import Given
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.merging import merge
-from autoshard.runtime.microbatches import Divide
+from autoshard.runtime.microbatches import OF_PARTS, Divide
 from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import shares_of
@@ -79,8 +80,10 @@ class Scatter(Divide):
         replicas, left = self.replicas.ready(module), LeftBehind(self.division.batch, module)
         for index, (replica, (own_args, own_kwargs)) in enumerate(zip(replicas, given, strict=False), 1):
             left.begin(replica.root, functools.partial(copy_tensor, device=replica.device))
+            known = Given((own_args, own_kwargs))
             with _current(replica.device):
                 outputs.append(replica.root.forward(*own_args, **own_kwargs))
+            known.check(type(module).__name__, OF_PARTS)
             left.end(index, replica.root)
         left.begin(move=functools.partial(copy_tensor, device=devices[0]))
         call.parts = parts, outputs, replicas[len(parts) - 2], left

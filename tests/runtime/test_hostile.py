@@ -1,0 +1,148 @@
+"""Models that ask for what one process does not give when it runs them in parts, cut or placed: refused, never wrong.
+
+`outcome` plans, applies and calls a model, and compares outputs and what became of the inputs with the original's.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.errors import AutoshardError
+from autoshard.nested import tensors_in
+from autoshard.workload import Workload
+
+WIDTH = 16
+SETTINGS = {
+    "pipeline": {"objective": "throughput", "num_microbatches": 2},
+    "column-parallel": {"objective": "memory"},
+    "data-parallel": {"objective": "throughput"},
+}
+
+
+class Blocks(nn.Module):
+    """Two residual blocks, which every strategy can place, cut or divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        self.second = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+
+    def forward(self, x):
+        return self.second(x + self.first(x))
+
+
+def rows(count=8, seed=1):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def applied(model_class, given, strategy, training=False):
+    """The model as the strategy has it; a map puts the two blocks on two devices."""
+    torch.manual_seed(3)
+    model = model_class().train(training)
+    if strategy == "map":
+        return autoshard.apply(model, {"first": "cpu:0", "second": "cpu:1"})
+    workload = Workload(mode="training" if training else "inference")
+    settings = SETTINGS.get(strategy, {})
+    devices = ["cpu:0", "cpu:1"]
+    return autoshard.apply(model, devices, inputs=given, strategy=strategy, workload=workload, **settings)
+
+
+def outcome(model_class, given, strategy, later=None):
+    """Return "equal", or the message of the refusal; `later`: how it is called, else as it was planned for."""
+    torch.manual_seed(3)
+    original = model_class().eval()
+    with autoshard.simulate("2x64MiB"), torch.no_grad():
+        try:
+            model = applied(model_class, copy.deepcopy(given), strategy)
+            expected, ours = copy.deepcopy(later or given), copy.deepcopy(later or given)
+            for _ in range(2):
+                same(call(model, ours), call(original, expected))
+                same(ours, expected)
+            autoshard.remove(model)
+            same(call(model, ours), call(original, expected))
+        except AutoshardError as error:
+            return str(error)
+    return "equal"
+
+
+def call(model, given):
+    return model(**given) if isinstance(given, dict) else model(*given)
+
+
+def same(found, expected):
+    assert type(found) is type(expected)
+    found, expected = dict(tensors_in(found)), dict(tensors_in(expected))
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        torch.testing.assert_close(found[path].cpu(), tensor, rtol=1e-5, atol=1e-5, msg=lambda m, at=path: f"{at}: {m}")
+
+
+class WritesInput(Blocks):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class WritesLate(Blocks):
+    """It writes when it is told to, after it was planned."""
+
+    writing = False
+
+    def forward(self, x):
+        if self.writing:
+            x.view(-1)[:4] = 0
+        return super().forward(x)
+
+
+class WritesOneOfTwo(Blocks):
+    def forward(self, x, y):
+        return self.first(x.add_(1)) + self.second(y)
+
+
+class ChangesDict(Blocks):
+    def forward(self, batch):
+        batch["hidden"] = self.first(batch["x"])
+        return self.second(batch["hidden"])
+
+
+@pytest.mark.parametrize("strategy", ["map", "pipeline", "column-parallel", "data-parallel"])
+def test_an_input_that_is_written(strategy):
+    found = outcome(WritesInput, (rows(),), strategy)
+    assert found == "equal" if strategy == "map" else "mul_ in the model itself changes positional input 0" in found
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
+def test_an_input_that_only_a_later_call_writes(strategy):
+    with autoshard.simulate("2x64MiB"), torch.no_grad():
+        model, x = applied(WritesLate, (rows(),), strategy), rows()
+        model(x)
+        torch.testing.assert_close(x, rows())
+        model.writing = True
+        with pytest.raises(autoshard.ApplyError, match="changes its positional argument 0 in place"):
+            model(x)
+
+
+def test_an_input_that_only_a_later_call_of_a_cut_model_writes():
+    with autoshard.simulate("2x64MiB"), torch.no_grad():
+        model, x = applied(WritesLate, (rows(),), "column-parallel"), rows()
+        model.writing = True
+        with pytest.raises(autoshard.ApplyError, match="forward of WritesLate changes its positional argument 0"):
+            model(x)
+        torch.testing.assert_close(x, rows())
+
+
+def test_one_memory_given_twice():
+    x = rows()
+    assert outcome(WritesOneOfTwo, (x, x), "map") == "equal"
+    with autoshard.simulate("2x64MiB"), torch.no_grad():
+        model = applied(WritesOneOfTwo, (rows(), rows()), "map")
+        with pytest.raises(autoshard.ApplyError, match="is a view of the same memory"):
+            model(x, x.view(8, WIDTH))
+
+
+@pytest.mark.parametrize("strategy", ["map", "pipeline", "column-parallel", "data-parallel"])
+def test_a_dict_that_the_forward_changes(strategy):
+    found = outcome(ChangesDict, {"batch": {"x": rows()}}, strategy)
+    assert found == "equal" if strategy == "map" else "changes its argument batch in place" in found
