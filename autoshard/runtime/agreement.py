@@ -4,19 +4,20 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 """
 
 import hashlib
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import RankError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import stored_tensors
-from autoshard.runtime.collectives import ProcessRanks, Ranks, lost
+from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.departed import Process, this_process
+from autoshard.runtime.meeting import meet
 from autoshard.runtime.moves import named_tensors
 from autoshard.sharding import Cut
 
@@ -58,6 +59,15 @@ def _generators(device: torch.device | None) -> Any:
     return torch.get_device_module(device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What rank 0 finds. `problem`: what is wrong, if anything is; `random`: the generators of rank 0."""
+
+    problem: str = ""
+    processes: tuple[Process, ...] = ()
+    random: tuple[torch.Tensor, ...] = ()
+
+
 def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torch.device | None = None) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
@@ -66,23 +76,38 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
     """
     if isinstance(ranks, ProcessRanks):
         mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
-        mark = replace(mark, process=this_process())
-        marks: list[Mark] = [mark] * ranks.size
+        mark = replace(mark, process=this_process(), random=mark.random if ranks.rank == 0 else ())
+        size, known = ranks.size, ranks.processes
         try:
-            dist.all_gather_object(marks, mark, group=ranks.group)
-        except RuntimeError as problem:
-            raise (error or lost(ranks, problem)) from problem
-        ranks.processes[:] = [one.process for one in marks if one.process is not None]
-        if error is None:
-            _compare(marks)
-        if error is None and marks[0].random:
-            first, *others = marks[0].random
+            word = meet(ranks.name, ranks.rank, size, pickle.dumps(mark), lambda words: _decided(words, size), known)
+        except RankError as problem:
+            raise (error or problem) from problem
+        verdict: _Verdict = pickle.loads(word)
+        if verdict.processes:
+            ranks.processes[:] = verdict.processes
+        if error is None and verdict.problem:
+            raise RankError(verdict.problem)
+        if error is None and verdict.random:
+            first, *others = verdict.random
             torch.set_rng_state(first)
             own = _generators(device)
             if own is not None and others:
                 own.set_rng_state(others[0], device)
     if error is not None:
         raise error
+
+
+def _decided(words: Mapping[int, bytes], size: int) -> bytes | None:
+    """The verdict on the marks of all ranks, or as soon as one has an error."""
+    marks: dict[int, Mark] = {rank: pickle.loads(word) for rank, word in words.items()}
+    failed = next((rank for rank, mark in sorted(marks.items()) if mark.error), None)
+    if failed is not None:
+        return pickle.dumps(_Verdict(problem=f"rank {failed} can't take part: {marks[failed].error}"))
+    if len(marks) < size:
+        return None
+    every = [marks[rank] for rank in range(size)]
+    processes = tuple(mark.process for mark in every if mark.process is not None)
+    return pickle.dumps(_Verdict(problem=_compared(every), processes=processes, random=every[0].random))
 
 
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
@@ -97,10 +122,8 @@ def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -
     agree(ranks, Mark(), error)
 
 
-def _compare(marks: list[Mark]) -> None:
-    for rank, mark in enumerate(marks):
-        if mark.error:
-            raise RankError(f"rank {rank} can't take part: {mark.error}")
+def _compared(marks: Sequence[Mark]) -> str:
+    """What differs between the ranks; nothing: ""."""
     for what, remedy in (
         ("plan", "Start all ranks with the same plan file."),
         ("model", "Build the same model on all ranks."),
@@ -111,7 +134,8 @@ def _compare(marks: list[Mark]) -> None:
             verb = "has another" if len(differing) == 1 else "have another"
             verb = verb.replace("another", "other") if what == "weights" else verb
             listed = ", ".join(map(str, differing))
-            raise RankError(f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank 0. {remedy}")
+            return f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank 0. {remedy}"
+    return ""
 
 
 def _sampled(model: nn.Module) -> str:

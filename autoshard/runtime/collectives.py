@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError
-from autoshard.runtime.departed import Process, find_departed
+from autoshard.runtime.departed import Process, find_gone, said_of
 from autoshard.sharding import coordinates_of, kept, resized
 
 
@@ -127,6 +127,11 @@ class ProcessRanks:
             )
         return group
 
+    @property
+    def name(self) -> str:
+        """The name of the group, the same on all of its ranks."""
+        return str(getattr(self.known(), "group_name", ""))
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
         self._call(dist.all_reduce, tensor)
@@ -187,14 +192,10 @@ class ProcessRanks:
 
 def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     """Describe a collective that failed: mostly because another process ended, or waits for something else."""
+    gone = find_gone(ranks.processes, ranks.name, ranks.rank)
+    if gone is not None:
+        return RankError(said_of(ranks.rank, gone))
     reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-    departed = find_departed(ranks.processes, str(getattr(ranks.group, "group_name", "")))
-    if departed:
-        names, have = ", ".join(map(str, departed)), "s" if len(departed) > 1 else ""
-        return RankError(
-            f"rank {ranks.rank} lost rank{have} {names} in a collective: {'those' if have else 'that'} process"
-            f"{'es' if have else ''} ended ({reason}). Look at what it said last, then start all ranks again."
-        )
     others = [str(rank) for rank in range(ranks.size) if rank != ranks.rank]
     who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
     return RankError(

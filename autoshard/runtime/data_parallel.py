@@ -32,12 +32,21 @@ from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.cuts import apply_cuts, remove_cuts
+from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import is_accelerator
+from autoshard.runtime.groups import end_groups, group_of
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.moves import move_tensors, named_tensors
-from autoshard.runtime.sharded import Replaced, check_shardable, is_sharded, no_sync, shard, unshard
-from autoshard.runtime.staged import group_of
+from autoshard.runtime.sharded import (
+    Replaced,
+    check_shardable,
+    forget_whole,
+    is_sharded,
+    no_sync,
+    shard,
+    unshard,
+    unshard_failed,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +57,7 @@ class ReplicaRecord:
         ranks: all processes of the plan; `replicas`: those that have the same part of the model.
         device: where this process computes; `originals`: name -> device it was on before.
         replaced: parameters that were replaced by sharded ones; `handles`: undo the hooks.
+        made: groups that were made for this model.
     """
 
     plan: Plan
@@ -57,6 +67,7 @@ class ReplicaRecord:
     originals: dict[str, torch.device]
     replaced: list[Replaced] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    made: list[ProcessRanks] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
         return self  # a copy of the model runs on the same processes
@@ -88,8 +99,7 @@ def apply_replicas(
     assert device is not None and mesh is not None
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
     if plan.cuts:
-        tensor_ranks, record.replicas = _groups(mesh, ranks)
-        apply_cuts(model, plan.cuts, tensor_ranks, device=device, results=plan.results)
+        _cut_replica(model, record)
         average_gradients(model, record)
         return model
     undo = None
@@ -100,26 +110,60 @@ def apply_replicas(
     try:
         agree(ranks, Mark(), error)
         if mesh.sharded:
-            record.replaced, used = shard(model, plan, ranks, device)
-            record.handles += used.handles
+            _shard_replica(model, record)
     except BaseException:
         if undo is not None:
             undo()
         raise
-    if mesh.sharded:
-        known = frozenset(name for name, _ in model.named_parameters())
-        record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
-        _offer_no_sync(model, functools.partial(no_sync, model))
-    else:
+    if not mesh.sharded:
         average_gradients(model, record)
     return model
 
 
-def _groups(mesh: Mesh, ranks: ProcessRanks) -> tuple[ProcessRanks, ProcessRanks]:
+def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
+    """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
+    mesh, ranks, error = record.plan.mesh, record.ranks, None
+    assert mesh is not None
+    tensor_ranks, record.replicas = _groups(mesh, ranks, record.made)
+    try:
+        try:
+            apply_cuts(model, record.plan.cuts, tensor_ranks, device=record.device, results=record.plan.results)
+        except Exception as found:
+            error = found
+        agree(ranks, Mark(), error)
+    except BaseException:
+        if cut_record(model) is not None:
+            remove_cuts(model)
+        end_groups(record.made)
+        raise
+
+
+def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
+    """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
+    error: Exception | None = None
+    known = frozenset(name for name, _ in model.named_parameters())
+    try:
+        try:
+            used = shard(model, record.plan, record.ranks, record.device, record.replaced)
+            record.handles += used.handles
+        except Exception as found:
+            error = found
+        agree(record.ranks, Mark(), error)
+    except BaseException:
+        unshard_failed(model, record.replaced)
+        for handle in record.handles:
+            handle.remove()
+        raise
+    forget_whole(record.replaced)
+    record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
+    _offer_no_sync(model, functools.partial(no_sync, model))
+
+
+def _groups(mesh: Mesh, ranks: ProcessRanks, made: list[ProcessRanks]) -> tuple[ProcessRanks, ProcessRanks]:
     """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
     replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
     alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
-    return group_of(replicas, ranks), group_of(alike, ranks)
+    return group_of(replicas, ranks, made), group_of(alike, ranks, made)
 
 
 def check_replicas(model: nn.Module, plan: Plan) -> None:
@@ -133,7 +177,12 @@ def check_replicas(model: nn.Module, plan: Plan) -> None:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta:
-            raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
+            why = (
+                ", and sharded replicas are made of a whole one on each process"
+                if plan.mesh and plan.mesh.sharded
+                else ""
+            )
+            raise ApplyError(f"{name} has no data: it is on the meta device{why}. Load the weights first.")
 
 
 def average_gradients(model: nn.Module, record: ReplicaRecord) -> None:
@@ -186,7 +235,9 @@ def remove_replicas(model: nn.Module) -> nn.Module:
     else:
         stop_averaging(model)
     if record.plan.cuts:
-        return remove_cuts(model)
+        remove_cuts(model)
+        end_groups(record.made)
+        return model
     tensors = named_tensors(model)
     move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
     return model

@@ -62,6 +62,15 @@ def set_current(device: torch.device, index: int) -> None:
     torch.get_device_module(device.type).set_device(index)
 
 
+def make_current(device: torch.device) -> None:
+    """Let this process compute on a device from now on: collectives of NCCL, of torch itself too, use the current one.
+
+    The one place where it is set for a process of its own; before any collective.
+    """
+    if is_accelerator(device) and device.index is not None and current_index(device) is not None:
+        set_current(device, device.index)
+
+
 def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device; differentiable. Expanded dimensions are copied once and expanded again.
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import ApplyError, PlanError, first_line
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
-from autoshard.runtime.devices import check_copies, resolve_device
+from autoshard.runtime.devices import check_copies, make_current, resolve_device
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
@@ -118,9 +118,11 @@ def own_place(
     if problem is not None:
         return None, problem
     try:
-        return _own_device(plan, ranks.rank), None
-    except ApplyError as error:
-        return None, error
+        device = _own_device(plan, ranks.rank)
+        make_current(device)
+    except (ApplyError, RuntimeError) as error:
+        return None, error if isinstance(error, ApplyError) else ApplyError(first_line(error))
+    return device, None
 
 
 def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:

@@ -11,7 +11,6 @@ model            parts at several positions: its code runs everywhere
 import weakref
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.module_paths import above, is_container, join
@@ -54,7 +53,7 @@ def install(model: nn.Module, record: PipelineRecord, positions: dict[str, int])
 
     `positions`: name of every parameter and buffer -> pipeline position of its stage.
     """
-    wire = Wire(record, _control_group(record))
+    wire = Wire(record)
     following = Following(record=record, wire=wire, divide=divide_of(record.plan))
     outermost, mixed = _places(model, positions)
     followers = []
@@ -93,20 +92,3 @@ def _places(model: nn.Module, positions: dict[str, int]) -> tuple[dict[str, int]
         else:
             mixed.add(path)
     return outermost, mixed
-
-
-def _control_group(record: PipelineRecord) -> object:
-    """A group for headers and words, which are on the CPU; all processes of the plan call it."""
-    group = record.across.group
-    if dist.get_backend(group) == "gloo":
-        return group
-    mesh = record.plan.mesh
-    assert mesh is not None
-    own: object = None
-    for data in range(mesh.data):
-        for tensor in range(mesh.tensor):
-            members = [mesh.rank(data=data, pipeline=at, tensor=tensor) for at in range(mesh.pipeline)]
-            made = dist.new_group(members, backend="gloo")
-            if record.ranks.rank in members:
-                own = made
-    return own

@@ -23,7 +23,8 @@ class PipelineRecord:
 
     Attributes:
         ranks: all processes of the plan; `across`: those of this replica and tensor rank, by pipeline position;
-            `replicas`: those that have the same part of the model, None without replicas.
+            `replicas`: those that have the same part of the model, None without replicas; `control`: as `across`, for
+            tensors on the CPU; `made`: groups that were made for this model.
         replica, position, tensor_rank: of this process (`Mesh.place`).
         stages: numbers of the stages that this process runs, ascending.
         holders: name of every parameter and buffer, tied ones under each name -> positions that have it, the owner
@@ -37,6 +38,8 @@ class PipelineRecord:
     ranks: ProcessRanks
     across: ProcessRanks
     replicas: ProcessRanks | None = None
+    control: ProcessRanks | None = None
+    made: list[ProcessRanks] = field(default_factory=list)
     replica: int
     position: int
     tensor_rank: int

@@ -37,10 +37,10 @@ class Replaced:
     device: torch.device
 
 
-def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device) -> "tuple[list[Replaced], Used]":
-    """Let every rank keep its part of each parameter; returns what was replaced, and what follows their use.
+def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device, replaced: list[Replaced]) -> "Used":
+    """Let every rank keep its part of each parameter; returns what follows their use, and fills `replaced`.
 
-    All ranks call it, after `check_shardable`.
+    All ranks call it, after `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -48,23 +48,32 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     modules = dict(model.named_modules())
     blocks = [path for stage in plan.stages for path in stage.paths]
     mesh = DeviceMesh.from_group(ranks.group, device.type)
-    replaced: list[Replaced] = []
     for module in (*(modules[path] for path in blocks), model):
-        before = _parameters(module, {id(one.parameter) for one in replaced})
+        replaced += _parameters(module, {id(one.parameter) for one in replaced})
         engine = fully_shard(module, mesh=mesh)
         engine.set_custom_all_gather(_Gather(ranks))
         engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
-        for one in before:
-            _let_go(one.parameter)
-        replaced += before
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    for one in replaced:
-        vars(one.parameter)[_MARK] = True
     used = Used(model, replaced, ranks)
     _followed.append(weakref.ref(used, _followed.remove))
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
-    return replaced, used
+    return used
+
+
+def forget_whole(replaced: Sequence[Replaced]) -> None:
+    """Free the memory of the whole parameters, once all ranks have sharded theirs."""
+    for one in replaced:
+        _let_go(one.parameter)
+        vars(one.parameter)[_MARK] = True
+
+
+def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
+    """Undo what `shard` did, also half-way, while the whole parameters are there; nobody else is asked."""
+    torch_private.undo_fully_shard(model)
+    for one in replaced:
+        for module, name in one.places:
+            module._parameters[name] = one.parameter
 
 
 @dataclass(frozen=True, slots=True)

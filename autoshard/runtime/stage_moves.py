@@ -58,11 +58,11 @@ class Wire:
         unlike: what of the published was expected to be otherwise.
     """
 
-    def __init__(self, record: PipelineRecord, control: Any) -> None:
+    def __init__(self, record: PipelineRecord) -> None:
         self.record = record
         self.position, self.device = record.position, record.device
         self.ranks: ProcessRanks = record.across
-        self.control = control
+        self.control: ProcessRanks = record.control or record.across
         self.rules, self.remembered = ShapeRules(), Remembered()
         self.inside: int | None = None
         self.watched, self.path, self.kind = False, "", Kind()
@@ -121,7 +121,7 @@ class Wire:
         """Return a tensor as an ordinary one that all processes have. All of them call this, and `check` at the end."""
         value = tensor.value
         header = self._header(value, shape_of(tensor)) if value is not None else self._header(None, None)
-        self._call(dist.broadcast, header, group=self.control, group_src=tensor.position)
+        self._call(dist.broadcast, header, group=self.control.group, group_src=tensor.position)
         shape, problem = self._read(header, tensor.position, shape_of(tensor))
         self.unlike = self.unlike or problem
         if value is not None:
@@ -140,10 +140,12 @@ class Wire:
             raise RankError(problem)
 
     def send(self, tensor: torch.Tensor, position: int) -> None:
-        """Send a tensor; its memory is kept until it is gone."""
+        """Send a tensor as it is now: what is written to it later, while it is still on the way, is not received."""
         flat = _flat(tensor)
+        if flat.numel() and flat.data_ptr() == tensor.data_ptr():
+            flat = flat.clone()
         header = self._header(tensor, shape_of(tensor))
-        works = [self._call(dist.isend, header, group=self.control, group_dst=position)]
+        works = [self._call(dist.isend, header, group=self.control.group, group_dst=position)]
         if flat.numel():
             works.append(self._call(dist.isend, flat.view(torch.uint8), group=self.ranks.group, group_dst=position))
         self._sent.append((works, [header, flat]))
@@ -153,7 +155,7 @@ class Wire:
     def receive(self, position: int, expected: Shape) -> torch.Tensor:
         """Receive the tensor that a position sends next. Raises `RankError` if it is not of the expected shape."""
         header = torch.empty(_HEADER, dtype=torch.int64)
-        self._call(dist.recv, header, group=self.control, group_src=position)
+        self._call(dist.recv, header, group=self.control.group, group_src=position)
         shape, problem = self._read(header, position, expected)
         if problem:
             raise RankError(problem)
@@ -185,7 +187,7 @@ class Wire:
 
     def _broadcast_bytes(self, data: bytearray, position: int) -> None:
         buffer = torch.frombuffer(data, dtype=torch.uint8)
-        self._call(dist.broadcast, buffer, group=self.control, group_src=position)
+        self._call(dist.broadcast, buffer, group=self.control.group, group_src=position)
 
     def share_generator(self, position: int) -> None:
         """A position drew random numbers: all go on from where its generator is."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError
@@ -27,6 +26,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.follow import Installed, install
+from autoshard.runtime.groups import control_group, end_groups, group_of
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, mark_of_stages
 from autoshard.sharding import Cut, Results
@@ -43,10 +43,8 @@ def apply_stages(
     `device`: where this process computes, None if `problem` says why this rank can't go on. Raises `PlanError`,
     `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
     """
-    undo: Undo | None = None
     tensors = named_tensors(model)
-    mark = Mark()
-    error = problem
+    mark, error = Mark(), problem
     record: PipelineRecord | None = None
     try:
         if problem is None:
@@ -63,26 +61,50 @@ def apply_stages(
     assert record is not None and plan.mesh is not None and device is not None
     tensor_ranks = _make_groups(plan.mesh, ranks, record)
     if plan.mesh.data > 1:  # replicas draw random numbers of their own
-        agree(record.across, mark_of(model, (), device), device=device)
+        agree(record.across, Mark(random=mark_of(model, (), device).random), device=device)
+    undo: Undo | None = None
+    marked = Marked(record)
     try:
         try:
             undo = move_tensors(tensors, _resting(record, tensors))
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
-        if tensor_ranks is not None:
-            cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
-            apply_cuts(model, cuts, tensor_ranks, absent=absent, results=own_results(plan, cuts))
+        try:
+            if tensor_ranks is not None:
+                cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
+                apply_cuts(model, cuts, tensor_ranks, absent=absent, results=own_results(plan, cuts))
+            _hook(model, marked, tensors)
+        except Exception as found:
+            error = found
+        agree(ranks, Mark(), error)  # other ranks than those that cut the same stage must hear of it, too
     except BaseException:
+        _unhook(model, marked)
+        if cut_record(model) is not None:
+            remove_cuts(model)
         if undo is not None:
             undo()
+        end_groups(record.made)
         raise
-    marked = Marked(record)
+    return model
+
+
+def _hook(model: nn.Module, marked: Marked, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let the model follow the others in its forward, and norms count them."""
+    record = marked.record
+    assert record.plan.mesh is not None
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
-    stages = stage_of_tensors(plan, tensors)
-    marked.handles.append(install(model, record, {name: at % plan.mesh.pipeline for name, at in stages.items()}))
-    return model
+    positions = record.plan.mesh.pipeline
+    stages = stage_of_tensors(record.plan, tensors)
+    marked.handles.append(install(model, record, {name: at % positions for name, at in stages.items()}))
+
+
+def _unhook(model: nn.Module, marked: Marked) -> None:
+    """Undo `_hook`."""
+    forget_norms(model)
+    for handle in marked.handles:
+        handle.remove()
 
 
 def remove_stages(model: nn.Module) -> nn.Module:
@@ -102,9 +124,8 @@ def remove_stages(model: nn.Module) -> nn.Module:
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
-    forget_norms(model)
-    for handle in marked.handles:
-        handle.remove()
+    _unhook(model, marked)
+    end_groups(record.made)
     return model
 
 
@@ -206,14 +227,16 @@ def _mark(model: nn.Module, plan: Plan, device: torch.device) -> Mark:
 def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> ProcessRanks | None:
     """Make the groups along the mesh, and return the ranks that share this stage if several do; all ranks call it."""
     if mesh.size == mesh.pipeline:
+        record.control = control_group([list(range(mesh.size))], ranks, record.across, record.made)
         return None
     data, pipeline, tensor = range(mesh.data), range(mesh.pipeline), range(mesh.tensor)
     across = [[mesh.rank(data=d, pipeline=p, tensor=t) for p in pipeline] for d in data for t in tensor]
     replicas = [[mesh.rank(data=d, pipeline=p, tensor=t) for d in data] for p in pipeline for t in tensor]
     sharing = [[mesh.rank(data=d, pipeline=p, tensor=t) for t in tensor] for d in data for p in pipeline]
-    record.across = group_of(across, ranks)
-    record.replicas = group_of(replicas, ranks) if mesh.data > 1 else None
-    return group_of(sharing, ranks) if mesh.tensor > 1 else None
+    record.across = group_of(across, ranks, record.made)
+    record.replicas = group_of(replicas, ranks, record.made) if mesh.data > 1 else None
+    record.control = control_group(across, ranks, record.across, record.made)
+    return group_of(sharing, ranks, record.made) if mesh.tensor > 1 else None
 
 
 def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:
@@ -256,17 +279,6 @@ def skeleton_of(model: nn.Module) -> nn.Module:
                 nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
             )
     return copy.deepcopy(model, memo)
-
-
-def group_of(lists: Sequence[Sequence[int]], ranks: ProcessRanks) -> ProcessRanks:
-    """Make a group of each list of ranks and return the one that this process is in; all ranks call it."""
-    own: Any = None
-    for members in lists:
-        group = dist.new_group(list(members))
-        if ranks.rank in members:
-            own = ProcessRanks.of(group)
-            own.processes[:] = [ranks.processes[member] for member in members]
-    return own
 
 
 def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.device]:
