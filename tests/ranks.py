@@ -38,10 +38,11 @@ class RankFailed(AssertionError):
     """A process raised, or did not come to an end."""
 
 
-def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, group_seconds=30.0):
+def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, lost=None, group_seconds=30.0):
     """Call `function(*args)` on every rank; returns the results by rank. Raises `RankFailed` with the traceback.
 
-    `may_die`: a process that ends without a result gives None. `group_seconds`: how long one rank waits for another,
+    `may_die`: a process that ends without a result gives None; `lost`: so does this rank, which nobody waits for, and
+    which is killed at the end. `group_seconds`: how long one rank waits for another,
     such as one that plans.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -56,8 +57,10 @@ def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, grou
             pipes.append(receive)
             processes.append(process)
         try:
-            return _collect(pipes, time.monotonic() + timeout_seconds, may_die)
+            return _collect(pipes, time.monotonic() + timeout_seconds, may_die, lost)
         finally:
+            if lost is not None:
+                processes[lost].kill()
             for process in processes:
                 process.join(2)
                 if process.is_alive():
@@ -65,9 +68,12 @@ def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, grou
                     process.join()
 
 
-def _collect(pipes, deadline, may_die):
+def _collect(pipes, deadline, may_die, lost):
     results = []
     for rank, pipe in enumerate(pipes):
+        if rank == lost:
+            results.append(None)
+            continue
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
             raise RankFailed(f"rank {rank} did not come to an end")
         try:

@@ -5,6 +5,7 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 
 import hashlib
 import pickle
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,10 +62,14 @@ def _generators(device: torch.device | None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What rank 0 finds. `problem`: what is wrong, if anything is; `random`: the generators of rank 0."""
+    """What rank 0 finds. `problem`: what is wrong, if anything is; `random`: the generators of rank 0.
+
+    `processes`, `token`: see `Peers`.
+    """
 
     problem: str = ""
     processes: tuple[Process, ...] = ()
+    token: str = ""
     random: tuple[torch.Tensor, ...] = ()
 
 
@@ -77,14 +82,15 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
     if isinstance(ranks, ProcessRanks):
         mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
         mark = replace(mark, process=this_process(), random=mark.random if ranks.rank == 0 else ())
-        size, known = ranks.size, ranks.processes
+        members = ranks.members
         try:
-            word = meet(ranks.name, ranks.rank, size, pickle.dumps(mark), lambda words: _decided(words, size), known)
+            word = meet(ranks, pickle.dumps(mark), lambda words: _decided(words, members))
         except RankError as problem:
             raise (error or problem) from problem
         verdict: _Verdict = pickle.loads(word)
         if verdict.processes:
-            ranks.processes[:] = verdict.processes
+            ranks.peers.processes.update(zip(members, verdict.processes, strict=True))
+            ranks.peers.token = ranks.peers.token or verdict.token
         if error is None and verdict.problem:
             raise RankError(verdict.problem)
         if error is None and verdict.random:
@@ -97,17 +103,20 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
         raise error
 
 
-def _decided(words: Mapping[int, bytes], size: int) -> bytes | None:
+def _decided(words: Mapping[int, bytes], members: Sequence[int]) -> bytes | None:
     """The verdict on the marks of all ranks, or as soon as one has an error."""
     marks: dict[int, Mark] = {rank: pickle.loads(word) for rank, word in words.items()}
     failed = next((rank for rank, mark in sorted(marks.items()) if mark.error), None)
     if failed is not None:
-        return pickle.dumps(_Verdict(problem=f"rank {failed} can't take part: {marks[failed].error}"))
-    if len(marks) < size:
+        return pickle.dumps(_Verdict(problem=f"rank {members[failed]} can't take part: {marks[failed].error}"))
+    if len(marks) < len(members):
         return None
-    every = [marks[rank] for rank in range(size)]
+    every = [marks[rank] for rank in range(len(members))]
     processes = tuple(mark.process for mark in every if mark.process is not None)
-    return pickle.dumps(_Verdict(problem=_compared(every), processes=processes, random=every[0].random))
+    verdict = _Verdict(
+        problem=_compared(every, members), processes=processes, token=uuid.uuid4().hex, random=every[0].random
+    )
+    return pickle.dumps(verdict)
 
 
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
@@ -122,19 +131,19 @@ def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -
     agree(ranks, Mark(), error)
 
 
-def _compared(marks: Sequence[Mark]) -> str:
+def _compared(marks: Sequence[Mark], members: Sequence[int]) -> str:
     """What differs between the ranks; nothing: ""."""
     for what, remedy in (
         ("plan", "Start all ranks with the same plan file."),
         ("model", "Build the same model on all ranks."),
         ("weights", "Load the same checkpoint on all ranks, or set the same seed before the model is made."),
     ):
-        differing = [rank for rank, mark in enumerate(marks) if getattr(mark, what) != getattr(marks[0], what)]
+        differing = [members[rank] for rank, mark in enumerate(marks) if getattr(mark, what) != getattr(marks[0], what)]
         if differing:
             verb = "has another" if len(differing) == 1 else "have another"
             verb = verb.replace("another", "other") if what == "weights" else verb
             listed = ", ".join(map(str, differing))
-            return f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank 0. {remedy}"
+            return f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank {members[0]}. {remedy}"
     return ""
 
 

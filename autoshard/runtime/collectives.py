@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError
-from autoshard.runtime.departed import Process, find_gone, said_of
+from autoshard.runtime.departed import Peers, find_gone, peers_of, said_of
 from autoshard.sharding import coordinates_of, kept, resized
 
 
@@ -98,13 +98,14 @@ class ProcessRanks:
     """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`.
 
     The group belongs to torch: a model that kept it would keep its threads, too, after it was destroyed.
-    `processes`: by rank, once they have met (`agreement.agree`).
+    `members`: their ranks among all processes, which is how errors name them; `peers`: what is known of all processes.
     """
 
     known: "weakref.ref[Any]"
     rank: int
     size: int
-    processes: list[Process] = field(default_factory=list)
+    members: tuple[int, ...]
+    peers: Peers = field(repr=False)
 
     @classmethod
     def of(cls, group: Any = None) -> "ProcessRanks":
@@ -114,7 +115,10 @@ class ProcessRanks:
                 "this process belongs to no group. Start with torchrun and call torch.distributed.init_process_group()."
             )
         group = dist.group.WORLD if group is None else group
-        return cls(known=weakref.ref(group), rank=dist.get_rank(group), size=dist.get_world_size(group))
+        return cls(
+            known=weakref.ref(group), rank=dist.get_rank(group), size=dist.get_world_size(group),
+            members=tuple(dist.get_process_group_ranks(group)), peers=peers_of(dist.group.WORLD),
+        )  # fmt: skip
 
     @property
     def group(self) -> Any:
@@ -192,14 +196,15 @@ class ProcessRanks:
 
 def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     """Describe a collective that failed: mostly because another process ended, or waits for something else."""
-    gone = find_gone(ranks.processes, ranks.name, ranks.rank)
+    own = ranks.members[ranks.rank]
+    gone = find_gone(ranks.peers, ranks.members, own)
     if gone is not None:
-        return RankError(said_of(ranks.rank, gone))
+        return RankError(said_of(own, gone))
     reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-    others = [str(rank) for rank in range(ranks.size) if rank != ranks.rank]
+    others = [str(rank) for rank in ranks.members if rank != own]
     who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
     return RankError(
-        f"rank {ranks.rank} lost {who} in a collective: that process ended, or it runs something else than this one "
+        f"rank {own} lost {who} in a collective: that process ended, or it runs something else than this one "
         f"({reason}). Look at the first error among the ranks, then start them all again."
     )
 

@@ -6,7 +6,8 @@ rank 3 stops  ──▶  the others wait until the timeout of their group, look 
 rank 3 raises and goes on  ──▶  the others wait until the timeout, and say so in the store; rank 3 does not
 
 Gloo and NCCL say that a connection broke, not whose. Processes of other machines can't be looked at: where all of one's
-own are there, the word of others counts, and without one the error lists who it may have been.
+own are there, the word of others counts, and without one the error lists who it may have been. Ranks are those of all
+processes, whatever group was in a collective: the one who is gone may be in another.
 """
 
 import functools
@@ -15,8 +16,9 @@ import pathlib
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard import torch_private
@@ -56,6 +58,25 @@ class Gone:
     how: str
 
 
+@dataclass(slots=True, eq=False)
+class Peers:
+    """What the processes of a run know of each other. `processes`: by rank, as far as they have met.
+
+    `token`: is in the keys of what they tell each other of this run, the same on all of them.
+    """
+
+    processes: dict[int, Process] = field(default_factory=dict)
+    token: str = ""
+
+
+_peers: "weakref.WeakKeyDictionary[Any, Peers]" = weakref.WeakKeyDictionary()
+
+
+def peers_of(world: Any) -> Peers:
+    """What is known of the processes of the default group, for as long as it is there."""
+    return _peers.setdefault(world, Peers())
+
+
 def this_process() -> Process:
     """Return the process that calls, as others will see it."""
     return Process(_own_host(), os.getpid())
@@ -85,42 +106,57 @@ def said_of(rank: int, gone: Gone, where: str = "in a collective") -> str:
     return f"rank {rank} lost rank{'s' if several else ''} {names} {where}: {what}. {remedy}"
 
 
-def find_gone(processes: Sequence[Process], group: str, rank: int | None) -> Gone | None:
+def find_gone(peers: Peers, members: Sequence[int], own: int, use_store: bool = True) -> Gone | None:
     """Return the ranks that were first found to be gone, by this process or another; None if nobody knows.
 
-    `rank`: of this process among them, which says in the store that it waits; None: the store is not asked.
+    `members`: of the group in whose collective it was found; the others are looked at, too, since one who waits for a
+    member may be the reason. `own`: the rank of this process, which says in the store that it waits.
     """
     deadline = time.monotonic() + GRACE_SECONDS
-    word, reachable = "", rank is not None
-    while not word:
-        states = [process.state() for process in processes]
-        for how in ("ended", "stopped"):
-            if how in states and not word:
-                word = f"{how}:{','.join(str(at) for at, state in enumerate(states) if state == how)}"
-        if rank is not None and reachable:
-            found = _answered(functools.partial(_exchanged, group, rank, len(processes), word, deadline))
-            reachable = found is not None  # else the store went with the process that kept it
-            word = found or word
+    gone: Gone | None = None
+    while gone is None:
+        gone = _seen(peers, members)
+        if use_store:
+            late = time.monotonic() > deadline
+            word = _answered(functools.partial(_exchanged, peers, members, own, gone, late))
+            use_store = word is not None  # else the store went with the process that kept it
+            gone = _read(word) or gone
         if time.monotonic() > deadline:
             break
-        if not word:
+        if gone is None:
             time.sleep(_POLL_SECONDS)
-    if not word:
-        return None
-    how, _, ranks = word.partition(":")
-    return Gone(ranks=[int(one) for one in ranks.split(",")], how=how)
+    return gone
 
 
-def _exchanged(group: str, rank: int, size: int, word: str, deadline: float) -> str:
+def _seen(peers: Peers, members: Sequence[int]) -> Gone | None:
+    """The processes of this host that are not running any more: members of the group, or else others."""
+    states = {rank: process.state() for rank, process in sorted(peers.processes.items())}
+    for among in (members, list(states)):
+        for how in ("ended", "stopped"):
+            ranks = [rank for rank in among if states.get(rank) == how]
+            if ranks:
+                return Gone(ranks=ranks, how=how)
+    return None
+
+
+def _exchanged(peers: Peers, members: Sequence[int], own: int, gone: Gone | None, late: bool) -> str:
     """Leave word in the store, and return what was left there first."""
-    store, key = torch_private.default_store(), f"autoshard/departed/{group}"
+    store, key = torch_private.default_store(), f"autoshard/departed/{peers.token}"
+    word = "" if gone is None else f"{gone.how}:{','.join(map(str, gone.ranks))}"
     if store is None:
         return word
-    store.set(f"{key}/{rank}", "waits")
-    if not word and time.monotonic() > deadline:
-        silent = [other for other in range(size) if not store.check([f"{key}/{other}"])]
-        word = f"silent:{','.join(map(str, silent))}" if silent else ""
+    store.set(f"{key}/{own}", "waits")
+    if not word and late:
+        for among in (members, sorted(peers.processes)):
+            silent = [rank for rank in among if not store.check([f"{key}/{rank}"])]
+            if silent and not word:
+                word = f"silent:{','.join(map(str, silent))}"
     return store.compare_set(key, "", word).decode() if word or store.check([key]) else ""
+
+
+def _read(word: str | None) -> Gone | None:
+    how, _, ranks = (word or "").partition(":")
+    return Gone(ranks=[int(one) for one in ranks.split(",")], how=how) if ranks else None
 
 
 def _answered(ask: Callable[[], str]) -> str | None:

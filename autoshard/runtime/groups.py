@@ -23,7 +23,6 @@ def group_of(
         group = dist.new_group(list(members), timeout=timeout, backend=backend)
         if ranks.rank in members:
             own = ProcessRanks.of(group)
-            own.processes[:] = [ranks.processes[member] for member in members]
     made.append(own)
     return own
 

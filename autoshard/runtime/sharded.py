@@ -132,8 +132,8 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
         present: Any = module._parameters[name]
         target = originals.get(names.get(id(present), ""), one.device)
         with torch.no_grad():
-            one.parameter.data = present.full_tensor().to(target)
-            one.parameter.grad = None if present.grad is None else present.grad.full_tensor().to(target)
+            one.parameter.data = whole_of(present).to(target)
+            one.parameter.grad = None if present.grad is None else whole_of(present.grad).to(target)
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
             module._parameters[name] = one.parameter
@@ -152,7 +152,13 @@ def no_sync(model: Any) -> Iterator[None]:
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with all of its rows; all ranks call it. Any that is not sharded is returned as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    try:
+        return sharded.full_tensor()
+    except RuntimeError as error:
+        raise lost(ProcessRanks.of(sharded.device_mesh.get_group()), error) from error
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

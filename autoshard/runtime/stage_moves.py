@@ -208,17 +208,18 @@ class Wire:
     def _read(self, header: torch.Tensor, position: int, expected: Shape) -> tuple[Shape, str]:
         """What a position says that it sends, and what is wrong with it. Raises `RankError` if its inputs differ."""
         seed, dtype, dims, *rest = _as_list(header)
+        own, other = self.ranks.members[self.ranks.rank], self.ranks.members[position]
         shape = Shape(tuple(rest[:dims]), tuple(rest[dims : 2 * dims]), 0, _DTYPES[dtype])
         if seed != self.seed:
             raise RankError(
-                f"rank {self.ranks.rank} and rank {position} run this forward with different inputs. "
+                f"rank {own} and rank {other} run this forward with different inputs. "
                 "Call the model with the same inputs, in the same order, on all ranks."
             )
         if shape.sizes == expected.sizes and shape.dtype == expected.dtype:
             return shape, ""
         part = " It may be a rank's part of what is cut: don't ask for it." if self.record.plan.cuts else ""
         return shape, (
-            f"rank {position} sends a {_said(shape)}, and rank {self.ranks.rank} expects a {_said(expected)}: they "
+            f"rank {other} sends a {_said(shape)}, and rank {own} expects a {_said(expected)}: they "
             f"run different code, or another version of it. Start all ranks with the same program.{part}"
         )
 

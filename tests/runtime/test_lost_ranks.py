@@ -1,0 +1,195 @@
+"""One rank is killed, raises or is stopped: the others end in bounded time, with an error that names it."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.errors import AutoshardError
+from autoshard.plan import Mesh, Stage
+from tests.pipelines.plans import plan_of
+from tests.ranks import run_ranks
+from tests.runtime.cut_models import cut_perceptron
+
+GROUP_SECONDS = 8.0
+TRAP = {"when": "", "how": ""}
+"""What this process does to itself, and in which phase; only the rank that is to be lost has any."""
+
+
+def spring(when):
+    """End, raise or stop here if this is the phase."""
+    if TRAP["when"] != when:
+        return
+    TRAP["when"] = ""
+    if TRAP["how"] == "raise":
+        raise ValueError("the reason")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[TRAP["how"]])
+
+
+class Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        spring("forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        spring("backward")
+        return gradient
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return x + Trap.apply(self.down(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean(), "x": x}
+
+
+PATHS = [f"blocks.{index}" for index in range(4)]
+
+
+def made(kind):
+    """A model, its plan and its inputs."""
+    torch.manual_seed(0)
+    model, given = Net(), {"x": torch.randn(8, 8)}
+    if kind.startswith("stages"):
+        count = int(kind[-1])
+        stages = [PATHS[number * 4 // count : (number + 1) * 4 // count] for number in range(count)]
+        return model, plan_of(model, stages, count, given, schedule="1f1b", parts=4), given
+    mesh = {
+        "replicas": Mesh(data=2),
+        "sharded": Mesh(data=2, sharded=True),
+        "columns": Mesh(tensor=2),
+        "mesh": Mesh(data=2, tensor=2),
+    }[kind]
+    plan = plan_of(model, [PATHS], 1, given, parts=1, mesh=mesh)
+    cuts = [dataclasses.replace(cut, blocks=tuple(PATHS)) for cut in cut_perceptron(2)] if mesh.tensor > 1 else []
+    stages = [Stage(paths=(path,)) for path in PATHS] if mesh.sharded else []
+    whole = None if kind == "columns" else mesh
+    return (
+        model,
+        dataclasses.replace(plan, cuts=tuple(cuts), stages=tuple(stages), mesh=whole, num_microbatches=1),
+        given,
+    )
+
+
+def lose(kind, lost, how, when, path):
+    """What this rank is told, and after how many seconds, when another is lost in a phase."""
+    model, plan, given = made(kind)
+    if dist.get_rank() == lost:
+        TRAP["how"] = how
+        _set_traps(when)
+    begin = time.monotonic()
+    try:
+        if when in ("before", "apply"):
+            spring("before")
+            autoshard.apply(model, plan)
+            return "applied", 0.0
+        autoshard.apply(model, plan)
+        step = _step_of(model, kind, given)
+        step()
+        if dist.get_rank() == lost:
+            TRAP["when"] = "forward" if when == "infer" else when
+        begin = time.monotonic()
+        if when == "save" and kind == "sharded":  # no training checkpoint of these
+            autoshard.save(model, path)
+        elif when == "save":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            autoshard.save_checkpoint(path, model, optimizer, state={"step": 1})
+        elif when == "infer":
+            model.eval()
+            with torch.no_grad():
+                for _ in range(2):
+                    model(**given)
+        else:
+            step()
+            step()
+    except AutoshardError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing was raised", 0.0
+
+
+def _step_of(model, kind, given):
+    if kind.startswith("stages"):
+        runner = autoshard.schedule(model)
+        return lambda: runner.step(**given)
+    return lambda: model(**given)["loss"].backward()
+
+
+def _set_traps(when):
+    """Phases that are none of the model's: between two meetings of `apply`, and while a checkpoint is written."""
+    from autoshard.checkpoint.planners import SaveParts
+    from autoshard.checkpoint.save import State
+    from autoshard.runtime import agreement
+
+    meet, resolve, whole, meetings = agreement.meet, SaveParts.resolve_data, State.whole, []
+
+    def counted(*args):
+        meetings.append(1)
+        if len(meetings) == 2:
+            spring("apply")
+        return meet(*args)
+
+    def resolved(*args):
+        spring("save")
+        return resolve(*args)
+
+    def gathered(*args):
+        spring("save")
+        return whole(*args)
+
+    agreement.meet, SaveParts.resolve_data, State.whole = counted, resolved, gathered
+    TRAP["when"] = when if when in ("before", "apply") else ""
+
+
+SIZES = {"replicas": 2, "sharded": 2, "columns": 2, "mesh": 4, "stages 2": 2, "stages 4": 4}
+WAYS, PHASES = ("kill", "raise", "stop"), ("before", "apply", "forward", "backward", "save")
+USUAL = {
+    ("columns", "stop", "apply"),
+    ("mesh", "kill", "forward"),
+    ("stages 4", "stop", "backward"),
+    ("sharded", "raise", "save"),
+    ("replicas", "kill", "save"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "when"),
+    [
+        pytest.param(kind, how, when, marks=() if (kind, how, when) in USUAL else pytest.mark.slow)
+        for kind in SIZES
+        for how in WAYS
+        for when in PHASES
+    ],
+)
+def test_others_end_and_name_it(kind, how, when, tmp_path):
+    size = SIZES[kind]
+    lost = size - 2 if size > 2 else 1
+    results = run_ranks(
+        lose, size, kind, lost, how, when, str(tmp_path / "saved"), lost=lost, group_seconds=GROUP_SECONDS
+    )
+    for rank, result in enumerate(results):
+        if rank != lost:
+            message, seconds = result
+            assert f"rank {lost}" in message and f"rank {lost} lost" not in message, (rank, message)
+            assert seconds < 2 * GROUP_SECONDS + 8, (rank, message)
