@@ -279,7 +279,11 @@ class Inner(nn.Module):
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)["run"](*args, **kwargs)
+        try:
+            return vars(self)["run"](*args, **kwargs)
+        except RuntimeError as error:  # the model's own, or one of torch's exchanges around it?
+            vars(self)["raised"] = id(error)
+            raise
 
 
 class Parallel:
@@ -310,7 +314,12 @@ class Parallel:
         if self.syncs and self._is_weighted():
             self._weigh(args, kwargs)
         with contextlib.nullcontext() if self.syncs else engine.no_sync():
-            output = engine(*args, **kwargs)
+            try:
+                output = engine(*args, **kwargs)
+            except RuntimeError as error:
+                if vars(engine.module).pop("raised", None) == id(error):
+                    raise
+                raise lost(self.record.replicas, error) from error
         for _, tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 kept: Any = tensor.grad_fn.metadata
@@ -334,14 +343,17 @@ class Parallel:
         if self.engine is None or self.trained != trained:
             first, self.engine = self.engine is None, None  # the last one lets go of its hooks
             buffers: dict[str, Any] = {_SYNC_BUFFERS: False}
-            self.engine = DistributedDataParallel(
-                Inner(self.model, self.run, self.record.device),
-                process_group=self.record.replicas.group,
-                find_unused_parameters=True,
-                gradient_as_bucket_view=True,
-                init_sync=first,
-                **buffers,
-            )
+            try:
+                self.engine = DistributedDataParallel(
+                    Inner(self.model, self.run, self.record.device),
+                    process_group=self.record.replicas.group,
+                    find_unused_parameters=True,
+                    gradient_as_bucket_view=True,
+                    init_sync=first,
+                    **buffers,
+                )
+            except RuntimeError as error:  # it compares the parameters of all ranks
+                raise lost(self.record.replicas, error) from error
             self.engine.register_comm_hook(weakref.ref(self), _average)  # its holder is none that Python can look into
             _outlive(self.engine, self.engine.process_group)
             self.trained = trained
