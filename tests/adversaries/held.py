@@ -1,0 +1,492 @@
+"""Models written against DESIGN's rules by someone who did not read the code that follows them.
+
+Each docstring says what is wrong about dividing the model. The plan is made with `inputs`, for which a naive division
+gives the same; `others` and `states` bring what shows the difference. The honest ones look alike and are sound: they
+must stay divided.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.adversaries.harness import Inputs, State, drawn, random, registry, tokens
+
+COLUMNS, column = registry()
+BATCHES, batch = registry()
+OTHERS, other = registry()
+HONEST_COLUMNS, honest_column = registry()
+HONEST_BATCHES, honest_batch = registry()
+HONEST_OTHERS, honest_other = registry()
+
+COLUMN_STRATEGIES = ("column-parallel",)
+BATCH_STRATEGIES = ("data-parallel", "pipeline")
+ALL_STRATEGIES = ("column-parallel", "data-parallel", "pipeline")
+
+_DRAWN = (drawn(),)
+_WIDTH, _UNITS, _HEAD_WIDTH = 16, 64, 8
+
+
+def _x(*shape: int, seed: int = 1, scale: float = 1.0) -> Callable[[], Inputs]:
+    """One input x of this shape."""
+    return lambda: {"x": random(*shape, seed=seed, scale=scale)}
+
+
+def _each(*makers: Callable[[], Inputs]) -> Callable[[], list[Inputs]]:
+    return lambda: [make() for make in makers]
+
+
+def _bias(value: float) -> State:
+    """Set the bias of `up`, so that a first model is calm or saturated."""
+
+    def change(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.up.bias.fill_(value)
+
+    return change
+
+
+class _UpDown(nn.Module):
+    """What most of these models consist of: 16 numbers to 64 units and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, _UNITS)
+        self.down = nn.Linear(_UNITS, _WIDTH)
+
+
+# Columns ---------------------------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(_WIDTH, _UNITS)
+        self.key = nn.Linear(_WIDTH, _UNITS)
+        self.value = nn.Linear(_WIDTH, _UNITS)
+        self.out = nn.Linear(_UNITS, _WIDTH)
+
+    def attend(self, x: torch.Tensor, slopes: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        query, key, value = (
+            linear(x).unflatten(-1, (-1, _HEAD_WIDTH)).transpose(1, 2) for linear in (self.query, self.key, self.value)
+        )
+        places = torch.arange(x.shape[1], device=x.device)
+        distance = (places[:, None] - places).abs()
+        scores = query @ key.transpose(-1, -2) * _HEAD_WIDTH**-0.5 - slopes(query.shape[1]) * distance
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+@column(_x(4, 1, _WIDTH), _each(_x(4, 6, _WIDTH)))
+class SlopePerHead(_Attention):
+    """ALiBi: a head's slope depends on its place among all heads; a single token has no distance to show it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def slopes(heads: int) -> torch.Tensor:
+            return (2.0 ** (-8 * torch.arange(1, heads + 1, device=x.device, dtype=x.dtype) / heads))[:, None, None]
+
+        return self.attend(x, slopes)
+
+
+@honest_column(_x(4, 1, _WIDTH), _each(_x(4, 6, _WIDTH)))
+class SameSlope(_Attention):
+    """Honest: the slope is the same for all heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attend(x, lambda heads: x.new_full((1, 1, 1), 0.25))
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(9.0))
+class UniformAverage(_UpDown):
+    """The size goes into a shape only, but a softmax of that many zeros is 1 / size; the gate saturates at first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x).relu()
+        share = x.new_zeros(units.shape[-1]).softmax(0)
+        return self.down(units * (5 * (units @ share)).tanh().unsqueeze(-1))
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(-1.2))
+class WinnersTakeAll(_UpDown):
+    """The eighth largest of all units is the threshold; at first fewer than eight are above zero anywhere."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x).relu()
+        threshold = units.topk(8, dim=-1).values[..., -1:]
+        return self.down(units * (units >= threshold))
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN)
+class TaperedUnits(_UpDown):
+    """Each rank would run its own linspace from 0 to 1; the learned taper that scales it starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taper = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x).relu()
+        ramp = torch.linspace(0, 1, units.shape[-1], device=x.device, dtype=x.dtype)
+        return self.down(units * (1 - self.taper * ramp))
+
+
+@honest_column(_x(4, 3, _WIDTH), states=_DRAWN)
+class TaperPerUnit(_UpDown):
+    """Honest: the taper is a parameter with one number per unit, and a rank takes its part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taper = nn.Parameter(torch.zeros(_UNITS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() * (1 - self.taper))
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN)
+class NumberOfWinner(_UpDown):
+    """The number of the largest unit looks up a gain: a rank counts from its own first unit; all gains start at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Embedding(_UNITS, 1)
+        nn.init.ones_(self.gain.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x)
+        return self.down(units.relu() * self.gain(units.argmax(-1)))
+
+
+@column(_x(2, 4, 5, 5), states=_DRAWN)
+class ShuffledChannels(nn.Module):
+    """ShuffleNet's permutation runs over all channels; filters that start alike don't show which channel is which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(4, 32, 1)
+        self.depth = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.down = nn.Conv2d(32, 4, 1)
+        for layer in (self.depth, self.down):
+            nn.init.constant_(layer.weight, 0.1)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x).relu()
+        shuffled = units.unflatten(1, (4, -1)).transpose(1, 2).flatten(1, 2)
+        return self.down(self.depth(shuffled).relu())
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(30.0))
+class WideOrNarrow(_UpDown):
+    """A branch on the number of units picks the activation: halves take the other one; far above zero both agree."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x)
+        return self.down(F.gelu(units) if units.shape[-1] > 48 else F.relu(units))
+
+
+@honest_column(_x(4, 3, _WIDTH), _each(_x(4, 9, _WIDTH)), states=_DRAWN)
+class LongOrShort(_UpDown):
+    """Honest: the branch is on the number of tokens, which no rank divides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x)
+        return self.down(F.gelu(units) if units.shape[1] < 100 else F.relu(units))
+
+
+@column(_x(4, 3, _WIDTH), states=_DRAWN)
+class FirstUnitsAreClamped(_UpDown):
+    """The first four of all units are clamped: every rank would clamp its own first four; small ones never reach it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x)
+        return self.down(torch.cat([units[..., :4].clamp(-9, 9), units[..., 4:]], -1))
+
+
+# Batches ---------------------------------------------------------------------------------------------------------
+
+
+def _lengths(*lengths: int) -> Callable[[], Inputs]:
+    return lambda: {"x": random(len(lengths), 6, _WIDTH), "lengths": torch.tensor(lengths)}
+
+
+@batch(_lengths(6, 6, 5, 5, 4, 3, 2, 1), _each(_lengths(1, 6, 2, 5, 3, 4, 6, 2)))
+class LeftSorted(_UpDown):
+    """Rows come back in order of their lengths, as packing leaves them; the first batch came in that order."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        order = lengths.argsort(descending=True, stable=True)
+        keep = torch.arange(x.shape[1], device=x.device) < lengths[order].unsqueeze(-1)
+        pooled = (self.up(x[order]).relu() * keep.unsqueeze(-1)).sum(1)
+        return self.down(pooled)
+
+
+@batch(_x(8, _WIDTH), states=_DRAWN)
+class CameraOfRow(_UpDown):
+    """A row's number in the whole batch tells the camera it is from; the embeddings of cameras start at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.camera = nn.Embedding(3, _UNITS)
+        nn.init.zeros_(self.camera.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cameras = torch.arange(len(x), device=x.device) % 3
+        return self.down((self.up(x) + self.camera(cameras)).relu())
+
+
+@honest_batch(_lengths(6, 6, 5, 5, 4, 3, 2, 1), _each(_lengths(1, 6, 2, 5, 3, 4, 6, 2)), states=_DRAWN)
+class LastOfRow(_UpDown):
+    """Honest: the numbers of rows pick each row's own last token."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x), device=x.device)
+        return self.down(self.up(x).relu()[rows, lengths - 1])
+
+
+def _masked(*kept: int) -> Callable[[], Inputs]:
+    """Row i keeps its first kept[i] tokens of six."""
+    mask = torch.arange(6) < torch.tensor(kept).unsqueeze(-1)
+    return lambda: {"x": random(len(kept), 6, _WIDTH), "mask": mask.clone()}
+
+
+@batch(_masked(*[4] * 8), _each(_masked(6, 5, 4, 3, 2, 1, 2, 3)))
+class MaskOfFirstRow(_UpDown):
+    """The first row's padding is taken for all rows', as in a batch of equal prompts."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x[:, mask[0]]).relu().mean(1))
+
+
+@batch(_x(8, _WIDTH), _each(_x(6, _WIDTH), _x(12, _WIDTH), _x(10, _WIDTH)))
+class FramesInPairs(_UpDown):
+    """Rows 0 and 1, 2 and 3 belong together: sound for parts with an even number of rows only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x), device=x.device)
+        partner = (rows ^ 1).clamp(max=len(x) - 1)
+        units = self.up(x)
+        return self.down((units - 0.5 * units[partner]).relu())
+
+
+def _memory(rows: int, slots: int, spread: float) -> Callable[[], Inputs]:
+    return lambda: {
+        "x": random(rows, _WIDTH), "memory": random(1, _WIDTH, seed=2) + random(slots, _WIDTH, seed=3, scale=spread)
+    }  # fmt: skip
+
+
+class _Memory(_UpDown):
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        query, key = self.up(x), self.up(memory)
+        return self.down((query @ key.T * _UNITS**-0.5).softmax(-1) @ key)
+
+
+@batch(_memory(8, 8, 0.0), _each(_memory(8, 8, 1.0)), states=())
+class MemoryAsLongAsBatch(_Memory):
+    """The memory is read by every row, but has as many slots as the batch has rows; its slots are alike at first."""
+
+
+@honest_batch(_memory(8, 5, 1.0), _each(_memory(8, 5, 3.0)), states=())
+class MemoryOfFive(_Memory):
+    """Honest: every row reads the same five slots."""
+
+
+def _labelled(rows: int, scale: float = 1.0) -> Callable[[], Inputs]:
+    return lambda: {"x": random(rows, _WIDTH, scale=scale), "labels": tokens(rows, high=_WIDTH)}
+
+
+def _uneven_classes(model: nn.Module) -> None:
+    model.class_weight.copy_(torch.linspace(0.1, 3, _WIDTH))
+
+
+@batch(_labelled(8), states=(_uneven_classes,), training=True)
+class WeightedClasses(_UpDown):
+    """The loss divides by the sum of its labels' class weights; with all weights 1 that is the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", torch.ones(_WIDTH))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.down(self.up(x).relu())
+        return {"loss": F.cross_entropy(logits, labels, weight=self.class_weight), "logits": logits}
+
+
+@batch(_labelled(8, scale=3000.0), _each(_labelled(8, scale=0.5)), training=True)
+class SpreadIsEnough(_UpDown):
+    """VICReg's hinge on the spread over the batch: it is 0 while the spread is large."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        units = self.up(x)
+        too_close = (1 - units.std(0, correction=0)).relu().mean()
+        logits = self.down(units.relu())
+        return {"loss": F.cross_entropy(logits, labels) + too_close, "logits": logits}
+
+
+def _mirrored() -> Inputs:
+    row = random(1, _WIDTH)
+    return {"x": torch.cat([row, -row] * 4)}
+
+
+class _Normed(_UpDown):
+    tracked: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(_UNITS, track_running_stats=self.tracked)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+@batch(_mirrored, _each(_x(8, _WIDTH)))
+class UntrackedNorm(_Normed):
+    """Without running statistics a batch norm uses the batch's when evaluating, too; mirrored rows have the same."""
+
+    tracked = False
+
+
+@honest_batch(_mirrored, _each(_x(8, _WIDTH)))
+class TrackedNorm(_Normed):
+    """Honest: an evaluated batch norm uses its running statistics."""
+
+    tracked = True
+
+
+@batch(_x(8, _WIDTH, scale=500.0), _each(_x(8, _WIDTH, scale=0.5)))
+class QuantisedByLargest(_UpDown):
+    """The step of rounding is set by the largest of the batch; where tanh saturates it is 1 in every part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x).tanh()
+        step = units.abs().amax() / 127
+        return self.down((units / step).round() * step)
+
+
+def _centred(model: nn.Module) -> None:
+    model.centre = True
+
+
+@batch(_x(8, _WIDTH), states=(_centred,))
+class CentredOnDemand(_UpDown):
+    """A flag that is off when planned centres the units over the batch."""
+
+    centre = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.up(x)
+        if self.centre:
+            units = units - units.mean(0)
+        return self.down(units.relu())
+
+
+# Others ----------------------------------------------------------------------------------------------------------
+
+
+@other(_x(8, _WIDTH))
+class FoldedOnFirstCall(_UpDown):
+    """The first call folds the gain into the weight: planning must not, and no part may fold it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 2, _UNITS))
+        self.folded = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.folded:
+            self.up.weight.data.mul_(self.gain.data.unsqueeze(-1))
+            self.folded = True
+        return self.down(self.up(x).relu())
+
+
+@honest_other(_x(8, 3, _WIDTH))
+class TableOnFirstCall(_UpDown):
+    """Honest: the first call makes a table of positions, which is the same for all rows and all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+            self.table = (places.unsqueeze(-1) / torch.arange(1, _WIDTH + 1, device=x.device)).sin()
+        return self.down(self.up(x + self.table).relu())
+
+
+_FIRST_ROWS: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+
+
+@other(_x(8, _WIDTH), states=_DRAWN)
+class RowsOfFirstCall(_UpDown):
+    """A global remembers how many rows the model was first called with; what it scales starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tilt = nn.Parameter(torch.zeros(_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = _FIRST_ROWS.setdefault(self, len(x))
+        return self.down(self.up(x).relu()) + self.tilt / rows
+
+
+@other(_x(8, _WIDTH), states=_DRAWN)
+class MeanInThread(_UpDown):
+    """Another thread takes the mean over the batch; what it scales starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tilt = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            mean = pool.submit(torch.mean, x, 0)
+            units = self.up(x).relu()
+            return self.down(units) + self.tilt * mean.result()
+
+
+def _cached() -> Inputs:
+    return {"x": random(8, _WIDTH), "cache": torch.zeros(8, 4, _UNITS, dtype=torch.float64)}
+
+
+@other(_cached)
+class CacheIsWritten(_UpDown):
+    """The caller's cache is written in place: a part of it, or a copy on another device, would be written instead."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache[:, 1] = self.up(x)
+        return self.down(cache.sum(1).relu())
+
+
+@honest_other(_cached)
+class CacheIsReturned(_UpDown):
+    """Honest: a new cache is returned beside the output."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = torch.cat([cache[:, 1:], self.up(x).unsqueeze(1)], 1)
+        return self.down(cache.sum(1).relu()), cache
+
+
+@other(_x(8, _WIDTH, scale=0.1), _each(_x(8, _WIDTH, seed=3, scale=60.0)))
+class ReportInWords(_UpDown):
+    """A text among the outputs tells the largest number of the batch, rounded: "0" in every part at first."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | str]:
+        output = self.down(self.up(x).relu())
+        return {"output": output, "report": f"at most {output.max().item():.0f}"}
+
+
+@other(_x(8, _WIDTH))
+class FeaturesOfHook(_UpDown):
+    """A hook keeps features in a list of its own model, which copies of the model do not share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[torch.Tensor] = []
+        self.up.register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features.clear()
+        units = self.up(x).relu()
+        return self.down(units + torch.stack(self.features).mean(0))
