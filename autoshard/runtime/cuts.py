@@ -26,11 +26,11 @@ from autoshard.runtime.cut_state import CutRecord, Whole
 from autoshard.runtime.cut_streams import kept_parts, stream_parts
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
+from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
-from autoshard.runtime.given import Given
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, memory_of
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
