@@ -91,20 +91,24 @@ def leaves_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves_in(item, f"{path}.{key}" if path else str(key))
 
 
-def tensors_within(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """As `tensors_in`, and also those that other objects hold as attributes (a cache), each object once."""
+def leaves_within(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """As `leaves_in`, and also those in the attributes of other objects (a cache), each object once."""
     seen: set[int] = set()
 
-    def walk(item: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def walk(item: Any, place: str) -> Iterator[tuple[str, Any]]:
         for found, leaf in leaves_in(item, place):
-            if isinstance(leaf, torch.Tensor):
-                yield found, leaf
-            elif id(leaf) not in seen:
+            yield found, leaf
+            if not isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 for name, own in attributes_of(leaf).items():
                     yield from walk(own, f"{found}.{name}" if found else name)
 
     yield from walk(value, path)
+
+
+def tensors_within(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `tensors_in`, and also those that other objects hold as attributes (a cache), each object once."""
+    return ((found, leaf) for found, leaf in leaves_within(value, path) if isinstance(leaf, torch.Tensor))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from autoshard.prove.copied import Trial
 from autoshard.prove.differences import difference, off_by
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
-from autoshard.runtime.chunks import Part, split
+from autoshard.runtime.chunks import PLAIN, Part, split
 from autoshard.runtime.left_behind import attributes, is_in, match, new_tensors
-from autoshard.runtime.merging import merge
+from autoshard.runtime.merging import merge, of_rows
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 """How near, relative to the largest value, two ways to make the same output are alike."""
@@ -219,6 +219,7 @@ def find_outputs(
         raise Mixed("parts have other outputs than the whole")
     if known is not None and not set(known) >= set(tensors):
         raise Mixed("the outputs are others for other rows")
+    _check_plain(whole, outputs)
     found = {
         path: find_output(
             path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
@@ -228,11 +229,40 @@ def find_outputs(
     return {**found, **_inside_objects(whole, outputs, division, known)}
 
 
+def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
+    """What is no tensor must be there in all parts as in the whole, and no number. Raises `Mixed`."""
+    for output in outputs:
+        leaves, others = dict(nested.leaves_in(whole)), dict(nested.leaves_in(output))
+        if leaves.keys() != others.keys():
+            raise Mixed(f"parts have other outputs than the whole ({sorted(leaves.keys() ^ others.keys())[0]})")
+        for path, leaf in leaves.items():
+            shared = leaf is others[path] and not isinstance(leaf, PLAIN)
+            what = "" if shared else of_rows(leaf)
+            if what or (isinstance(leaf, PLAIN) and leaf != others[path]):
+                raise Mixed(f"{path or 'its output'} is {what or f'{leaf!r}, and another value in parts'}")
+
+
+def _below_others(whole: Any, output: Any) -> set[str]:
+    """The tensors in objects of the whole in which a number is another than in a part."""
+    found: set[str] = set()
+    others = dict(nested.leaves_in(output))
+    for path, leaf in nested.leaves_in(whole):
+        numbers, theirs = (
+            {at: value for at, value in nested.leaves_within(one) if isinstance(value, PLAIN)}
+            for one in (leaf, others.get(path))
+        )
+        if not isinstance(leaf, (torch.Tensor, *PLAIN)) and numbers != theirs:
+            found |= {at for at, _ in nested.tensors_within(leaf, path)}
+    return found
+
+
 def _inside_objects(
     whole: Any, outputs: Sequence[Any], division: Division, known: Mapping[str, list[BatchOutput]] | None
 ) -> dict[str, list[BatchOutput]]:
     """The same for what objects among the outputs hold (a cache), where it can be put together."""
     plain = {path for path, _ in nested.tensors_in(whole)}
+    for output in outputs:
+        plain |= _below_others(whole, output)
     pieces = [dict(nested.tensors_within(output)) for output in outputs]
     found = {}
     for path, tensor in nested.tensors_within(whole):

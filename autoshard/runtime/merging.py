@@ -6,6 +6,7 @@ cache        an object: attribute by attribute, where the plan knows all its ten
 """
 
 import copy
+import enum
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,12 +47,13 @@ class _Join:
         self.batch, self.parts, self.bring = batch, parts, bring
         self.known = {one.path: one for one in batch.outputs}
         self.made: dict[tuple[int, ...], Any] = {}
+        self.inside = False  # of an object, whose numbers were compared when the plan was made
 
     def __call__(self, path: str, leaves: list[Any]) -> Any:
         if isinstance(leaves[0], torch.device) and self.bring is not None:
             return leaves[0]
         if isinstance(leaves[0], PLAIN):
-            return _same(path, leaves)
+            return _same(path, leaves, self.inside)
         same = tuple(map(id, leaves))
         if same not in self.made:
             if isinstance(leaves[0], torch.Tensor):
@@ -154,9 +156,22 @@ class Unmerged:
         return f"{type(self).__name__}({', '.join(self._said)})"
 
 
-def _same(path: str, leaves: list[Any]) -> Any:
-    """What is no tensor must be the same in all parts."""
+def of_rows(leaf: Any) -> str:
+    """What a leaf of an output is, where that of the whole batch can't be told from those of parts; "" if it can."""
+    if isinstance(leaf, (torch.Tensor, enum.Enum)):
+        return ""
+    if isinstance(leaf, (bool, int, float, complex, slice, range)):
+        return f"{leaf!r}, which may be that of the rows of a part"
+    if isinstance(leaf, PLAIN) or next(tensors_within(leaf), None) is not None:
+        return ""
+    return f"a {type(leaf).__name__}, in which nobody knows what belongs to the rows of a part"
+
+
+def _same(path: str, leaves: list[Any], compared: bool) -> Any:
+    """What is no tensor must be the same in all parts, and no number: that of a part may count its rows."""
     first = leaves[0]
+    if not compared and of_rows(first):
+        raise ValueError(f"{path or 'the output'} is {of_rows(first)}")
     if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
         raise ValueError(f"{path} is {first!r} in one and something else in another")
     return first
@@ -165,17 +180,25 @@ def _same(path: str, leaves: list[Any]) -> Any:
 def _object(path: str, leaves: list[Any], join: _Join) -> Any:
     """An object whose attributes are put together, where the plan knows all its tensors; else one that says it doesn't.
 
-    An object without tensors that the plan knows was never compared: a number in it may be that of its part's rows.
+    Raises ValueError for one without any tensor, of which nothing was compared: a count of its part's rows, perhaps.
     """
     first = leaves[0]
     if isinstance(first, Unmerged) or all(leaf is first for leaf in leaves):
         return first
+    if of_rows(first):
+        if join.inside:
+            return Unmerged(path, type(first).__name__)
+        raise ValueError(f"{path or 'the output'} is {of_rows(first)}")
     inside = [place for place, _ in tensors_within(first, path)]
     try:
-        if not inside or any(place not in join.known for place in inside):
+        if any(place not in join.known for place in inside):
             raise ValueError("nobody knows its tensors")
         made = copy.copy(first)
-        vars(made).update(join_leaves([attributes_of(leaf) for leaf in leaves], join, path))
+        outside, join.inside = join.inside, True
+        try:
+            vars(made).update(join_leaves([attributes_of(leaf) for leaf in leaves], join, path))
+        finally:
+            join.inside = outside
     except (PlanError, ValueError, TypeError, copy.Error):  # objects may refuse to be copied, with errors of their own
         return Unmerged(path, type(first).__name__)
     return made

@@ -268,7 +268,8 @@ def test_inputs_that_are_written_and_checkpoints_that_ask_for_backward():
 
     given = torch.randn(4, 6)
     before = given.clone()
-    assert ways(found(Small(written), given)) == {"": "cat"} and torch.equal(given, before)
+    assert "mul_ in the model itself changes positional input 0 in place" in refused(Small(written), given)
+    assert torch.equal(given, before)
     assert ways(found(Small(checkpointed, nn.Linear(6, 6)), given)) == {"": "cat"}
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -166,9 +167,10 @@ def test_a_mean_is_weighted_by_rows_in_float32():
 def test_an_object_with_state_is_refused_when_it_is_used():
     batch = axis_of(IDS, outputs=[cat("0")])
     parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
-    tensor, cache = merge(batch, [(torch.zeros(2), nn.Identity()), (torch.zeros(2), nn.Identity())], parts)
+    caches = [SimpleNamespace(keys=torch.zeros(2)) for _ in range(2)]
+    tensor, cache = merge(batch, [(torch.zeros(2), own) for own in caches], parts)
     assert tensor.shape == (4,) and isinstance(cache, Unmerged)
-    with pytest.raises(PlanError, match="the output 1 is a Identity"):
+    with pytest.raises(PlanError, match="the output 1 is a SimpleNamespace"):
         cache.keys  # noqa: B018
 
 
@@ -177,7 +179,8 @@ def test_merged_outputs_go_without_garbage_collection():
     parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
     gc.disable()
     try:
-        tensor, _ = merge(batch, [(torch.zeros(2), nn.Identity()), (torch.zeros(2), nn.Identity())], parts)
+        caches = [SimpleNamespace(keys=torch.zeros(2)) for _ in range(2)]
+        tensor, _ = merge(batch, [(torch.zeros(2), own) for own in caches], parts)
         gone = weakref.ref(tensor)
         del tensor
         assert gone() is None
@@ -224,7 +227,10 @@ def test_inputs_with_other_rows_are_refused():
     [
         ([{"more": torch.zeros(2)}] * 2, "the output more was not there at planning"),
         ([torch.zeros(2), (torch.zeros(2),)], "can't be put together: one is a"),
-        ([(torch.zeros(2), 1), (torch.zeros(2), 2)], "1 is 1 in one and something else"),
+        ([(torch.zeros(2), "a"), (torch.zeros(2), "b")], "1 is 'a' in one and something else"),
+        ([(torch.zeros(2), 2)] * 2, "1 is 2, which may be that of the rows of a part"),
+        ([(torch.zeros(2), True)] * 2, "1 is True, which may be"),
+        ([(torch.zeros(2), {2}), (torch.zeros(2), {2})], "1 is a set, in which nobody knows"),
         (
             [torch.zeros(4), torch.zeros(4)],
             "the output of the model has .4, 4. in dimension 0 for parts of .2, 2. rows",

@@ -4,6 +4,7 @@
 """
 
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -146,3 +147,35 @@ def test_one_memory_given_twice():
 def test_a_dict_that_the_forward_changes(strategy):
     found = outcome(ChangesDict, {"batch": {"x": rows()}}, strategy)
     assert found == "equal" if strategy == "map" else "changes its argument batch in place" in found
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self, count):
+        self.count = count
+
+
+class Outputs(Blocks):
+    def __init__(self, beside):
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x):
+        return super().forward(x), self.beside(x)
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        (len, "1 is 4, which may be that of the rows of a part"),
+        (lambda x: x.shape, "1.0 is 4, which may be"),
+        (lambda x: deque([len(x)]), "1 is a deque, in which nobody knows"),
+        (lambda x: {len(x)}, "1 is a set, in which nobody knows"),
+        (lambda x: Slotted(len(x)), "1 is a Slotted, in which nobody knows"),
+        (lambda x: {f"of {len(x)}": 0}, "parts have other outputs than the whole"),
+        (lambda x: f"of {len(x)}", "1 is 'of 4', and another value in parts"),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_not_put_together(beside, words):
+    assert words in outcome(lambda: Outputs(beside), (rows(),), "data-parallel")
