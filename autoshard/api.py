@@ -69,6 +69,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: ScheduleName | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    assume_independent_rows: bool = False,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
@@ -76,13 +77,16 @@ def plan(
     or a `Cluster`. `max_memory`: {device: size}; with devices="auto" exactly the devices it lists are used. `pins`:
     {module path: device}. `num_microbatches` and `schedule` ("gpipe", "1f1b", "interleaved" or "zero-bubble") are for
     pipelines, and chosen where they are not given. `tp_plan`: with "column-parallel", a dict as Transformers has it;
-    exactly what it names is cut, once it is proved. `profile`: what `profile()` gave for this model and these inputs;
-    saves taking it again for every set of devices. Raises `SpecError`, `CaptureError`, or `PlanError` if nothing fits.
+    exactly what it names is cut, once it was checked. `assume_independent_rows`: divide the batch though the check
+    refuses it, on your word that no row depends on another; the plan says so. `profile`: what `profile()` gave for this
+    model and these inputs; saves taking it again for every set of devices. Raises `SpecError`, `CaptureError`, or
+    `PlanError` if nothing fits.
     """
     return _planned(
         model, devices, inputs, workload, profile,
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
         num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
+        assume_independent_rows=assume_independent_rows,
     )  # fmt: skip
 
 
@@ -191,11 +195,16 @@ def apply(
     pins: "DeviceMap | None" = None,
     num_microbatches: int | None = None,
     schedule: ScheduleName | None = None,
+    assume_independent_rows: bool = False,
+    check_first_batch: bool = False,
 ) -> nn.Module:
     """Put the model where the plan says, in place, and return it.
 
     `plan`: a `Plan`; a `device_map` ({module path: device}); or devices in any form that `plan()` takes, which are then
-    planned for with the other arguments. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
+    planned for with the other arguments. `check_first_batch`: the first call whose batch is divided, or that runs on
+    cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
+    compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
+    that this one process carries out. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
     """
     from autoshard.runtime import apply_device_map, apply_plan
 
@@ -204,8 +213,14 @@ def apply(
     if not isinstance(plan, Plan):
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
+        settings |= {"assume_independent_rows": assume_independent_rows}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
-    return apply_plan(model, plan)
+    if not check_first_batch:
+        return apply_plan(model, plan)
+    from autoshard.verify.first_batch import check_at_first_call, refuse_unless_checkable
+
+    refuse_unless_checkable(model, plan)
+    return check_at_first_call(apply_plan(model, plan))
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -255,6 +270,7 @@ def load(
     schedule: ScheduleName | None = None,
     dtype: "torch.dtype | str" = "auto",
     allow: Collection[Literal["missing", "unexpected", "mismatched"]] = (),
+    assume_independent_rows: bool = False,
     trust_remote_code: bool = False,
     local_files_only: bool = True,
     mapped: bool = True,
@@ -289,7 +305,7 @@ def load(
         plan = _planned(
             unfilled.model, devices, inputs, workload,
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
-            num_microbatches=num_microbatches, schedule=schedule,
+            num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
         )  # fmt: skip
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Merge = Literal["cat", "sum", "mean", "weighted", "same"]
+ASSUMED = "rows assumed independent by the user, not checked"
+"""What plans and reports say where `assume_independent_rows=True` was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ class BatchAxis:
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
             may do so. "" is the model with all in it.
         proof: how it was shown, for people.
+        assumed: whether the user said that rows are independent (`assume_independent_rows=True`): nothing refused it.
     """
 
     size: int
@@ -81,3 +84,4 @@ class BatchAxis:
     cached: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     proof: str = ""
+    assumed: bool = False

@@ -22,7 +22,7 @@ class ApplyError(AutoshardError):
 
 
 class VerifyError(AutoshardError):
-    """The applied model could not be compared with the original."""
+    """The applied model could not be compared with the original, or `check_first_batch` found that they differ."""
 
 
 class RankError(AutoshardError):

@@ -239,6 +239,8 @@ class Plan:
             row = data.pop(name)
             if row is not None:
                 data[name] = asdict(row)
+        if self.batch is not None and not self.batch.assumed:  # checked batches look as they always did
+            del data["batch"]["assumed"]
         if not self.target:
             del data["target"]
         if self.streamed:  # so do plans that keep everything in place

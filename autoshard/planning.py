@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from autoshard.batching import ASSUMED
 from autoshard.cluster.cluster import Cluster
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError, PlanError, SpecError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from autoshard.strategies.compare import Candidate, Comparison
 
 
+DIVIDING = ("auto", "pipeline", "data-parallel", "hybrid")
+"""Strategies that may divide the batch."""
 MOST_OPS = 5_000
 """Ops of a model up to which `auto` in one process also tells what strategies would give that want several."""
 
@@ -37,6 +40,7 @@ class Request:
         max_memory, pins: as people write them; `cluster` is without the limits.
         in_memory: names of parameters that can't be kept on disk.
         tp_plan: what to cut, as Transformers writes it; None: what pays.
+        assume_independent_rows: take the user's word that rows of the batch don't mix.
         processes: how many of torch.distributed run, 0 if all devices are used from one.
         everything: price also what can't be carried out now, however large the model is.
     """
@@ -52,6 +56,7 @@ class Request:
     num_microbatches: int | None = None
     schedule: str | None = None
     tp_plan: Mapping[str, str] | None = None
+    assume_independent_rows: bool = False
     processes: int = field(default_factory=count_processes)
     everything: bool = False
 
@@ -68,7 +73,9 @@ class Request:
         """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
         from autoshard.prove.batch import find_batch_axis
 
-        return find_batch_axis(self.model, self.inputs, self.profile.workload, self.composite)
+        asked = {"assume_independent_rows": True} if self.assume_independent_rows else {}
+        found = find_batch_axis(self.model, self.inputs, self.profile.workload, self.composite, **asked)
+        return dataclasses.replace(found, assumed=self.assume_independent_rows)
 
     @property
     def has_rows(self) -> bool:
@@ -129,6 +136,11 @@ def plan_measured(
     request = Request(model=model, inputs=inputs, profile=profile, cluster=cluster, **settings)
     if request.tp_plan is not None and (strategy != "column-parallel" or request.pins):
         raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
+    if request.assume_independent_rows and strategy not in DIVIDING:
+        raise SpecError(
+            f'assume_independent_rows is about dividing the batch, which strategy="{strategy}" does not do. Leave it '
+            f"out, or use one of {', '.join(DIVIDING)}."
+        )
     if strategy == "auto":
         return _auto(request)
     makers: dict[str, Callable[[Request], Plan]] = {
@@ -270,30 +282,40 @@ def _check_inputs_kept(request: Request) -> None:
 def _replicate(request: Request) -> Plan:
     from autoshard.strategies.data_parallel import data_parallel
 
-    return data_parallel(
+    made = data_parallel(
         request.profile, request.limited, request.batch, objective=request.objective, processes=request.processes
     )
+    return _saying_what_is_assumed(made)
 
 
 def _pipeline(request: Request, *, compared: bool = False) -> Plan:
     from autoshard.strategies.pipeline import pipeline
 
-    return pipeline(
+    made = pipeline(
         request.profile, request.limited, request.batch, objective=request.objective,
         num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
         pricer=request.price, compared=compared,
     )  # fmt: skip
+    return _saying_what_is_assumed(made)
 
 
 def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     from autoshard.strategies.mesh import hybrid
 
     _check_inputs_kept(request)
-    return hybrid(
+    made = hybrid(
         request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
         objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
         processes=request.processes, price=request.price,
     )  # fmt: skip
+    return _saying_what_is_assumed(made)
+
+
+def _saying_what_is_assumed(plan: Plan) -> Plan:
+    """The plan, with the user's word on its rows as its first reason."""
+    if plan.batch is None or not plan.batch.assumed:
+        return plan
+    return dataclasses.replace(plan, reasons=(ASSUMED, *plan.reasons))
 
 
 def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) -> Plan:

@@ -30,6 +30,7 @@ def compare(
     workload: Workload | None = None,
     max_memory: "Mapping[Any, Size] | None" = None,
     profile: "Profile | None" = None,
+    assume_independent_rows: bool = False,
 ) -> "Comparison":
     """Return the best plan of every strategy with what it costs, and what the maps of Accelerate would.
 
@@ -43,7 +44,7 @@ def compare(
     cluster = cluster_for(devices, max_memory)
     request = Request(
         model=model, inputs=inputs, profile=measured_for(model, inputs, workload, profile), cluster=cluster,
-        objective=objective, max_memory=max_memory,
+        objective=objective, max_memory=max_memory, assume_independent_rows=assume_independent_rows,
     )  # fmt: skip
     return compare_all(request)
 

@@ -2,6 +2,7 @@
 
 from autoshard.cli.console import output, print_json, reports_errors, step
 from autoshard.cli.options import (
+    AssumeOption,
     BatchOption,
     DevicesOption,
     JsonOption,
@@ -27,6 +28,7 @@ def compare_command(
     train: TrainOption = False,
     optimizer: OptimizerOption = None,
     max_memory: MaxMemoryOption = None,
+    assume_independent_rows: AssumeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
@@ -39,7 +41,7 @@ def compare_command(
     loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
     request = Request(
         model=loaded.model, inputs=loaded.inputs, profile=profile_of(loaded), cluster=cluster, objective=objective,
-        max_memory=limits,
+        max_memory=limits, assume_independent_rows=assume_independent_rows,
     )  # fmt: skip
     with step("planning with every strategy"):
         found = compare_all(request)

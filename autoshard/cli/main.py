@@ -12,6 +12,7 @@ from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, report
 from autoshard.cli.explaining import explain_command
 from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.options import (
+    AssumeOption,
     BatchOption,
     DevicesOption,
     JsonOption,
@@ -86,6 +87,7 @@ def plan_command(
     pin: PinOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
+    assume_independent_rows: AssumeOption = False,
     max_batch: MaxBatchOption = False,
     max_seq: MaxSeqOption = False,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
@@ -100,6 +102,7 @@ def plan_command(
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
     settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
     settings |= {"num_microbatches": micro_batches, "schedule": schedule}
+    settings |= {"assume_independent_rows": assume_independent_rows}
     if max_batch or max_seq:
         from autoshard.cli.growing import plan_largest
 
@@ -207,6 +210,7 @@ def verify_command(
     pin: PinOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
+    assume_independent_rows: AssumeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
@@ -230,7 +234,7 @@ def verify_command(
         plan = plan_measured(
             loaded.model, loaded.inputs, profile, cluster,
             strategy=strategy, objective=objective, max_memory=limits, pins=pins,
-            num_microbatches=micro_batches, schedule=schedule,
+            num_microbatches=micro_batches, schedule=schedule, assume_independent_rows=assume_independent_rows,
         )  # fmt: skip
     with step("running the model whole and split"):
         found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)

@@ -64,6 +64,13 @@ ScheduleOption = Annotated[
         show_default=False,
     ),
 ]
+AssumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--assume-independent-rows",
+        help="Divide the batch though the check refuses it: no row depends on another, on your word. The plan says so.",
+    ),
+]
 MaxBatchOption = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits, and plan it.")]
 MaxSeqOption = Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits, and plan it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]

@@ -9,6 +9,7 @@ import typer
 
 from autoshard.cli.console import errors, reports_errors, step
 from autoshard.cli.options import (
+    AssumeOption,
     BatchOption,
     DevicesOption,
     MaxMemoryOption,
@@ -60,6 +61,7 @@ def report_command(
     pin: PinOption = None,
     micro_batches: MicroBatchesOption = None,
     schedule: ScheduleOption = None,
+    assume_independent_rows: AssumeOption = False,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
     image: Annotated[
         str | None, typer.Option("--image", metavar="svg|png", help="Write each picture beside the page, too.")
@@ -85,6 +87,7 @@ def report_command(
         first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
         strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
         pins=pairs(pin, "--pin", "model.layers.0=cuda:0"), num_microbatches=micro_batches, schedule=schedule,
+        assume_independent_rows=assume_independent_rows,
     )  # fmt: skip
     text = second or (plan.target if is_plan(first) else first)
     scaling = _scaling(text, loaded, profile) if what_if else None

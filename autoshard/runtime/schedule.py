@@ -102,6 +102,8 @@ class LocalSchedule:
         runtime = self._runtime()
         if runtime.tree is None or runtime.tree.changed:  # all parts must run in the same way
             adopt(self.model)
+        if runtime.before_first is not None:
+            runtime.before_first(self.model, args, kwargs)
         division = runtime.record.division
         if division is not None and division.devices:  # replicas divide each call by themselves
             division = None

@@ -1,7 +1,7 @@
 """What the hooks of one applied model share: copies, calls in progress, and what is known of the model's tree."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,7 @@ class Runtime:
     def _start(self) -> None:
         self.copies = Copies()
         self.gathering = threading.RLock()
+        self.before_first: Callable[[nn.Module, tuple, dict], None] | None = None  # see verify/first_batch.py
         self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls

@@ -325,7 +325,7 @@ def _reasons(
     if task.processes and count > 1:
         means = "; gradients become the mean over processes" if task.profile.workload.training else ""
         reasons.append(f"each process is given its own rows of the batch{means}")
-    if task.batch.proof:
+    if task.batch.proof and not task.batch.assumed:
         reasons.append(f"rows of the batch don't mix: {task.batch.proof}")
     return tuple(reasons)
 

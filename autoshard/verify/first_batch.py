@@ -1,0 +1,190 @@
+"""check_first_batch: the first call of an applied model also runs undivided, and both outputs are compared.
+
+first call ── copy of the model, plan as it is ──────────────────────────▶ outputs, buffers ─┐
+           ── copy of the model, batch in one piece, parameters whole ──▶ outputs, buffers ─┴─ differ ─▶ VerifyError
+           ── the call itself, and from then on the hook is gone
+
+The copies share the parameters of the model and have buffers and attributes of their own, so that its state is that
+before the call; random number generators are put back. A model whose parameters are cut is copied with them.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import torch_private
+from autoshard.batching import ASSUMED
+from autoshard.errors import ApplyError, VerifyError, first_line
+from autoshard.plan import Plan
+from autoshard.runtime import remove
+from autoshard.runtime.collectives import count_processes
+from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.hooks import RootHook
+from autoshard.runtime.local_ranks import LocalRanks
+from autoshard.runtime.microbatches import Divide
+from autoshard.verify.cuts import CoarsestType
+from autoshard.verify.divided import is_divided, same_draws
+from autoshard.verify.runs import Result, Work, coarsened, compare, run
+from autoshard.verify.stage import same_start
+
+MOST_NAMED = 4
+
+
+def refuse_unless_checkable(model: nn.Module, plan: Plan) -> None:
+    """Raise `ApplyError` where the first batch could not be run undivided in this process."""
+    if count_processes() > 1:
+        raise ApplyError(
+            f"check_first_batch=True runs the whole batch in one process, and {count_processes()} processes share this "
+            "plan. Apply it without, and compare with autoshard.verify(model, plan) in all of them."
+        )
+    if not (is_divided(plan) or plan.cuts):
+        return
+    if plan.streamed:
+        raise ApplyError(
+            "check_first_batch=True needs the whole model beside the applied one, and this plan keeps "
+            f"{len(plan.streamed)} modules off their devices. Apply it without, or compare with autoshard.verify."
+        )
+    try:
+        copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    except Exception as error:  # whatever the model's attributes raise
+        raise ApplyError(
+            f"check_first_batch=True runs copies of the model, and this {type(model).__name__} can't be copied: "
+            f"{first_line(error)}. Apply the plan without it."
+        ) from error
+
+
+def check_at_first_call(model: nn.Module) -> nn.Module:
+    """Hook an applied model so that its first call in parts is compared with one in one piece; returns the model.
+
+    Nothing is hooked where the plan only places modules: it computes what the model computes, op by op.
+    """
+    record = cut_record(model)
+    if record is None and _divide(model) is None:
+        return model
+    hook = FirstBatch()
+    hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    if record is not None:
+        record.handles.append(hook.handle)
+        return model
+    runtime = _runtime(model)
+    runtime.handles.append(hook.handle)
+    runtime.before_first = hook.check
+    return model
+
+
+class FirstBatch:
+    """Pre-hook of the root until a call has run in parts and was found equal; copies of the model have it switched off.
+
+    A call that is not divided (one row) is not the one that is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.waits = True
+
+    def __deepcopy__(self, memo: dict) -> "FirstBatch":
+        made = FirstBatch()
+        made.waits = False
+        return made
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self.waits or torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
+            return
+        if cut_record(module) is None and _runtime(module).local.stepping:  # a part: the schedule calls `check` itself
+            return
+        self.check(module, args, kwargs)
+
+    def check(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Compare this call in parts and in one piece. Raises `VerifyError` if they differ."""
+        divide = _divide(module)
+        if not self.waits or (divide is not None and len(divide.parts(module, args, kwargs)) < 2):
+            return
+        try:
+            _compare(module, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            raise VerifyError(
+                f"check_first_batch=True: {type(module).__name__} does not fit in one piece beside the applied model, "
+                f"so this batch can't be compared ({first_line(error)}). Make the first call with fewer rows, or apply "
+                "the plan without it."
+            ) from error
+        self.waits = False
+        self.handle.remove()
+
+
+def _divide(model: nn.Module) -> Divide | None:
+    """The hook that divides the batch of calls, None where none does."""
+    return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, Divide)), None)
+
+
+def _runtime(model: nn.Module) -> Any:
+    return next(hook.runtime for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, RootHook))
+
+
+def _compare(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    record, divide = cut_record(model), _divide(model)
+    work = Work(
+        args=args, kwargs=kwargs, training=False, optimizer="none", new_tokens=0,
+        cut=record is not None, divided=divide is not None,
+    )  # fmt: skip
+    devices = record.ranks.devices if record is not None and isinstance(record.ranks, LocalRanks) else ()
+    notes: list[str] = []
+    with same_start([*(devices or _runtime(model).record.placed)]) as restart:
+        restart()
+        with same_draws(work.divided, notes), CoarsestType() as types:
+            expected = run(_in_one_piece(model), work)
+        restart()
+        with same_draws(work.divided, notes):
+            found = run(_copied(model), work)
+        restart()
+    work = coarsened(work, types, notes)
+    differing = _differing(expected, found, work)
+    if differing:
+        raise VerifyError(_message(model, divide, differing))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of an applied model with the same parameters; buffers and what forwards write are its own."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _in_one_piece(model: nn.Module) -> nn.Module:
+    """A copy of an applied model that runs its batch whole, on the placed modules; where parameters are cut, whole."""
+    if cut_record(model) is not None:
+        return remove(copy.deepcopy(model))
+    made = _copied(model)
+    runtime = _runtime(made)
+    runtime.record = replace(runtime.record, division=None)
+    divide = _divide(made)
+    assert divide is not None
+    divide.division = replace(divide.division, count=1, devices=divide.division.devices[:1])
+    return made
+
+
+def _differing(expected: Sequence[Result], found: Sequence[Result], work: Work) -> list[str]:
+    """What differs, with figures."""
+    named = []
+    for left, right in zip(expected, found, strict=False):
+        errors = compare([left], [right], 0.0, work)
+        if errors.first is not None:
+            largest = float(left.value.abs().max()) if left.value.numel() and left.value.dtype != torch.bool else 1.0
+            what = "the output" if right.output == "output" else right.output
+            message = f": {errors.first.message}" if errors.first.message else ""
+            named.append(f"{what} by up to {errors.largest:.3g} where its largest value is {largest:.3g}{message}")
+    if len(expected) != len(found):
+        named.append(f"how many tensors there are: {len(found)} in parts, {len(expected)} in one piece")
+    return named
+
+
+def _message(model: nn.Module, divide: Divide | None, differing: list[str]) -> str:
+    more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    how = "with its parameters cut" if divide is None else "divided"
+    assumed = f" ({ASSUMED})" if divide is not None and divide.division.batch.assumed else ""
+    remedy = "without dividing the batch" if divide is not None else "without cuts"
+    return (
+        f"the first batch of {type(model).__name__} gives something else {how}{assumed} than in one piece. It differs "
+        f'in {"; ".join(differing[:MOST_NAMED])}{more}. Plan {remedy}, for example with strategy="balanced".'
+    )

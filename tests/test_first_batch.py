@@ -1,0 +1,140 @@
+"""check_first_batch: the first call also runs in one piece, and what differs is named with figures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
+from autoshard.plan import Mesh
+from tests.runtime.pipelines import pipeline, sentences, words
+
+HERE = {"cpu:0": "16MiB", "cpu:1": "16MiB"}
+ROWS = BatchAxis(
+    size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=(BatchOutput(path="", how="cat", axis="*8"),),
+    assumed=True,
+)  # fmt: skip
+
+
+class Blocks(nn.Module):
+    """`mixing`: rows are divided by the norm of the whole batch. Counts its calls, and draws random numbers."""
+
+    def __init__(self, mixing: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout)) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.mixing, self.calls = mixing, 0
+
+    def forward(self, x):
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x)
+        return x / x.norm() if self.mixing else x
+
+
+def divided(model, inputs, how):
+    """A plan that divides the batch into micro-batches or over replicas."""
+    plan = pipeline(model, inputs, ROWS)
+    if how == "pipeline":
+        return plan
+    placements = {"": plan.devices[0].name}
+    return replace(
+        plan, strategy="data-parallel", mesh=Mesh(data=3), stages=(), num_microbatches=1, schedule="none",
+        placements=placements,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["pipeline", "replicas"])
+def test_rows_that_mix_are_found_with_the_first_batch(how):
+    model, x = Blocks(mixing=True), torch.randn(8, 8)
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, divided(model, {"x": x}, how), check_first_batch=True)
+        for _ in range(2):  # it stays on guard
+            with pytest.raises(autoshard.VerifyError) as raised:
+                model(x)
+        text = str(raised.value)
+        assert "the first batch of Blocks gives something else divided" in text and ASSUMED in text
+        assert "the output by up to" in text
+        assert "balanced" in text and model.calls == 0
+        autoshard.remove(model)
+        assert model(x).shape == (8, 8)
+
+
+@pytest.mark.parametrize("how", ["pipeline", "replicas"])
+def test_equal_rows_pass_and_the_model_is_as_one_call_leaves_it(how):
+    torch.manual_seed(0)
+    model, x = Blocks(dropout=0.4).train(), torch.randn(8, 8)
+    with autoshard.simulate("3x16MiB"):
+        plan = divided(model, {"x": x}, how)
+        results = []
+        for check in (False, True):
+            model.calls = 0
+            autoshard.apply(model, plan, check_first_batch=check)
+            torch.manual_seed(1)
+            results.append((model(x), model.calls, torch.get_rng_state()))
+            after = len(model._forward_pre_hooks)
+            model(x)
+            assert len(model._forward_pre_hooks) == after
+            autoshard.remove(model)
+    (first, calls, state), (second, checked_calls, checked_state) = results
+    assert torch.equal(first, second) and calls == checked_calls and torch.equal(state, checked_state)
+
+
+def test_a_call_of_one_row_is_not_the_one_that_is_waited_for():
+    model, x = Blocks(mixing=True), torch.randn(8, 8)
+    with autoshard.simulate("3x16MiB"):
+        autoshard.apply(model, divided(model, {"x": x}, "pipeline"), check_first_batch=True)
+        assert model(x[:1]).shape == (1, 8)
+        with pytest.raises(autoshard.VerifyError):
+            model(x)
+
+
+def test_a_schedule_checks_its_first_batch():
+    model, inputs = words(), sentences()
+    with autoshard.simulate("3x16MiB"):
+        plan = pipeline(model, inputs, schedule="1f1b")
+        autoshard.apply(model, plan, check_first_batch=True)
+        autoshard.schedule(model).step(**inputs)
+        assert model.embed.weight.grad is not None
+        autoshard.remove(model)
+        wrong = replace(plan.batch, outputs=(plan.batch.outputs[0], BatchOutput(path="loss", how="mean")))
+        autoshard.apply(model, replace(plan, batch=wrong), check_first_batch=True)
+        with pytest.raises(autoshard.VerifyError, match="loss by up to"):
+            autoshard.schedule(model).step(**inputs)
+
+
+def test_cut_columns_are_compared_with_the_whole_model():
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).eval()
+    x = torch.randn(4, 16)
+    expected = model(x)
+    with autoshard.simulate("2x16MiB"):
+        plan = autoshard.plan(model, HERE, inputs=x, strategy="column-parallel")
+        assert plan.cuts
+        autoshard.apply(model, plan, check_first_batch=True)
+        assert torch.allclose(model(x), expected, atol=1e-5)
+        autoshard.remove(model)
+        (cut,) = plan.cuts
+        twice = replace(cut, actions=tuple(replace(one, addend="") for one in cut.actions))  # each rank adds the bias
+        autoshard.apply(model, replace(plan, cuts=(twice,)), check_first_batch=True)
+        with pytest.raises(autoshard.VerifyError, match="with its parameters cut than in one piece"):
+            model(x)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_when_the_plan_is_applied():
+    model, x = Blocks(), torch.randn(8, 8)
+    plan = divided(model, {"x": x}, "pipeline")
+    model.lines = (line for line in "abc")
+    with autoshard.simulate("3x16MiB"):
+        with pytest.raises(autoshard.ApplyError, match="can't be copied"):
+            autoshard.apply(model, plan, check_first_batch=True)
+        assert not model._forward_pre_hooks
+
+
+def test_a_plan_that_only_places_modules_is_applied_as_ever():
+    model, x = Blocks(), torch.randn(8, 8)
+    with autoshard.simulate("2x16MiB"):
+        plan = autoshard.plan(model, HERE, inputs=x, strategy="sequential")
+        autoshard.apply(model, plan, check_first_batch=True)
+        assert model(x).shape == (8, 8) and model.calls == 1
