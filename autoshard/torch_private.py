@@ -67,6 +67,7 @@ __all__ = [
     "replace_unscale",
     "run_composite",
     "sequence_number",
+    "set_version",
     "swap_contents",
     "total_norm",
     "uncount_hooks",
@@ -130,6 +131,11 @@ def sequence_number() -> int:
 def node_sequence(node: Any) -> int:
     """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
     return node._sequence_nr()
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often a tensor was written in place."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_write_to_view(node: Any) -> bool:

@@ -19,7 +19,6 @@ from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
-from autoshard.capture.leftovers import LeftBehind
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
@@ -213,7 +212,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
 def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
-    if isinstance(error, (*VALUE_ERRORS, LeftBehind)):
+    if isinstance(error, VALUE_ERRORS):
         advice = "Pass a model with real weights, so that it can be run."
     elif run.composite and _differentiates(error):
         advice = "A forward that differentiates can be placed (strategy='balanced'), but not cut or divided."

@@ -6,7 +6,7 @@ keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,7 @@ class Recorder(DispatchMode):
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
         tape: set if calls and readings are noted, too.
         aside: ops that ran where no torch function is overridden.
+        about_to_write: told of every tensor before an op writes into it.
     """
 
     def __init__(self, engine: Engine, *, composite: bool = False) -> None:
@@ -99,6 +100,7 @@ class Recorder(DispatchMode):
         self.unpacked: int | None = None
         self.tape: Any = None
         self.aside: set[int] = set()
+        self.about_to_write: Callable[[torch.Tensor], None] | None = None
         self._detached: weakref.ref | None = None
         self._sequences = Sequences()
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
@@ -157,6 +159,9 @@ class Recorder(DispatchMode):
             self._detached = weakref.ref(args[0])
         inputs = tensors_of(args, kwargs)
         values = [self.value_of(tensor) for tensor in inputs]
+        if self.about_to_write is not None and (traits.writes or traits.unmarked):
+            for tensor in written_by(traits, args, kwargs):
+                self.about_to_write(tensor)
         out = self.engine.run(func, traits, inputs, args, kwargs)
         if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
             self._record(op, inputs, values, out, args, kwargs)

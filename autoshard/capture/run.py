@@ -1,5 +1,6 @@
 """One recorded run of a model under one engine: forward, loss, backward, and the graph made of what was seen."""
 
+import contextvars
 import copy
 import inspect
 import random
@@ -18,18 +19,19 @@ from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.carried import Carried, left_by_the_last
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
+from autoshard.capture.escaped import clear_frames, refuse_kept
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
-from autoshard.capture.leftovers import forget
 from autoshard.capture.material import prepared_input
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.nodes import Histories
 from autoshard.capture.observe import Observer
+from autoshard.capture.reachable import Reachable
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
-from autoshard.capture.stand_in import Make, stand_ins
+from autoshard.capture.stand_in import Make, put_stand_ins
 from autoshard.capture.tape import Tape
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError
@@ -61,17 +63,22 @@ def record_run(
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
-    Raises `LeftBehind` if somebody keeps a tensor without values that it made.
+    Raises CaptureError if somebody keeps a tensor without values that it made.
     """
     recorder = Recorder(engine, composite=run.composite)
+    reachable = Reachable(run.model, (run.args, run.kwargs))
+    recorder.about_to_write = reachable.about_to_write
     try:
-        graph = _recorded(run, recorder, make, level, decode)
-    except Exception:
-        forget(recorder.without_values, failed=True)
+        # What the model sets in context variables stays in there.
+        graph = contextvars.copy_context().run(_recorded, run, recorder, make, level, decode)
+    except Exception as error:
+        clear_frames(error)
         raise
     finally:
+        recorder.about_to_write = None
         torch.clear_autocast_cache()  # within the caller's autocast it has casts of what stood in for parameters
-    forget(recorder.without_values)
+        reachable.put_back()
+        refuse_kept(recorder.without_values)
     return graph
 
 
@@ -88,7 +95,7 @@ def _recorded(
         run.tape.begin(recorder)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
-        stack.enter_context(stand_ins(model, make))
+        put_stand_ins(model, make)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training if run.tape is None else run.tape.grad))
         if run.composite:
