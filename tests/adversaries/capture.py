@@ -4,6 +4,7 @@
 what they change or return is seen by the caller.
 """
 
+import copy
 import functools
 import gc
 import threading
@@ -28,21 +29,30 @@ class Trace:
     """A model, and what is looked at outside of it.
 
     Attributes:
-        build: makes the model.
+        build: makes the model, and what its code stores outside of it as it was at first.
         look: describes what the model's code has stored, given the model; compared by ==.
+        flops: what one call costs at least.
     """
 
     build: Callable[[], nn.Module]
     look: Callable[[nn.Module], Any]
+    flops: int = 0
 
 
-def watched(look: Callable[[nn.Module], Any]) -> Callable[[type[nn.Module]], type[nn.Module]]:
+def nothing() -> None:
+    pass
+
+
+def watched(
+    look: Callable[[nn.Module], Any], reset: Callable[[], object] = nothing, flops: int = 0
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def register(model_class: type[nn.Module]) -> type[nn.Module]:
         def build() -> nn.Module:
             torch.manual_seed(3)
+            reset()
             return model_class().double().eval()
 
-        TRACES[model_class.__name__] = Trace(build=build, look=look)
+        TRACES[model_class.__name__] = Trace(build=build, look=look, flops=flops)
         return model_class
 
     return register
@@ -84,10 +94,15 @@ class Two(nn.Module):
         return x
 
 
-TABLES: dict[str, Any] = {"kept": torch.ones(3), "positions": torch.zeros(5, 1, dtype=torch.float64)}
+TABLES: dict[str, Any] = {}
 
 
-@watched(lambda _: described(TABLES))
+def first_tables():
+    TABLES.clear()
+    TABLES.update(kept=torch.ones(3), positions=torch.zeros(5, 1, dtype=torch.float64))
+
+
+@watched(lambda _: described(TABLES), first_tables)
 class ModuleDict(Two):
     """Replaces an entry of a dict of its file, and adds one."""
 
@@ -100,13 +115,9 @@ class ModuleDict(Two):
 EMPTIED: dict[str, Any] = {}
 
 
-@watched(lambda _: described(EMPTIED))
+@watched(lambda _: described(EMPTIED), lambda: EMPTIED.update(first=torch.ones(2), second=torch.ones(2)))
 class EmptiedDict(Two):
     """Takes entries out of a dict of its file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        EMPTIED.update(first=torch.ones(2), second=torch.ones(2))
 
     def forward(self, x):
         EMPTIED.pop("first", None)
@@ -117,7 +128,7 @@ class EmptiedDict(Two):
 FEATURES: list[Any] = []
 
 
-@watched(lambda _: described(FEATURES))
+@watched(lambda _: described(FEATURES), FEATURES.clear)
 class FeatureHooks(Two):
     """A hook on each layer appends what it gives to a list."""
 
@@ -127,7 +138,11 @@ class FeatureHooks(Two):
             layer.register_forward_hook(lambda module, args, output: FEATURES.append(output))
 
 
-@watched(lambda model: (described(type(model).last), type(model).calls))
+def first_call():
+    ClassAttributes.last, ClassAttributes.calls = None, 0
+
+
+@watched(lambda model: (described(type(model).last), type(model).calls), first_call)
 class ClassAttributes(Two):
     """Counts calls and keeps the last output in its class."""
 
@@ -145,13 +160,16 @@ def frequencies(length):
     return torch.arange(length, dtype=torch.float64) / 10
 
 
-@watched(lambda _: (type(frequencies(WIDTH)).__name__, frequencies(WIDTH).tolist()))
+def what_cache_gives(_):
+    """Ask the cache without filling it where it is empty."""
+    filled = frequencies.cache_info().currsize
+    found = frequencies(WIDTH) if filled else frequencies.__wrapped__(WIDTH)
+    return type(found).__name__, described(found)[1:]
+
+
+@watched(what_cache_gives, frequencies.cache_clear)
 class CachedFunction(Two):
     """A table comes from a function with a cache, which is empty at first and may be filled, with numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        frequencies.cache_clear()
 
     def forward(self, x):
         return super().forward(x) + frequencies(x.shape[-1])
@@ -162,7 +180,7 @@ def seen_shapes(x, seen=[]):  # noqa: B006
     return x
 
 
-@watched(lambda _: described(seen_shapes.__defaults__))
+@watched(lambda _: described(seen_shapes.__defaults__), lambda: seen_shapes.__defaults__[0].clear())
 class DefaultArgument(Two):
     """Appends to a list that is a default argument."""
 
@@ -180,7 +198,7 @@ class Counter:
 COUNTER = Counter()
 
 
-@watched(lambda _: (COUNTER.number, described(COUNTER.last)))
+@watched(lambda _: (COUNTER.number, described(COUNTER.last)), COUNTER.__init__)
 class ObjectWithSlots(Two):
     """Counts in an object with slots that lives outside of it."""
 
@@ -190,10 +208,10 @@ class ObjectWithSlots(Two):
         return super().forward(x)
 
 
-RECENT: deque[Any] = deque([torch.zeros(1)], maxlen=2)
+RECENT: deque[Any] = deque(maxlen=2)
 
 
-@watched(lambda _: described(RECENT))
+@watched(lambda _: described(RECENT), lambda: RECENT.extend([torch.zeros(1), torch.ones(1)]))
 class RecentInputs(Two):
     """Keeps the last two inputs in a deque of its file: the older ones fall out."""
 
@@ -206,7 +224,7 @@ class RecentInputs(Two):
 RUNNING = torch.zeros(WIDTH, dtype=torch.float64)
 
 
-@watched(lambda _: described(RUNNING))
+@watched(lambda _: described(RUNNING), RUNNING.zero_)
 class TensorOfFile(Two):
     """Adds to a tensor of its file in place."""
 
@@ -215,7 +233,13 @@ class TensorOfFile(Two):
         return super().forward(x) + RUNNING
 
 
-@watched(lambda model: {name: described(tensor) for name, tensor in model.state_dict(keep_vars=True).items()})
+def packed_state(model):
+    """State by name, whether it is packed, and what it computes; the look itself must not pack it."""
+    state = {name: described(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return state, model.packed, copy.deepcopy(model)(**rows()).tolist()
+
+
+@watched(packed_state)
 class PacksItself(Two):
     """Replaces its first weight by whole numbers and a step at the first call, as some quantised layers do."""
 
@@ -271,7 +295,7 @@ class ChangesModes(Two):
 POOL = ThreadPoolExecutor(2)
 
 
-@watched(lambda _: fakes())
+@watched(lambda _: fakes(), flops=4 * 2 * 8 * 5 * WIDTH * WIDTH)
 class Pooled(Two):
     """Its layers run in a pool of threads."""
 
@@ -344,11 +368,6 @@ class Holder:
 
     def __init__(self, rows, value) -> None:
         self.rows, self.value = rows, value
-
-    def __eq__(self, other) -> bool:
-        return self.rows == other.rows and torch.allclose(self.value.to("cpu"), other.value.to("cpu"))
-
-    __hash__ = None
 
 
 @adversary(rows)

@@ -1,9 +1,10 @@
 """Plans a model with benign inputs, carries the plan out, and runs it on what a user may bring later.
 
-`outcome` gives "refused", "whole" (a plan that cuts or divides nothing) or "equal", and raises `Difference` for all
-else: other values than the original's, or an error that is not for users.
+`outcome` says whether the plan was refused, or its results are equal to the original's, and raises `Difference` for all
+else: other values, or an error that is not for users.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,26 @@ from torch.utils import _pytree as pytree
 import autoshard
 
 Inputs = dict[str, Any]
+Leaves = dict[str, Any]
 State = Callable[[nn.Module], None]
 
 
 class Difference(AssertionError):
     """What the applied model gives and the original does not."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a model under a strategy.
+
+    Attributes:
+        kind: "refused" by `plan`; "whole" if the plan cuts and divides nothing; "equal"; "late" if the applied model
+            refuses inputs or values that the plan was not made with.
+        message: what the refusal says.
+    """
+
+    kind: str
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,48 +150,67 @@ def divides(plan: autoshard.Plan) -> bool:
     return bool(plan.cuts) or plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
 
 
-def outcome(case: Adversary, strategy: str) -> str:
-    """Return "refused", "whole", "equal", or "late" if only other inputs or values than the plan's are refused.
+@functools.cache
+def outcome(case: Adversary, strategy: str) -> Outcome:
+    """Plan with benign inputs, and compare the applied model with the original on all others.
 
     Raises `Difference` for what is silently wrong, or stops with an error that is not for users.
     """
+    expected = _expected(case)
     with autoshard.simulate("2x64MiB") as devices:
         try:
             plan = planned(case, strategy, devices)
         except autoshard.AutoshardError as error:
-            _check_message(case, str(error))
-            return "refused"
+            return Outcome("refused", str(error))
         if not divides(plan):
-            return "whole"
+            return Outcome("whole")
         for number, change in enumerate(case.states):
-            late = _compare(case, plan, change, f"state {number}")
-            if late:
-                return late
-    return "equal"
+            runs = _runs(case, change, plan)
+            for done, wanted in enumerate(expected[number]):
+                where = f"state {number}, run {done}"
+                try:
+                    found = next(runs)
+                except autoshard.AutoshardError as error:
+                    if number == done == 0:
+                        raise Difference(f"refused only when it is called as it was planned for: {error}") from error
+                    return Outcome("late", str(error))
+                except Exception as error:
+                    raise Difference(f"{where}: {type(error).__name__}: {error}") from error
+                _check_equal(found, wanted, where)
+    return Outcome("equal")
 
 
-def _compare(case: Adversary, plan: autoshard.Plan, change: State, state: str) -> str:
-    """Run the original and the applied model side by side; "late" if the applied one says that it can't."""
-    for number, _ in enumerate(case.others()):
-        where = f"{state}, inputs {number}"
-        original, applied = case.build(), case.build()  # not a copy: that would lose hooks on parameters
-        change(original)
-        change(applied)
-        try:
-            autoshard.apply(applied, plan)
-            expected = _results(case, original, case.others()[number])
-            found = _results(case, applied, case.others()[number])
-            autoshard.remove(applied)
-        except autoshard.AutoshardError as error:
-            if (state, number) == ("state 0", 0):
-                raise Difference(f"refused only when it is called as it was planned for: {error}") from error
-            _check_message(case, str(error))
-            return "late"
-        except Exception as error:
-            raise Difference(f"{where}: {type(error).__name__}: {error}") from error
-        _check_equal(found, expected, where)
-        _check_equal(dict(applied.state_dict()), dict(original.state_dict()), f"{where}, state_dict after remove")
-    return ""
+@functools.cache
+def _expected(case: Adversary) -> list[list[Leaves]]:
+    """What the original gives, per state and inputs."""
+    return [list(_runs(case, change, None)) for change in case.states]
+
+
+def _runs(case: Adversary, change: State, plan: autoshard.Plan | None) -> Iterator[Leaves]:
+    """Results for the inputs one after another: of one model, or for training of one per inputs.
+
+    Gradients become the parameters: parts of them, put back together by `remove`, can be compared.
+    """
+    model: nn.Module | None = None
+    for inputs in case.others():
+        if model is None or case.training:
+            model = case.build()  # never a copy: that would lose hooks on parameters
+            change(model)
+            if plan is not None:
+                autoshard.apply(model, plan)
+        results = _results(case, model, inputs)
+        if case.training:
+            results |= _left(model, plan)
+        yield results
+    if model is not None and not case.training:
+        yield _left(model, plan)
+
+
+def _left(model: nn.Module, plan: autoshard.Plan | None) -> Leaves:
+    """Parameters and buffers after all runs, those of an applied model after `remove`."""
+    if plan is not None:
+        autoshard.remove(model)
+    return _leaves(dict(model.state_dict()), "state_dict after remove")
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -190,15 +225,12 @@ def loss_of(output: Any) -> torch.Tensor:
     return total
 
 
-def _results(case: Adversary, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Outputs and the inputs as the call left them, with gradients; those of parameters become the parameters.
-
-    Parts of a parameter have parts of a gradient: put back together by `remove`, they can be compared.
-    """
+def _results(case: Adversary, model: nn.Module, inputs: Inputs) -> Leaves:
+    """Outputs and the inputs as the call left them, with gradients; those of parameters become the parameters."""
     torch.manual_seed(9)
     if not case.training:
         with torch.no_grad():
-            return {"output": model(**inputs), "inputs": inputs}
+            return _leaves(model(**inputs), "output") | _leaves(inputs, "inputs")
     inputs = {
         name: value.clone().requires_grad_() if value.is_floating_point() else value for name, value in inputs.items()
     }
@@ -207,49 +239,86 @@ def _results(case: Adversary, model: nn.Module, inputs: Inputs) -> dict[str, Any
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    return {"output": output, "gradient of inputs": {name: value.grad for name, value in inputs.items()}}
+    gradients = {name: value.grad for name, value in inputs.items()}
+    return _leaves(output, "output") | _leaves(gradients, "gradient of inputs")
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Any, where: str) -> Leaves:
+    """Return what lies in containers and in objects with attributes, by its path; tensors as they are now."""
+    leaves: Leaves = {}
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)[0]:
-        yield pytree.keystr(path), leaf
+        name = where + pytree.keystr(path)
+        fields = _fields(leaf)
+        if isinstance(leaf, torch.Tensor):
+            leaves[f"kind of {name}"] = type(leaf).__name__, str(leaf.device)
+            leaves[name] = leaf.detach().to("cpu").clone()
+        elif fields:
+            leaves[f"type of {name}"] = type(leaf)
+            leaves |= _leaves(fields, name)
+        else:
+            leaves[name] = leaf
+    return leaves
 
 
-def _check_equal(found: Any, expected: Any, where: str) -> None:
-    found, expected = dict(_leaves(found)), dict(_leaves(expected))
+def _fields(value: Any) -> dict[str, Any]:
+    """Attributes of an object of a class of the tests."""
+    if not type(value).__module__.startswith("tests."):
+        return {}
+    names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
+    return {name: getattr(value, name) for name in names}
+
+
+def _check_equal(found: Leaves, expected: Leaves, where: str) -> None:
     if found.keys() != expected.keys():
-        raise Difference(f"{where}: leaves {sorted(found.keys() ^ expected.keys())} on one side only")
+        raise Difference(f"{where}: {sorted(found.keys() ^ expected.keys())} on one side only")
+    largest = max((_size(value) for value in expected.values() if isinstance(value, torch.Tensor)), default=0.0)
     for path, value in expected.items():
-        _check_leaf(found[path], value, f"{where}, {path}")
+        _check_leaf(found[path], value, f"{where}, {path}", largest)
 
 
-def _check_leaf(found: Any, expected: Any, where: str) -> None:
+def _size(tensor: torch.Tensor) -> float:
+    """The largest finite number of a tensor."""
+    if not tensor.is_floating_point():
+        return 0.0
+    return tensor.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if tensor.numel() else 0.0
+
+
+def _check_leaf(found: Any, expected: Any, where: str, largest: float) -> None:
+    """Compare with 1e-5 of the tensor's own largest number; what is nought but for rounding, with 1e-12 of all."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         if type(found) is not type(expected) or found != expected:
             raise Difference(f"{where}: {found!r} instead of {expected!r}")
         return
-    found, expected = found.detach().to("cpu"), expected.detach().to("cpu")
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise Difference(f"{where}: {tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}")
-    if not expected.is_floating_point():
-        if not torch.equal(found, expected):
-            raise Difference(f"{where}: other whole numbers")
-        return
-    size = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
-    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * size + 1e-12, equal_nan=True):
-        off = (found - expected).abs().max().item() / (size or 1.0)
-        raise Difference(f"{where}: off by {off:.2g} of the largest value")
+    size = _size(expected)
+    if expected.is_floating_point():
+        tolerance = 1e-5 * size + 1e-12 * max(largest, 1.0)
+        same = torch.allclose(found, expected, rtol=1e-5, atol=tolerance, equal_nan=True)
+    else:
+        same = torch.equal(found, expected)
+    if not same:
+        off = (found.double() - expected.double()).nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+        raise Difference(f"{where}: off by {off / (size or 1.0):.2g} of the largest value")
 
 
-def _check_message(case: Adversary, message: str) -> None:
-    """A refusal names a module, a parameter, an input, an op or a class of this model."""
-    model = case.build()
+REMEDY = re.compile(
+    r"\w=\S|\b(Use|Pass|Set|Plan|Place|Take|Give|Call|Return|Compute|Move|Train|Leave|Keep|Write|Make|Run|Choose"
+    r"|Replace|Clone|Tell|Register|Store|Create|Let)\b"
+)
+
+
+def unhelpful(build: Callable[[], nn.Module], inputs: Inputs, message: str) -> str:
+    """What a refusal lacks: the module, parameter, input, output or op that it is about, or something that works."""
+    model = build()
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    names |= {name for name, _ in model.named_buffers()} | set(case.inputs())
-    names |= {type(module).__name__ for module in model.modules()}
-    output = model(**case.inputs())
+    names |= {name for name, _ in model.named_buffers()} | set(inputs)
+    output = model(**inputs)
     names |= set(output) if isinstance(output, dict) else set()
-    words = set(re.findall(r"[\w.]+", message))
-    stems = words | {word.rstrip(".") for word in words} | {part for word in words for part in word.split(".")}
-    if not (names - {""}) & stems and "aten" not in message:
-        raise Difference(f"the refusal names nothing of the model: {message!r}")
+    words = {word.rstrip(".") for word in re.findall(r"[\w.]+", message)}
+    lacks = []
+    if not (names - {""}) & words and not re.search(r"\baten\b|\b\w+ in the model itself", message):
+        lacks.append("no module, parameter, input, output or op")
+    if not REMEDY.search(message):
+        lacks.append("nothing that works")
+    return ", ".join(lacks)
