@@ -304,14 +304,19 @@ class Pooled(Two):
 
 
 BYSTANDER = nn.Linear(4, 4)
+ITS_PARAMETERS = (BYSTANDER.weight, BYSTANDER.bias)
+
+
+def first_parameters():
+    BYSTANDER.weight, BYSTANDER.bias = ITS_PARAMETERS
 
 
 @watched(
-    lambda _: (
-        [id(parameter) for parameter in BYSTANDER.parameters()],
-        [type(parameter).__name__ for parameter in BYSTANDER.parameters()],
-        [parameter.dtype for parameter in BYSTANDER.parameters()],
-    )
+    lambda _: [
+        (found is first, type(found).__name__, found.dtype)
+        for found, first in zip(BYSTANDER.parameters(), ITS_PARAMETERS, strict=True)
+    ],
+    first_parameters,
 )
 class OtherThread(Two):
     """While it runs, another thread converts and runs a model of its own."""
