@@ -62,12 +62,11 @@ PINNED: dict[str, Pins] = {
         "ReturnsNumbers": dict.fromkeys((DATA, PIPELINE), "refused: "),
         "ReturnsLists": {DATA: "refused: other outputs", PIPELINE: "refused: other outputs"},
         "ReturnsObject": {
-            COLUMN: "wrong: the tensor within is one of a rank", DATA: "wrong: refused when the object is read",
-            PIPELINE: "wrong: refused when the object is read",
+            COLUMN: "wrong: the tensor within is one of a rank", DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
         },
         "ReturnsSet": {
-            COLUMN: "wrong: the tensor in the deque is one of a rank", DATA: "wrong: refused when the set is read",
-            PIPELINE: "wrong: refused when the set is read",
+            COLUMN: "wrong: the tensor in the deque is one of a rank",
+            DATA: "refused: a frozenset", PIPELINE: "refused: a frozenset",
         },
         "HooksOnParameters": {COLUMN: "whole"},
         "CountsGradients": {COLUMN: "wrong: refused by apply, not by the plan"},
@@ -100,6 +99,7 @@ UNHELPFUL: set[str] = {
     *(f"batches {name}" for name in ("LongestSentence", "LossPerSentence", "BalancedExperts", "MovingAverage")),
     *(f"held batches {name}" for name in ("LeftSorted", "CameraOfRow", "FramesInPairs", "MemoryAsLongAsBatch")),
     *("held batches SpreadIsEnough", "held batches UntrackedNorm", "held others MeanInThread"),
+    *("carried ReturnsNumbers", "carried ReturnsObject", "carried ReturnsSet"),
     *("batches QuantisedBatch", "carried ReturnsLists", "held others FeaturesOfHook"),
 }
 
