@@ -127,6 +127,8 @@ class OpRules:
             made = [combine(given[:1], shapes[0])]
         elif name in SAME:
             made = [given[0] if shape == given[0].shape else samples(shape, domain.whole(given[0])) for shape in shapes]
+        elif name == "view" and shapes[0] == given[0].shape:  # bits as another type
+            made = [given[0]]
         elif name in RESHAPES and not any(isinstance(item, torch.dtype) for item in op.node.args[1:]):
             made = [reshaped(given[0], shapes[0])]
         elif name in MOVES:

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
+from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
 from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
 from autoshard.axes.sound import Sound
 from autoshard.axes.walk import name_of
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.traits import traits_of
+
+SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",
+                             "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
+"""Ops that make tensors as large as values say."""
 
 
 class SampleWalk:
@@ -24,17 +29,22 @@ class SampleWalk:
     Attributes:
         other: the same forward with a larger batch, which runs the same ops.
         samples: what is known of each value now; `cause`: the op that first mixed samples in it.
+        merges: how values that several samples decide are made of those of parts, where that is known.
+        sized: ops that make tensors whose sizes depend on values of the batch, which Python may look at.
         written: (op, value) of parameters, buffers and inputs that were written with what depends on the batch.
     """
 
-    def __init__(self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Samples]) -> None:
+    def __init__(self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Samples], rows: int) -> None:
         self.graph = graph
         self.other = other
+        self.rows = rows
         self.samples: dict[int, Samples] = dict(inputs)
         self.cause: dict[int, int] = {}
+        self.sized: list[int] = []
         self.written: list[tuple[int, int]] = []
         self.rules = OpRules(graph, _counts(graph, other))
         self.sound = Sound(self)
+        self.merges = Merges(self)
         self._others = _constants(other)
 
     def of(self, value: int) -> Samples:
@@ -50,6 +60,9 @@ class SampleWalk:
         if made is None:
             made = self.rules.results(op, given)
             made = self._resized(op, given, made)
+            if self._is_sized(op) and not all(item.shared for item in given):
+                self.sized.append(op.index)
+        self.merges.step(op, given, made)
         for value in op.mutates:
             if value not in op.outputs:
                 shape = self.graph.values[value].shape
@@ -63,6 +76,20 @@ class SampleWalk:
             else:
                 self.samples[value] = item
 
+    def _is_sized(self, op: Op) -> bool:
+        """Whether values decide how large the results of an op are."""
+        name, graph = name_of(op), self.graph
+        if name in ("index", "_unsafe_index"):
+            return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
+        if isinstance(op.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
+            return True
+        if name == "repeat_interleave":
+            return len(op.inputs) > 1 or not op.inputs
+        if name == "one_hot":
+            assert op.node is not None
+            return "num_classes" not in op.node.kwargs and list(op.node.args[1:2]) in ([], [-1])
+        return name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1)
+
     # ---- numbers that are others for a larger batch
 
     def _from_outside(self, value: int) -> Samples:
@@ -75,13 +102,19 @@ class SampleWalk:
             return all_of(row.shape, PLACE)
         return fixed(row.shape)
 
+    def resized(self, op: Op) -> bool:
+        """Whether the numbers among the arguments of an op are others for a larger batch."""
+        return repr(_numbers(op)) != repr(_numbers(self.other.ops[op.index]))  # NaN is not equal to itself
+
+    def is_entries(self, item: Samples) -> bool:
+        """Whether elements are entries of a selection: which sample each belongs to is not known."""
+        return bool((item.owner >= self.rows).any())
+
     def _resized(self, op: Op, given: Sequence[Samples], made: list[Samples]) -> list[Samples]:
         """What an op makes whose numbers are others for a larger batch: sizes and bounds may be, others may not."""
-        twin = self.other.ops[op.index]
-        assert op.node is not None and twin.node is not None
-        mine, other = _numbers(op), _numbers(twin)
-        if mine == other:
+        if not self.resized(op):
             return made
+        mine, other = _numbers(op), _numbers(self.other.ops[op.index])
         name = name_of(op)
         if name in SIZED and (name not in FILLED or _scalars(mine) == _scalars(other)):
             return made

@@ -78,11 +78,14 @@ def observe_calls(
     return observer.calls
 
 
-def record_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool) -> tuple[ModelGraph, Tape]:
+def record_forward(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, real: bool = False
+) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
-    and the tape says where. Raises as `capture` does.
+    and the tape says where. `real`: what can't be run without values, and has them, is run with them. Raises as
+    `capture` does.
     """
     tape = Tape(grad)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape)
@@ -93,7 +96,9 @@ def record_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], *, gra
     except CaptureError:
         raise
     except Exception as error:
-        raise _refusal(run, error) from error
+        if not real or _without_values(model):
+            raise _refusal(run, error) from error
+        graph = _forced(run, "real")
     return graph, tape
 
 

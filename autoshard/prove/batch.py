@@ -1,16 +1,17 @@
-"""Prove that the batch of a model can be divided.
+"""Check that the batch of a model can be divided.
 
     which dimensions     the leaf of the first dimension of the inputs, followed through one captured run (axes.batch)
-    that rows are apart  random values, whole and in parts: outputs, gradients and buffers agree (prove.parts)
-    who mixes them       the first module whose output differs, and the op in it that works along the leaf
+    that rows are apart  the ops of whole runs, one by one (prove.apart): this decides
+    and once more        random values, whole and in parts: outputs, gradients and buffers agree (prove.parts)
+    who mixes them       the op; of numbers, the first module whose output differs
 
-The numbers are run with rows that differ in all values; with masks that end at another place in every row, since code
-may look whether any row is masked at all; and with rows that are all alike, since what they share (the capacity of an
-expert) may not be short otherwise.
+The numbers may only refuse more. They are run with rows that differ in all values; with masks that end at another place
+in every row, since code may look whether any row is masked at all; and with rows that are all alike, since what they
+share (the capacity of an expert) may not be short otherwise.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
 from autoshard.module_paths import parent
 from autoshard.progress import tell
+from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
 from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
@@ -65,10 +67,14 @@ class Question:
         return caller_like(self.model, *self.given)(bound)
 
 
-def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None) -> BatchAxis:
-    """Find the batch among the inputs and prove it parallel. Raises `PlanError` naming what mixes its rows.
+def find_batch_axis(
+    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None, *,
+    assume_independent_rows: bool = False,
+) -> BatchAxis:  # fmt: skip
+    """Find the batch among the inputs and check that its rows are apart. Raises `PlanError` naming what mixes them.
 
     `graph`: a forward with these inputs that was captured with `composite=True`, if there is one.
+    `assume_independent_rows`: the user says that rows are apart; then only numbers are compared, and may refuse.
     """
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
@@ -82,7 +88,7 @@ def find_batch_axis(model: nn.Module, inputs: Any, workload: Workload, graph: Mo
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed
                 continue
             try:
-                return _proved(question, batch, rows)
+                return _proved(question, batch, rows, None if assume_independent_rows else check_apart(question, batch))
             except Mixed as error:
                 refused = refused or f"{_named(question, rows, error)}{error}"
                 tried = batch.inputs[0].dim
@@ -190,8 +196,8 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
     return tuple(BatchOutput(path=paths[place], how="cat", dim=dim, axis=axis) for place, dim, axis in rows.outputs)
 
 
-def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
-    """Run the numbers. Raises `Mixed` or `NotRun`."""
+def _proved(question: Question, batch: BatchAxis, rows: Rows | None, apart: Apart | None) -> BatchAxis:
+    """Run the numbers, and take of what they allow what ops do. Raises `Mixed` or `NotRun`."""
     graph, training = question.graph, question.workload.training
     averages = len(batch.outputs) < len(graph.outputs)
     stopped: NotRun | None = None
@@ -199,7 +205,7 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
         asked = replace(question, bound=bound)
 
         def compared(dtype: torch.dtype, asked: Question = asked) -> BatchAxis:
-            return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows)
+            return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows, apart)
 
         if is_heavy(graph) and not averages:  # faster, but sums and means are not told apart as well
             try:
@@ -221,7 +227,7 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None) -> BatchAxi
     raise stopped
 
 
-def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None) -> BatchAxis:
+def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | None, apart: Apart | None) -> BatchAxis:
     """Compare the whole with parts for every kind of rows that the model takes."""
     known: Checked | None = None
     checked: list[Checked] = []
@@ -245,9 +251,15 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
             ran = ran or division
     if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
-    outputs = tuple(ways[0] for ways in known.ways.values())
+    if apart is not None and any(one.hooked for one in checked):
+        raise Mixed(
+            f"{type(question.model).__name__} hangs hooks on gradients in its forward, which may mix rows. "
+            f"{INDEPENDENT}"
+        )
+    outputs = tuple(_permitted(ways, apart) for ways in known.ways.values())
     changed = {name for one in checked for name in one.attributes}
-    proof = f"equal in parts with random values, {'forward and backward' if trial.training else 'forward'}"
+    compared = f"compared in parts with random values, {'forward and backward' if trial.training else 'forward'}"
+    proof = f"{'taken to be so (assume_independent_rows)' if apart is None else 'checked op by op'}, {compared}"
     if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
     tracked = frozenset[str]().union(*(one.tracked for one in checked))
@@ -262,6 +274,14 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows))),
         proof=proof,
     )
+
+
+def _permitted(ways: Sequence[BatchOutput], apart: Apart | None) -> BatchOutput:
+    """The first of the ways that numbers allow which ops do as well."""
+    found = next((way for way in ways if apart is None or apart.permits(way)), None)
+    if found is None:
+        raise Mixed(f"{ways[0].path or 'its output'} is not made of what parts give as its ops would ({ways[0].how})")
+    return found
 
 
 def _for_rows(known: Checked, rows: int) -> Checked:

@@ -8,12 +8,13 @@ themselves, and not in the tenth digit.
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput
@@ -48,13 +49,26 @@ class Mixed(Exception):
 class Result:
     """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew.
 
-    `left`: the tensors that it put into attributes of modules.
+    `left`: the tensors that it put into attributes of modules; `hooked`: it hung hooks on gradients.
     """
 
     output: Any
     written: Mapping[str, torch.Tensor]
     draws: int
     left: Mapping[str, torch.Tensor]
+    hooked: bool
+
+
+class Hooks(TorchFunctionMode):
+    """Sees whether a forward hangs hooks on the gradients of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.found |= func is torch.Tensor.register_hook
+        return func(*args, **(kwargs or {}))
 
 
 def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
@@ -69,7 +83,10 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
         numpy.random.seed(0)
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
-    with torch.set_grad_enabled(trial.training), trial.weights, steady_draws(trial.most_elements, trial.dtype) as draws:
+    hooks = Hooks()
+    watched = hooks if trial.training else nullcontext()
+    draws = steady_draws(trial.most_elements, trial.dtype)
+    with torch.set_grad_enabled(trial.training), trial.weights, draws as drawn, watched:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():
@@ -77,7 +94,8 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
             if name in before and not _identical(buffer, before[name]):
                 written[name] = buffer.detach().clone()
                 buffer.copy_(before[name])
-    return Result(output=output, written=written, draws=draws.count, left=new_tensors(model, there))
+    return Result(output=output, written=written, draws=drawn.count, left=new_tensors(model, there),
+                  hooked=hooks.found)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +124,8 @@ class Checked:
 
     `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
     `left`: how tensors in attributes can be made, for those that can; `attributes`: of modules, which have them;
-    `tracked`: those with a history; `cached`: attributes in which only the first call puts tensors.
+    `tracked`: those with a history; `cached`: attributes in which only the first call puts tensors. `hooked`: as of a
+    `Result`.
     """
 
     ways: dict[str, list[BatchOutput]]
@@ -116,6 +135,7 @@ class Checked:
     attributes: frozenset[str]
     tracked: frozenset[str]
     cached: frozenset[str]
+    hooked: bool
 
 
 def check_parts(division: Division, known: Checked | None = None) -> Checked:
@@ -159,7 +179,7 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
     return Checked(
         ways=found, written=tuple(written), draws=whole.draws, left=left, attributes=_having(names, whole.left),
         tracked=frozenset(name for name in left if whole.left[name].requires_grad),
-        cached=_having(names, earlier.left),
+        cached=_having(names, earlier.left), hooked=whole.hooked,
     )  # fmt: skip
 
 

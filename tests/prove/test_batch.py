@@ -102,11 +102,11 @@ def test_a_tensor_that_is_given_twice_is_two_inputs():
 def test_rows_that_are_alike_and_numbers_that_are_none_prove_nothing():
     class Fixed(nn.Linear):
         def forward(self, x):
-            if (x[0] != x).any():
-                raise ValueError("rows must be alike")
+            if x.shape[0] > 3:
+                raise ValueError("too many rows")
             return super().forward(x).mean()
 
-    assert "rows must be alike" in refused(Fixed(6, 6), torch.ones(3, 6))
+    assert "too many rows" in refused(Fixed(6, 6), torch.ones(3, 6))
     nowhere = Small(lambda self, x: self.linear(x).mean() * float("nan"))
     assert "no finite number" in refused(nowhere, torch.randn(3, 6))
 
@@ -125,7 +125,7 @@ def test_sizes_that_a_model_computes_from_its_numbers_are_bounded():
     with torch.no_grad():
         silent.weight.zero_(), silent.bias.zero_()
     said = refused(silent, torch.randn(3, 6))
-    assert "its sizes depend on what it computes" in said
+    assert "decides what to do by values of all rows" in said
 
 
 def test_a_loss_that_is_summed_up():
@@ -142,10 +142,18 @@ def test_a_loss_that_is_weighted_by_a_mask():
     class Masked(Decoder):
         def forward(self, input_ids, attention_mask):
             losses = super().forward(input_ids)["logits"].square().mean(-1)
+            return (losses * attention_mask).sum() / attention_mask.bool().sum()
+
+    inputs = {"input_ids": tokens(3, 8), "attention_mask": torch.ones(3, 8)}
+    (loss,) = found(Masked(), inputs).outputs
+    assert (loss.how, loss.weights, loss.ignored) == ("weighted", "attention_mask", 0)
+
+    class Summed(Decoder):  # a mask may hold other numbers than 0 and 1, and then its sum is not how many count
+        def forward(self, input_ids, attention_mask):
+            losses = super().forward(input_ids)["logits"].square().mean(-1)
             return (losses * attention_mask).sum() / attention_mask.sum()
 
-    (loss,) = found(Masked(), {"input_ids": tokens(3, 8), "attention_mask": torch.ones(3, 8)}).outputs
-    assert (loss.how, loss.weights, loss.ignored) == ("weighted", "attention_mask", 0)
+    assert "can't be divided" in refused(Summed(), inputs)
 
 
 def test_several_rows_of_an_input_for_each_of_the_batch():
@@ -183,6 +191,7 @@ def test_what_an_object_among_the_outputs_holds_is_listed_where_it_can_be_put_to
     assert ways(found(model, torch.randn(4, 6))) == {"y": "cat", "kept.keys": "cat"}
 
 
+@pytest.mark.xfail(strict=True, reason="experts are not in the list of what is sound yet")
 def test_tokens_that_are_sorted_by_expert():
     batch = found(Experts(), torch.randn(3, 5, 8))
     assert ways(batch) == {"": "cat"}
@@ -196,9 +205,11 @@ def test_rows_that_are_picked_by_their_number():
     assert ways(found(Small(last), torch.randn(3, 5, 6))) == {"": "cat"}
 
 
-def test_a_look_at_the_first_row_is_no_mixing():
-    model = Small(lambda self, x: self.linear(x) + 0 * x[0].detach().sum() if x[0].shape else x)
+def test_a_look_at_the_first_row_is_mixing_but_for_its_shape():
+    model = Small(lambda self, x: self.linear(x) if x[0].shape else x)
     assert rows(found(model, torch.randn(3, 6))) == {"x": (0, "*3")}
+    model = Small(lambda self, x: self.linear(x) + 0 * x[0].detach().sum())
+    assert "mixes its rows" in refused(model, torch.randn(3, 6))
 
 
 def test_random_numbers_are_no_mixing():
@@ -247,7 +258,7 @@ def test_bits_that_are_read_as_numbers_stay_bits():
     assert rows(found(Small(forward), torch.randn(4, 6))) == {"x": (0, "*4")}
 
 
-def test_random_masks_of_numpy_are_no_mixing():
+def test_rows_in_a_loop_of_python_are_divided_only_if_they_are_said_to_be_independent():
     def masked(self, x):
         kept = torch.ones_like(x)
         for row in kept:
@@ -255,11 +266,14 @@ def test_random_masks_of_numpy_are_no_mixing():
         return self.linear(x * kept)
 
     state = numpy.random.get_state()[1].tolist()
-    assert "draws random numbers" in found(Small(masked), torch.randn(4, 6)).proof
+    model, x = Small(masked), torch.randn(4, 6)
+    assert "runs other ops for 4 rows than for 3" in refused(model, x)
+    said = find_batch_axis(model, x, TRAINING, assume_independent_rows=True).proof
+    assert "assume_independent_rows" in said and "draws random numbers" in said
     assert numpy.random.get_state()[1].tolist() == state
 
 
-def test_inputs_that_are_written_and_checkpoints_that_ask_for_backward():
+def test_inputs_that_are_written_are_refused_and_checkpoints_that_ask_for_backward():
     def written(self, x):
         return self.linear(x.mul_(2)).relu() * x
 
@@ -286,6 +300,7 @@ def test_a_model_whose_backward_fails_is_refused():
     assert "its backward fails" in refused(Small(lambda self, x: self.linear(x).sigmoid().mul_(2)), torch.randn(4, 6))
 
 
+@pytest.mark.xfail(strict=True, reason="bags are not in the list of what is sound yet")
 def test_sparse_gradients():
     model = nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 6))
     assert ways(found(model, tokens(4, 5))) == {"": "cat"}
@@ -334,9 +349,7 @@ def test_the_model_and_the_random_numbers_stay_as_they_were():
 
 def test_statistics_of_the_batch_are_named():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train()
-    assert "1 (BatchNorm1d) mixes its rows (batch_norm in 1: statistics are taken over it)" in refused(
-        model, torch.randn(4, 6)
-    )
+    assert "1 (BatchNorm1d) mixes its rows (batch_norm in 1)" in refused(model, torch.randn(4, 6))
     batch = found(model.eval(), torch.randn(4, 6))
     assert batch.frozen == ("1",)
     assert found(nn.Linear(6, 6).eval(), torch.randn(4, 6)).frozen == ()
@@ -344,8 +357,10 @@ def test_statistics_of_the_batch_are_named():
 
 def test_a_model_that_makes_much_is_refused_without_a_name(monkeypatch):
     monkeypatch.setattr(culprit, "MOST_ELEMENTS", 40)
-    said = refused(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train(), torch.randn(4, 6))
-    assert "can't be divided" in said and "BatchNorm" not in said
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train()
+    with pytest.raises(PlanError) as error:
+        find_batch_axis(model, torch.randn(4, 6), TRAINING, assume_independent_rows=True)
+    assert "can't be divided" in str(error.value) and "BatchNorm" not in str(error.value)
 
 
 def test_statistics_over_processes_are_named():
@@ -410,7 +425,7 @@ def test_an_op_that_is_named_is_one_of_who_mixes_rows():
             return x[torch.arange(len(x)), x[..., 0].argmax(-1)]
 
     model = Small(lambda self, x: self.linear(self.more[0](x)) @ self.linear(x[:, 0]).T, Last())
-    assert "the model's own forward mixes its rows: " in refused(model, torch.randn(4, 3, 6))
+    assert "the model's own forward mixes its rows (matmul in the model itself)" in refused(model, torch.randn(4, 3, 6))
 
 
 def test_images_against_texts_are_refused():
@@ -430,12 +445,12 @@ def test_a_loss_with_a_part_that_is_no_mean_is_refused():
         share = self.linear(x).softmax(-1).mean(0)
         return self.linear(x).square().mean() + (share * share).sum()
 
-    assert "neither a sum nor a mean" in refused(Small(balanced), torch.randn(4, 6))
+    assert "mixes its rows (mean in" in refused(Small(balanced), torch.randn(4, 6))
 
 
 def test_a_buffer_with_a_mean_of_the_rows_is_refused():
     model = Small(lambda self, x: self.linear(self.more[0](x)), Statistics())
-    assert "the buffer more.0.average" in refused(model, torch.randn(4, 6))
+    assert "writes into more.0.average" in refused(model, torch.randn(4, 6))
 
 
 def test_rows_that_are_packed_are_refused():

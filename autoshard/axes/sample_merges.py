@@ -1,0 +1,237 @@
+"""Sums and means over the samples of a batch: which merge of the results of parts gives that of the whole.
+
+    x.sum()                         sum         the whole is the sum of what parts give
+    x.mean()                        mean        every sample has as many elements: parts weighted by their samples
+    cross_entropy(x, labels)        weighted    by how many labels of a part count
+    0.1 * x.mean() + weight.norm()  mean        what is linear in it, and what depends on no sample, keeps it
+    x.mean().sqrt()                 none        nothing is known
+
+A tensor has one merge for all its elements. This is the argument for losses in the list of what is sound; see `sound`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from autoshard.axes import sample_rules
+from autoshard.axes.rules import dims_of
+from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
+from autoshard.axes.walk import name_of
+from autoshard.capture.graph import Op
+
+if TYPE_CHECKING:
+    from autoshard.axes.sample_walk import SampleWalk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """How a tensor that several samples decide is made of those of parts.
+
+    `labels`: of a weighted one, the value that the loss compares with, and the number in it that does not count.
+    """
+
+    how: Literal["sum", "mean", "weighted"]
+    labels: tuple[int, int] = (-1, 0)
+
+
+MEAN, SUM = 1, 2
+"""What `reduction` of a loss says."""
+LOSSES = frozenset({
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss", "kl_div", "poisson_nll_loss",
+})  # fmt: skip
+"""Losses that compare element by element, then sum up or take the mean."""
+CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+LINEAR = (
+    sample_rules.SAME | sample_rules.RESHAPES | sample_rules.MOVES
+    | {"neg", "neg_", "negative", "sum", "mean", "stack", "cat", "flip", "roll", "repeat"}
+) - {"dropout", "dropout_", "native_dropout", "bernoulli", "alpha_dropout"}  # fmt: skip
+"""Ops that are linear in all their tensors and whose numbers say nothing but which elements are meant."""
+
+
+class Merges:
+    """The merges of the values of a walk."""
+
+    def __init__(self, walk: "SampleWalk") -> None:
+        self.walk = walk
+        self.known: dict[int, Merged] = {}
+
+    def step(self, op: Op, given: Sequence[Samples], made: Sequence[Samples]) -> None:
+        """Follow one op; `given` and `made` are the samples of what it read and of what it makes."""
+        found = None
+        if any(not item.apart for item in made) and len(op.outputs) > 0:
+            found = self._of(op, given, made)
+        graph = self.walk.graph
+        for written in op.mutates:
+            storage = graph.values[written].storage
+            for value in [value for value in self.known if graph.values[value].storage == storage]:
+                del self.known[value]
+        for value, item in zip(op.outputs, made, strict=True):
+            if found is not None and not item.apart:
+                self.known[value] = found
+
+    def _of(self, op: Op, given: Sequence[Samples], made: Sequence[Samples]) -> Merged | None:
+        name = name_of(op)
+        if name in ("div", "divide", "div_", "mul", "multiply", "mul_"):
+            return self._scaled(op, given, name)
+        if self.walk.resized(op):
+            return None
+        merges = {self.known.get(value) for value, item in zip(op.inputs, given, strict=True) if not item.shared}
+        if name in ("sum", "mean") and not any(value in self.known for value in op.inputs):
+            return self._reduced(op, given[0], mean=name == "mean")
+        if name in LOSSES or name in CLASSES:
+            return self._loss(op, given, name)
+        if len(merges) != 1 or None in merges:
+            return None
+        (merge,) = merges
+        shared = [item for item in given if item.shared]
+        if name in ("add", "add_", "sub", "sub_"):
+            return (
+                merge if merge is not None and (not (shared or self._adds_number(op)) or merge.how != "sum") else None
+            )
+        return merge if name in LINEAR and not shared and len(made) == 1 else None
+
+    def _adds_number(self, op: Op) -> bool:
+        assert op.node is not None
+        return any(isinstance(item, (int, float)) for item in op.node.args[:2])
+
+    def _scaled(self, op: Op, given: Sequence[Samples], name: str) -> Merged | None:
+        """A merged tensor times, or by, what depends on no sample; a sum by how many elements there are is a mean."""
+        known = [self.known.get(value) for value in op.inputs]
+        divides = name.startswith("div")
+        if not op.inputs or len(op.inputs) > 2 or (divides and known[0] is None):
+            return None
+        if divides and len(known) == 2 and known[1] is not None:
+            return self._per_label(op) if known[0] == known[1] == Merged(how="sum") else None
+        merged = [merge for merge in known if merge is not None]
+        rest = [item for merge, item in zip(known, given, strict=True) if merge is None]
+        if len(merged) != 1 or any(not item.shared for item in rest):
+            return None
+        if not self.walk.resized(op):
+            return merged[0]
+        numbers = [self._number(one) for one in (op, self.walk.other.ops[op.index])]
+        if not divides or merged[0].how != "sum" or None in numbers or rest or 0 in numbers:
+            return None
+        mine, other = (Fraction(number) for number in numbers if number is not None)
+        return Merged(how="mean") if other / mine == Fraction(self.walk.rows + 1, self.walk.rows) else None
+
+    def _per_label(self, op: Op) -> Merged | None:
+        """A sum by how many labels count: `(labels != -100).sum()`, or `mask.bool().sum()`."""
+        graph = self.walk.graph
+        value, names = op.inputs[1], []
+        while graph.values[value].op >= 0 and len(graph.ops[graph.values[value].op].inputs) == 1:
+            source = graph.ops[graph.values[value].op]
+            names.append(name_of(source))
+            read = graph.values[source.inputs[0]]
+            if graph.values[value].dtype is torch.bool and read.dtype is not torch.bool:
+                assert source.node is not None
+                ignored = source.node.args[1] if names[-1] == "ne" else 0
+                if names[-1] not in ("ne", "to", "_to_copy") or not isinstance(ignored, int):
+                    return None
+                rest = set(names[:-1]) <= {"sum", "to", "_to_copy"} and names.count("sum") == 1
+                merge = Merged(how="weighted", labels=(source.inputs[0], ignored)) if rest else None
+                return merge if merge is not None and counted_labels(self.walk, merge) is not None else None
+            value = source.inputs[0]
+        return None
+
+    def _number(self, op: Op) -> float | int | None:
+        """What an op divides by, if it says nothing else."""
+        assert op.node is not None
+        last = op.node.args[1] if len(op.node.args) == 2 and not op.node.kwargs else None
+        return last if isinstance(last, (int, float)) else None
+
+    def _reduced(self, op: Op, item: Samples, *, mean: bool) -> Merged | None:
+        assert op.node is not None
+        args, kwargs = op.node.args, op.node.kwargs
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return self._over(item, None if isinstance(dim, torch.dtype) else dim, mean=mean)
+
+    def _over(self, item: Samples, dim: Any, *, mean: bool) -> Merged | None:
+        """A sum or a mean over dimensions of a tensor all of whose elements belong to a sample."""
+        if not bool((item.owner >= 0).all()) or 0 in item.shape or self.walk.is_entries(item):
+            return None
+        if not mean:
+            return Merged(how="sum")
+        dims = dims_of(dim, len(item.shape))
+        counted = torch.stack([(item.full() == row).sum(dims) for row in range(self.walk.rows)])
+        return Merged(how="mean") if bool((counted == counted.flatten()[0]).all()) else None
+
+    def _loss(self, op: Op, given: Sequence[Samples], name: str) -> Merged | None:
+        arguments = self._arguments(op)
+        reduction = arguments.get("reduction", MEAN)
+        if reduction not in (MEAN, SUM) or any(not item.apart for item in given):
+            return None
+        shapes = [item.shape for item in given]
+        if name in LOSSES:
+            each = combine(given, torch.broadcast_shapes(*shapes))
+            return self._over(each, None, mean=reduction == MEAN)
+        x, target = given[0], given[1]
+        classes = reduce(x.owner, [1 if len(x.shape) > 1 else 0])
+        dtype = self.walk.graph.values[op.inputs[1]].dtype
+        if dtype.is_floating_point or len(given) > 2 or len(x.shape) < 2 or target.shape != (x.shape[0], *x.shape[2:]):
+            return None
+        ignored = int(arguments.get("ignore_index", -100))
+        weighted = Merged(how="weighted", labels=(op.inputs[1], ignored))
+        if bool((target.owner == SHARED).any()) and any(target.varies) and counted_labels(self.walk, weighted) is None:
+            return None  # labels that say which place in the batch a row has, and not which do not count
+        each = samples(target.shape, join(target.owner, classes.squeeze(1)))
+        if not bool((each.owner >= 0).all()) or self.walk.is_entries(each):
+            return None
+        if reduction == SUM:
+            return Merged(how="sum")
+        return weighted
+
+    def _arguments(self, op: Op) -> Mapping[str, Any]:
+        """The arguments of an op by name."""
+        assert op.node is not None
+        names = [argument.name for argument in op.target._schema.arguments]
+        return {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
+
+
+def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | None:
+    """(place in `graph.inputs`, number that does not count, how many of the first are left out) of a weighted merge.
+
+    The elements of what the loss compares with must be those of an input, each once, in any order, and numbers that do
+    not count; of the input, the first one of each row may be left out. Found by doing the views, paddings and casts in
+    between to numbers that all differ.
+    """
+    graph = walk.graph
+    target, ignored = merge.labels
+    chain = [target]
+    while graph.values[chain[0]].op >= 0:
+        op = graph.ops[graph.values[chain[0]].op]
+        if len(op.inputs) != 1 or op.mutates or op.node is None:
+            return None
+        chain.insert(0, op.inputs[0])
+    if chain[0] not in graph.inputs:
+        return None
+    place = graph.inputs.index(chain[0])
+    shape = graph.values[chain[0]].shape
+    first = 1_000_000  # no label that is left out is as large
+    numbers = torch.arange(first, first + torch.Size(shape).numel()).reshape(shape)
+    seen = numbers
+    for value in chain[1:]:
+        op = graph.ops[graph.values[value].op]
+        assert op.node is not None
+        name = name_of(op)
+        if name not in sample_rules.SAME | sample_rules.RESHAPES | sample_rules.MOVES | sample_rules.JOINS:
+            return None
+        if name in ("to", "_to_copy", "type_as", "dropout", "bernoulli"):
+            if name not in ("to", "_to_copy") or graph.values[value].dtype not in (torch.int64, torch.int32):
+                return None
+            continue
+        if any(isinstance(part, torch.fx.Node) for part in op.node.args[1:]):
+            return None
+        made = op.target(seen, *op.node.args[1:], **op.node.kwargs)
+        seen = made if isinstance(made, torch.Tensor) else made[op.outputs.index(value)]
+    used = seen[seen >= first]
+    if bool((seen[seen < first] != ignored).any()) or len(used) != len(used.unique()):
+        return None
+    for skipped in (0, 1):
+        wanted = numbers[..., skipped:].flatten()
+        if len(used) == len(wanted) and bool((used.sort().values == wanted.sort().values).all()):
+            return place, ignored, skipped
+    return None

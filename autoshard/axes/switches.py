@@ -1,0 +1,280 @@
+"""Branches that a model takes if no row of a batch is masked, and why both of them give such a row the same.
+
+    if mask.all(): attention(q, k, v, is_causal=True)           the whole batch     a part in which no row is padded
+    else:          attention(q, k, v, causal & mask)            with a padded row
+
+A row without padding may so be computed in two ways. The two runs are compared value by value, by what computes each
+of them, knowing of the mask what the first branch knows: then `causal & mask` is a table that code alone decides. Where
+the two still compute something else, the division is refused. No number of the model is asked.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from autoshard.axes.sample_rules import MOVES, RESHAPES
+from autoshard.axes.walk import name_of
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.tape import Reading, Ref
+from autoshard.capture.traits import traits_of
+
+MOST_NUMBERS = 1 << 20
+"""Elements of a table that is computed again."""
+Fact = tuple[Any, bool]
+"""A value, by what computes it, and that all of its elements are true or false."""
+
+
+def read_values(reading: Reading) -> list[int]:
+    """The values that Python read."""
+    return [item.value for item in reading.args if isinstance(item, Ref)]
+
+
+def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
+    """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
+    op = _maker(graph, value)
+    while op is not None and name_of(op) in ("detach", "to", "clone", "alias", "view", "reshape", "logical_not"):
+        op = _maker(graph, op.inputs[0])
+    if op is None or op.node is None:
+        return None
+    name = name_of(op)
+    if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.outputs[0]].shape:
+        return op.inputs[0], "all" in name
+    if name == "eq" and len(op.inputs) == 1:  # mask.sum() == mask.numel()
+        source = _maker(graph, op.inputs[0])
+        if source is not None and name_of(source) == "sum" and len(source.inputs) == 1:
+            row = graph.values[source.inputs[0]]
+            if row.dtype is torch.bool and op.node.args[1] == torch.Size(row.shape).numel():
+                return source.inputs[0], True
+    return None
+
+
+def _maker(graph: ModelGraph, value: int) -> Op | None:
+    op = graph.values[value].op
+    return graph.ops[op] if op >= 0 else None
+
+
+class Numbering:
+    """Numbers for what computes values, the same for the same in all graphs that are numbered with it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._content: dict[int, torch.Tensor] = {}
+        self._structure: dict[tuple[ModelGraph, int], Any] = {}
+
+    def of(self, graph: ModelGraph, facts: Mapping[Any, bool]) -> dict[int, int]:
+        """Number the values of a graph, knowing that some are true, or false, everywhere."""
+        made: dict[int, int] = {}
+        names = {tensor.value: tensor.name for tensor in reversed(graph.tensors)}
+        for place, value in enumerate(graph.inputs):
+            made[value] = self._known(("input", place), graph, value, facts)
+        contents = {
+            node.meta["value"]: node.meta["content"]
+            for node in graph.fx_graph.nodes
+            if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
+        }
+
+        def number(value: int) -> int:
+            if value not in made:
+                if value in contents:
+                    made[value] = self._table(contents[value])
+                elif value in names:
+                    made[value] = self._number(("tensor", names[value]))
+                else:
+                    made[value] = self._number(("unknown", object()))
+            return made[value]
+
+        draws = 0
+        for op in graph.ops:
+            given = [number(value) for value in op.inputs]
+            draws += not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random
+            self._op(graph, op, given, made, facts, draws)
+        return made
+
+    def fact_of(self, graph: ModelGraph, value: int, numbers: Mapping[int, int], truth: bool) -> list[Fact]:
+        """What is known where all elements of a value are true, or false: of it and of what it was made of."""
+        facts: list[Fact] = []
+        chain = [value]
+        while (op := _maker(graph, chain[-1])) is not None and len(op.inputs) == 1 and not op.mutates:
+            chain.append(op.inputs[0])
+        kept = chain[:1]
+        for made, source in pairwise(chain):
+            op = _maker(graph, made)
+            assert op is not None
+            name = name_of(op)
+            if not (name in RESHAPES or name in MOVES or name in ("to", "_to_copy", "alias", "detach", "clone")):
+                break
+            if torch.Size(graph.values[made].shape).numel() < torch.Size(graph.values[source].shape).numel():
+                break  # a part of it
+            kept.append(source)
+        for one in kept:
+            if graph.values[one].dtype is not torch.bool:
+                facts.append(((("nonzero", numbers[one]), 0), truth))
+            elif (graph, one) in self._structure:
+                facts.append((self._structure[graph, one], truth))
+        opposite = {"nonzero": "zero", "zero": "nonzero"}
+        for key, true in list(facts):
+            if key[0] and key[0][0] in opposite:
+                facts.append((((opposite[key[0][0]], key[0][1]), 0), not true))
+        return facts
+
+    # ---- one op
+
+    def _number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _table(self, content: torch.Tensor) -> int:
+        content = content.detach().contiguous()
+        if content.numel() > MOST_NUMBERS:
+            return self._number(("unknown", object()))
+        text = content.reshape(-1).view(torch.uint8).numpy().tobytes() if content.numel() else b""
+        number = self._number(("table", str(content.dtype), tuple(content.shape), text))
+        self._content[number] = content
+        return number
+
+    def _known(self, key: Any, graph: ModelGraph, value: int, facts: Mapping[Any, bool]) -> int:
+        row = graph.values[value]
+        self._structure[graph, value] = key
+        if key in facts:
+            return self._table(torch.full(row.shape, facts[key], dtype=row.dtype))
+        return self._number(key)
+
+    def _op(
+        self, graph: ModelGraph, op: Op, given: list[int], made: dict[int, int], facts: Mapping[Any, bool], draws: int
+    ) -> None:
+        before = dict(zip(op.inputs, given, strict=True))
+        if op.mutates:
+            write = (_named(op), tuple(given), _arguments(op))
+            storages = {graph.values[value].storage for value in op.mutates}
+            for value in [value for value in made if graph.values[value].storage in storages]:
+                made[value] = self._number(("written", write, made[value]))
+            for place, value in enumerate(op.outputs):
+                if value not in before:
+                    made[value] = self._number((write, place))
+            return
+        for place, value in enumerate(op.outputs):
+            row = graph.values[value]
+            found = self._computed(op, given, place, row.shape) if place == 0 or len(op.outputs) > 1 else None
+            if found is not None:
+                made[value] = self._table(found)
+                self._structure[graph, value] = ("table", made[value])
+                continue
+            simple = self._simplified(graph, op, given) if len(op.outputs) == 1 else None
+            if isinstance(simple, int):
+                made[value] = simple
+                self._structure[graph, value] = ("same", simple)
+                continue
+            key: Any = simple if simple is not None else (_named(op), tuple(given), _arguments(op))
+            if not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+                key = (key, "drawn", draws)
+            made[value] = self._known((key, place), graph, value, facts)
+
+    def _computed(self, op: Op, given: Sequence[int], place: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The numbers of a result if code alone decides them."""
+        if op.node is None or not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+            return None
+        if any(number not in self._content for number in given) or torch.Size(shape).numel() > MOST_NUMBERS:
+            return None
+        rest = iter(given)
+
+        def filled(item: Any) -> Any:
+            if isinstance(item, torch.fx.Node):
+                return self._content[next(rest)]
+            return [filled(part) for part in item] if isinstance(item, (list, tuple)) else item
+
+        args = [filled(item) for item in op.node.args]
+        kwargs = {name: filled(item) for name, item in op.node.kwargs.items()}
+        kwargs = {**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})}
+        try:
+            found = op.target(*args, **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError, IndexError):
+            return None
+        listed = list(found) if isinstance(found, (list, tuple)) else [found]
+        one = listed[place] if len(listed) == len(op.outputs) else None
+        return one if isinstance(one, torch.Tensor) and tuple(one.shape) == shape else None
+
+    def _simplified(self, graph: ModelGraph, op: Op, given: Sequence[int]) -> Any:
+        """Another way to say what an op computes: a mask that hides nothing is none, nor is adding zeros anything."""
+        assert op.node is not None
+        name, shape = name_of(op), graph.values[op.outputs[0]].shape
+        tables = [self._content.get(number) for number in given]
+        like = [graph.values[value].shape == shape and graph.values[value].dtype == graph.values[op.outputs[0]].dtype
+                for value in op.inputs]  # fmt: skip
+        if name == "scaled_dot_product_attention" and len(given) == 4 and tables[3] is not None:
+            hidden = tables[3].logical_not() if tables[3].dtype is torch.bool else tables[3] != 0
+            rows, columns = hidden.shape[-2:]
+            causal = torch.ones(rows, columns, dtype=torch.bool).tril().logical_not()
+            none = not bool(hidden.any())
+            blocked = tables[3].dtype is torch.bool or bool(
+                (tables[3][hidden] <= torch.finfo(tables[3].dtype).min).all()
+            )
+            if not none and not (rows == columns and blocked and bool((hidden == causal).all())):
+                return None
+            arguments = _attention(op)
+            if arguments["is_causal"]:
+                return None
+            return ("attention", tuple(given[:3]), (*arguments.items(),), not none and rows > 1)
+        if name == "scaled_dot_product_attention" and len(given) == 3:
+            arguments = _attention(op)
+            return ("attention", tuple(given), (*{**arguments, "is_causal": False}.items(),), arguments["is_causal"])
+        if name in ("add", "sub") and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
+            return given[0]
+        if name == "add" and len(given) == 2 and like[1] and tables[0] is not None and not tables[0].any():
+            return given[1]
+        if name == "mul" and len(given) == 2:
+            for one, other in ((0, 1), (1, 0)):
+                table = tables[other]
+                if like[one] and table is not None and bool(torch.eq(table, 1).all()):
+                    return given[one]
+        if name == "masked_fill" and like[0] and tables[1] is not None and not tables[1].any():
+            return given[0]
+        if name == "where" and len(given) == 3 and tables[0] is not None:
+            if like[1] and bool(tables[0].all()):
+                return given[1]
+            if like[2] and not bool(tables[0].any()):
+                return given[2]
+        if name in ("to", "_to_copy", "clone", "contiguous", "detach", "alias", "expand") and like[0]:
+            return given[0]
+        dtypes = [graph.values[value].dtype for value in (*op.inputs, *op.outputs)]
+        if len(given) == 1 and dtypes[1] is torch.bool and dtypes[0] is not torch.bool and like_shape(graph, op):
+            zero = (
+                op.node.args[1] == 0 if len(op.node.args) > 1 and isinstance(op.node.args[1], (int, float)) else False
+            )
+            if name in ("to", "_to_copy") or (name == "ne" and zero):
+                return "nonzero", given[0]
+            if name == "logical_not" or (name == "eq" and zero):
+                return "zero", given[0]
+        return None
+
+
+def like_shape(graph: ModelGraph, op: Op) -> bool:
+    """Whether an op makes a tensor of the shape that it is given."""
+    return graph.values[op.inputs[0]].shape == graph.values[op.outputs[0]].shape
+
+
+def _attention(op: Op) -> dict[str, Any]:
+    """The arguments of an attention that are no tensors."""
+    assert op.node is not None
+    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    given = {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
+    return {
+        "dropout_p": given.get("dropout_p", 0.0), "is_causal": bool(given.get("is_causal", False)),
+        "scale": given.get("scale"), "enable_gqa": bool(given.get("enable_gqa", False)),
+    }  # fmt: skip
+
+
+def _named(op: Op) -> str:
+    return str(op.target)
+
+
+def _arguments(op: Op) -> Any:
+    """The arguments of an op with nothing in the places of tensors."""
+    assert op.node is not None
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return "tensor"
+        return tuple(plain(part) for part in item) if isinstance(item, (list, tuple)) else repr(item)
+
+    return (*(plain(item) for item in op.node.args), *((name, plain(item)) for name, item in op.node.kwargs.items()))

@@ -1,0 +1,317 @@
+"""Whether the samples of a batch are kept apart, by what the ops of whole runs say; no number of the model is asked.
+
+runs       with 3 rows and with 4, and with 64: the same ops in the same order
+masks      without padding, and with some: each branch is followed, and gives rows without padding the same
+outputs    of one sample each, of none, or a sum or a mean of samples: merged in this way only
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoshard import nested
+from autoshard.axes.sample_merges import counted_labels
+from autoshard.axes.sample_walk import SampleWalk, first_difference
+from autoshard.axes.samples import SHARED, Samples, fixed, samples
+from autoshard.axes.switches import Numbering, asked_of_all, read_values
+from autoshard.axes.walk import where
+from autoshard.batching import BatchAxis, BatchOutput
+from autoshard.capture.capture import record_forward
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.tape import Reading, Tape
+from autoshard.errors import CaptureError
+from autoshard.prove.parts import Mixed
+from autoshard.prove.rows import NotRun, enlarged, is_mask, with_rows
+from autoshard.runtime.chunks import PLAIN, bind
+from autoshard.sharding import kept
+
+if TYPE_CHECKING:
+    from autoshard.prove.batch import Question
+
+ROWS = 3
+"""Rows of the runs that are followed."""
+MANY_ROWS = (64, 16)
+"""Rows of a run whose ops are compared only: code may look whether there are many. The second if not all is known."""
+MOST_SWITCHES = 2
+"""Masks for which all branches are followed."""
+INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What was found of the outputs: the samples of each, by path, and how one that several decide is merged."""
+
+    outputs: Mapping[str, tuple[Samples, BatchOutput | None]]
+
+    def permits(self, how: BatchOutput) -> bool:
+        """Whether an output may be made of those of parts in this way."""
+        if how.path not in self.outputs:  # inside of an object
+            return how.how in ("cat", "same")
+        item, merge = self.outputs[how.path]
+        if how.how == "same":
+            return item.shared
+        if how.how != "cat":
+            return merge is not None and replace(how, dim=0, axis="") == replace(merge, path=how.path)
+        owner = _owner(item.shape[how.dim], with_rows(how.axis, ROWS))
+        view = [1] * len(item.shape)
+        view[how.dim] = -1
+        return owner is not None and item.apart and not bool(
+            ((item.owner != owner.view(view)) & (item.owner != SHARED)).any()
+        ) and not (item.varies[how.dim] and bool((item.owner == SHARED).any()))  # fmt: skip
+
+
+def check_apart(question: "Question", batch: BatchAxis) -> Apart:
+    """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
+    masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
+    runs: dict[frozenset[str], Run] = {}
+    for padded in _choices(masks if len(masks) <= MOST_SWITCHES else []):
+        run = Run(question, batch, padded)
+        runs[padded] = run
+        if not run.switches and not padded:
+            break  # nobody asks whether a row is masked
+    _check_switches(runs, masks)
+    return runs[frozenset()].outputs()
+
+
+def _choices(masks: Sequence[str]) -> Iterator[frozenset[str]]:
+    for count in range(len(masks) + 1):
+        yield from map(frozenset, combinations(masks, count))
+
+
+class Run:
+    """One forward with some rows, beside the same with one more.
+
+    Attributes:
+        switches: values of which Python asked whether all elements are true, or false, and the answer.
+    """
+
+    def __init__(self, question: "Question", batch: BatchAxis, padded: frozenset[str]) -> None:
+        self.question, self.batch, self.padded = question, batch, padded
+        self.graph, self.tape = self._recorded(ROWS)
+        self.other, other_tape = self._recorded(ROWS + 1)
+        self._check_sequence(self.other, ROWS + 1)
+        for rows in () if padded else MANY_ROWS:
+            many, _ = self._recorded(rows)
+            if many.level == self.graph.level:  # else some of its integers are too many to be known
+                self._check_sequence(many, rows)
+                break
+        self._check_tape(other_tape)
+        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch), ROWS)
+        self.switches: dict[int, bool] = {}
+        self._follow()
+
+    def _recorded(self, rows: int) -> tuple[ModelGraph, Tape]:
+        question = self.question
+        bound = masked(
+            enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
+        )
+        args, kwargs = question.call(bound)
+        by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
+        self.paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
+        try:
+            return record_forward(question.model, args, kwargs, grad=question.workload.training, real=True)
+        except CaptureError as error:
+            raise NotRun(str(error)) from error
+
+    # ---- refusals
+
+    def refuse(self, op: Op | None, what: str) -> Mixed:
+        """The error that names an op, its module and what it does."""
+        if op is None:
+            return Mixed(f"{what}. {INDEPENDENT}")
+        call = self.graph.calls[op.call]
+        kind = next(module.class_name for module in self.graph.modules if module.path == call.path)
+        place = f"{call.path} ({kind})" if call.path else "the model's own forward"
+        return Mixed(f"{place} {what} ({where(self.graph, op)}). {INDEPENDENT}")
+
+    def _check_sequence(self, other: ModelGraph, rows: int) -> None:
+        found = first_difference(self.graph, other)
+        if found is not None:
+            op = self.graph.ops[found[0]] if self.graph.ops else None
+            raise self.refuse(op, f"mixes its rows: it runs other ops for {rows} rows than for {ROWS}, here {found[1]}")
+
+    def _check_tape(self, other: Tape) -> None:
+        """Refuse numbers among the outputs that count rows, and functions whose backward nobody has seen."""
+        mine, its = (dict(nested.leaves_in(tape.calls[0].output)) for tape in (self.tape, other))
+        for path, leaf in mine.items():
+            if isinstance(leaf, PLAIN) and path in its and its[path] != leaf and leaf == leaf:
+                raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {ROWS + 1}")
+        if not self.question.workload.training:
+            return
+        for path, module in self.question.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
+        if self.tape.functions:
+            call = self.tape.functions[0]
+            op = self.graph.ops[min(call.begin, len(self.graph.ops) - 1)]
+            raise self.refuse(op, f"calls {call.function.__name__}, whose backward may mix its rows")
+
+    # ---- the walk
+
+    def _follow(self) -> None:
+        walk, graph = self.walk, self.graph
+        readings = sorted(self.tape.readings, key=lambda reading: reading.begin)
+        for op in graph.ops:
+            while readings and readings[0].begin <= op.index:
+                self._read(readings.pop(0))
+            walk.step(op)
+        for reading in readings:
+            self._read(reading)
+        for value in graph.outputs:
+            if not walk.of(value).apart and value not in walk.merges.known:
+                raise self._mixed(value, "mixes its rows")
+        if walk.sized:
+            what = "mixes its rows: how large a tensor is depends on values of all of them"
+            raise self.refuse(graph.ops[walk.sized[0]], what)
+        for index, value in walk.written:
+            name = next((one.name for one in graph.tensors if one.storage == graph.values[value].storage), "an input")
+            raise self.refuse(graph.ops[index], f"mixes its rows: it writes into {name} what depends on the batch")
+        for value in graph.lasting:
+            known = value in walk.merges.known or value in graph.outputs or value in graph.state
+            if not known and not walk.of(value).apart:
+                raise self._mixed(value, "keeps what mixes its rows")
+
+    def _read(self, reading: Reading) -> None:
+        """Something was read by Python: a question about all of a mask, or nothing that the batch decides."""
+        if reading.assumed:
+            if "a value that is not known" in reading.assumed:
+                op = self.graph.ops[max(reading.begin - 1, 0)] if self.graph.ops else None
+                raise self.refuse(op, "decides what to do by values of all rows")
+            return
+        for value in read_values(reading):
+            if self.walk.of(value).shared:
+                continue
+            asked = asked_of_all(self.graph, value)
+            if asked is not None and self._is_the_same(asked[0]):
+                continue
+            if asked is None or not self.walk.of(asked[0]).apart:
+                made = self.graph.values[value].op
+                what = "reads values of several rows as numbers, which may decide anything"
+                raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
+            tensor, truth = asked
+            self.switches[tensor] = bool(reading.result) == truth  # all are true, or none is
+
+    def _is_the_same(self, value: int) -> bool:
+        """Whether a tensor holds the same for all rows, and for any number of them."""
+        item = self.walk.of(value)
+        longer = zip(item.shape, self.other.values[value].shape, item.varies, strict=True)
+        return item.shared and not any(size != other and varies for size, other, varies in longer)
+
+    def _mixed(self, value: int, what: str) -> Mixed:
+        cause = self.walk.cause.get(value, -1)
+        return self.refuse(self.graph.ops[cause] if cause >= 0 else None, what)
+
+    def outputs(self) -> Apart:
+        """The samples of all outputs. Raises `Mixed`."""
+        found: dict[str, tuple[Samples, BatchOutput | None]] = {}
+        graph, walk = self.graph, self.walk
+        for path, value in zip(graph.calls[0].output_paths, graph.outputs, strict=True):
+            item, merge = walk.of(value), None
+            if not item.apart:
+                known = walk.merges.known.get(value)
+                assert known is not None
+                merge = BatchOutput(path=path, how=known.how)
+                if known.how == "weighted":
+                    labels = counted_labels(walk, known)
+                    if labels is None:
+                        raise self._mixed(value, "takes a mean over labels that are no input as it is given")
+                    place, ignored, skipped = labels
+                    merge = replace(merge, weights=self.paths[place], ignored=ignored, skipped=skipped)
+            found[path] = item, merge
+        return Apart(outputs=found)
+
+
+def _check_switches(runs: Mapping[frozenset[str], Run], masks: Sequence[str]) -> None:
+    """Refuse branches that were not seen, and those that give a row something else."""
+    whole = runs[frozenset()]
+    if not any(run.switches for run in runs.values()):
+        return
+    last = runs.get(frozenset(masks))
+    numbering = Numbering()
+    answers: dict[Any, set[bool]] = {}
+    facts: dict[frozenset[str], dict[Any, bool]] = {}
+    for padded, run in runs.items():
+        numbers = numbering.of(run.graph, {})
+        facts[padded] = {}
+        for value, answer in run.switches.items():
+            found = numbering.fact_of(run.graph, value, numbers, _truth(run, value))
+            answers.setdefault(found[-1][0] if found else value, set()).add(answer)
+            if answer:
+                facts[padded].update(found)
+    for value in whole.switches:
+        if last is None or any(len(seen) < 2 for seen in answers.values()) or len(answers) > max(1, len(masks)):
+            op = whole.graph.values[value].op
+            raise whole.refuse(whole.graph.ops[op] if op >= 0 else None, "decides what to do by values of all rows")
+    assert last is not None
+    for padded, run in runs.items():
+        if run is not last:
+            mine, its = (numbering.of(one.graph, facts[padded]) for one in (run, last))
+            for path, left, right in zip(
+                run.graph.calls[0].output_paths, run.graph.outputs, last.graph.outputs, strict=True
+            ):
+                if mine[left] != its[right]:
+                    op = run.graph.values[next(iter(run.switches))].op if run.switches else -1
+                    what = f"asks whether any row is masked, and gives {path} otherwise computed if one is"
+                    raise run.refuse(run.graph.ops[op] if op >= 0 else None, what)
+
+
+def _truth(run: Run, tensor: int) -> bool:
+    """What all elements of the tensor of a switch are if it is answered so."""
+    for reading in run.tape.readings:
+        for value in read_values(reading):
+            asked = asked_of_all(run.graph, value)
+            if asked is not None and asked[0] == tensor:
+                return asked[1]
+    return True
+
+
+def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: frozenset[str], rows: int) -> dict[str, Any]:
+    """The call with masks that hide nothing, but for some that end at another place in every row but the first."""
+    made = dict(bound)
+    for item in batch.inputs:
+        tensor = nested.tensor_at(made, item.path)
+        if tensor is None or not is_mask(tensor):
+            continue
+        tensor = torch.ones_like(tensor)
+        if item.path in padded:
+            for row in range(1, rows):
+                index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
+                size = tensor.shape[-1]
+                part = tensor.index_select(item.dim, index)
+                part[..., size - min(row, size // 2) :] = 0
+                tensor.index_copy_(item.dim, index, part)
+        made = nested.replace_at(made, item.path, tensor)
+    return made
+
+
+def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis) -> dict[int, Samples]:
+    """The samples of the inputs; `paths`: where each is among the arguments."""
+    items = {item.path: item for item in batch.inputs}
+    found = {}
+    for place, value in enumerate(graph.inputs):
+        shape = graph.values[value].shape
+        item = items.get(paths[place])
+        owner = None if item is None else _owner(shape[item.dim], with_rows(item.axis, ROWS))
+        if item is None:
+            found[value] = fixed(shape)
+        elif owner is None:
+            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+        else:
+            view = [1] * len(shape)
+            view[item.dim] = -1
+            found[value] = samples(shape, owner.view(view), True)
+    return found
+
+
+def _owner(size: int, axis: str) -> torch.Tensor | None:
+    """The sample of each place along an axis."""
+    owner = torch.full((size,), SHARED, dtype=torch.int32)
+    for row in range(ROWS):
+        index = torch.from_numpy(kept(axis, (1,) * ROWS, row))
+        if len(index) and int(index.max()) >= size:
+            return None
+        owner[index] = row
+    return None if bool((owner == SHARED).any()) else owner
