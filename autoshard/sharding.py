@@ -39,7 +39,9 @@ class Action:
     """What the runtime does at one place of a module's forward, so that cut and uncut tensors meet correctly.
 
     The place is the `occurrence`-th call (from 0; -1: every call) of the torch function `function` while `module` runs
-    (calls made by its children count), or, where `function` is "", the call of the module itself. `argument` is the
+    (calls made by its children count; there were `calls` of them when it was planned, 0 if that is not known, and this
+    one was made by `line` of the model's code, as `source_lines.calling_line` has it, "" if that is not known), or,
+    where `function` is "", the call of the module itself. `argument` is the
     path of what it is done to, as `nested.leaves_in((args, kwargs))` or `(result)` give it.
 
     kind      at                what
@@ -66,6 +68,8 @@ class Action:
     axis: str = ""
     addend: str = ""
     gathered: bool = False
+    calls: int = 0
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

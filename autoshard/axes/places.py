@@ -285,6 +285,8 @@ class Places:
             module=self._relative(self.graph.calls[site.call].path),
             function=site.function,
             occurrence=site.occurrence,
+            calls=site.calls,
+            line=site.line,
             argument=path,
             dim=dim,
             axis=axis,

@@ -114,8 +114,9 @@ class SiteCall:
     """One call of a torch function as a torch function mode sees it: the outermost one, which ran ops `begin` to `end`.
 
     `function` is its `__name__`, `call` the innermost module call around it. It is the `occurrence`-th call of that
-    name (from 0, functions that run no ops count) while that module runs, its children included. `inputs` and `outputs`
-    are (path, value) as `nested.tensors_in` finds them in `(args, kwargs)` and in the result.
+    name (from 0, functions that run no ops count) of `calls` while that module runs, its children included. `line`: as
+    `source_lines.calling_line` has it. `inputs` and `outputs` are (path, value) as `nested.tensors_in` finds them in
+    `(args, kwargs)` and in the result.
     """
 
     call: int
@@ -125,6 +126,8 @@ class SiteCall:
     end: int
     inputs: tuple[tuple[str, int], ...]
     outputs: tuple[tuple[str, int], ...]
+    calls: int = 0
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

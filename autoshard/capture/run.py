@@ -121,7 +121,7 @@ def _recorded(
         kept = carried.found(model)
         return _graph_of(
             recorder, seen, kept, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
-            training=training, sites=tuple(sources.found) if isinstance(sources, Sites) else (),
+            training=training, sites=sources.found() if isinstance(sources, Sites) else (),
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ function have no place (`autograd.Function.apply`).
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autoshard import nested
 from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
+from autoshard.source_lines import calling_line
 from autoshard.torch_private import opened
 
 PROPERTIES = ("__get__", "__set__", "__delete__")
@@ -26,11 +28,11 @@ _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class Sites(DeviceSources):
-    """Lists the calls of torch functions that run ops in `found`."""
+    """Lists the calls of torch functions that run ops."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self.found: list[SiteCall] = []
+        self._found: list[SiteCall] = []
         self._counts: Counter[tuple[int, str]] = Counter()  # calls of a function by (module call, name)
 
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -46,11 +48,12 @@ class Sites(DeviceSources):
         occurrence = self._counts[call, name]
         for row in recorder.calls.running:
             self._counts[row, name] += 1
+        line = calling_line()
         result = super().__torch_function__(func, types_, args, kwargs)
         if func in _READS and recorder.tape is not None:
             recorder.tape.read(args[:1], func, result)
         if recorder.ledger.now > begin:
-            self.found.append(
+            self._found.append(
                 SiteCall(
                     call=call,
                     function=name,
@@ -59,9 +62,14 @@ class Sites(DeviceSources):
                     end=recorder.ledger.now,
                     inputs=tuple(self._values((args, kwargs or {}))),
                     outputs=tuple(self._values(result)),
+                    line=line,
                 )
             )
         return result
+
+    def found(self) -> tuple[SiteCall, ...]:
+        """The calls, when the run is over and all are counted."""
+        return tuple(replace(site, calls=self._counts[site.call, site.function]) for site in self._found)
 
     def _values(self, arguments: Any) -> Iterator[tuple[str, int]]:
         for path, tensor in nested.tensors_in(arguments):

@@ -10,8 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
+from autoshard.nested import tensors_in
+from autoshard.runtime.left_behind import attributes
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
+from autoshard.source_lines import calling_line
 
 Listed = dict[str, tuple[str, list[Step | Lengths]]]
 """Name of a function -> (the name, the steps at its calls)."""
@@ -51,6 +54,7 @@ class Watch(TorchFunctionMode):
         call = func
         for step in steps:
             if step.action.occurrence in (-1, occurrence):
+                _check_line(step)
                 call = functools.partial(step.around, call)
         return call(*args, **(kwargs or {}))
 
@@ -123,6 +127,47 @@ class Close:
         watch = torch_private.innermost_function_mode()
         if isinstance(watch, Watch) and watch.listed is self.listed:
             watch.__exit__(None, None, None)
+            if result is not None and not torch.compiler.is_compiling():
+                _check_counts(watch, module)
+
+
+_OTHER_WAY = (
+    "the model has gone another way, and is cut for that one only. Plan again with inputs and settings like these, or "
+    'place whole modules (strategy="balanced").'
+)
+
+
+def _check_line(step: Step | Lengths) -> None:
+    """Raise `ApplyError` if a call is made by another line of the model's code than when it was planned."""
+    planned = step.action.line
+    if step.action.occurrence < 0 or not planned or torch.compiler.is_compiling():
+        return
+    found = calling_line()
+    if found != planned:
+        raise ApplyError(
+            f"call {step.action.occurrence} of {step.where} is made by {found} (function + line), and was made by "
+            f"{planned} when the plan was made: {_OTHER_WAY}"
+        )
+
+
+def _check_counts(watch: Watch, module: nn.Module) -> None:
+    """Actions are at the how-manieth call of a function, so another number of calls means that they were elsewhere.
+
+    None at all is well where the module keeps tensors in attributes: an earlier forward may have made them. Raises
+    `ApplyError`.
+    """
+    for name, (_, steps) in watch.listed.items():
+        for step in steps:
+            planned, found = step.action.calls, watch.seen.get(name, 0)
+            if step.action.occurrence >= 0 and planned and found != planned and (found or not _keeps(module)):
+                raise ApplyError(
+                    f"{step.where} was called {found} times in one forward, and {planned} times when the plan was "
+                    f"made: {_OTHER_WAY}"
+                )
+
+
+def _keeps(module: nn.Module) -> bool:
+    return any(next(tensors_in(value), None) is not None for _, value in attributes(module))
 
 
 def _drop_interrupted() -> None:

@@ -8,6 +8,7 @@ from collections import deque
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autoshard
@@ -179,3 +180,33 @@ class Outputs(Blocks):
 )
 def test_outputs_that_are_no_tensors_are_not_put_together(beside, words):
     assert words in outcome(lambda: Outputs(beside), (rows(),), "data-parallel")
+
+
+class Functional(nn.Module):
+    """What is summed over ranks is found by the how-manieth call of `linear`, which a flag changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(64, WIDTH)), nn.Parameter(torch.randn(WIDTH, 64))
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x, more=False):
+        if more:
+            x = F.linear(x, self.first)
+        return F.linear(F.linear(x, self.up).relu(), self.down)
+
+
+def test_another_way_through_a_cut_forward():
+    words = "linear in the model was called 3 times in one forward, and 2 times when the plan was made"
+    assert outcome(Functional, (rows(),), "column-parallel") == "equal"
+    assert words in outcome(Functional, (rows(),), "column-parallel", {"x": rows(), "more": True})
+
+
+def test_another_line_that_makes_the_call():
+    with autoshard.simulate("2x64MiB"), torch.no_grad():
+        plan = autoshard.plan(
+            Functional(), ["cpu:0", "cpu:1"], inputs=rows(), strategy="column-parallel", objective="memory"
+        )
+        plan = autoshard.Plan.from_json(plan.to_json().replace('"line": "forward+3"', '"line": "forward+2"'))
+        with pytest.raises(autoshard.ApplyError, match=r"is made by forward\+3 .* was made by forward\+2 when"):
+            autoshard.apply(Functional(), plan)(rows())
