@@ -54,7 +54,8 @@ class Watch(TorchFunctionMode):
         call = func
         for step in steps:
             if step.action.occurrence in (-1, occurrence):
-                _check_line(step)
+                if isinstance(step, Step):
+                    _check_line(step)
                 call = functools.partial(step.around, call)
         return call(*args, **(kwargs or {}))
 
@@ -137,7 +138,7 @@ _OTHER_WAY = (
 )
 
 
-def _check_line(step: Step | Lengths) -> None:
+def _check_line(step: Step) -> None:
     """Raise `ApplyError` if a call is made by another line of the model's code than when it was planned."""
     planned = step.action.line
     if step.action.occurrence < 0 or not planned or torch.compiler.is_compiling():
@@ -157,7 +158,7 @@ def _check_counts(watch: Watch, module: nn.Module) -> None:
     `ApplyError`.
     """
     for name, (_, steps) in watch.listed.items():
-        for step in steps:
+        for step in (step for step in steps if isinstance(step, Step)):
             planned, found = step.action.calls, watch.seen.get(name, 0)
             if step.action.occurrence >= 0 and planned and found != planned and (found or not _keeps(module)):
                 raise ApplyError(
