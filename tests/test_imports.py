@@ -35,6 +35,7 @@ FLOORS = (
         "progress",
         "collector",
         "host_memory",
+        "source_lines",
         "torch_private",
         "layout",
         "sharding",
