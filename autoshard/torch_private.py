@@ -1,6 +1,7 @@
 """Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -89,10 +90,12 @@ def after_backward(run: Callable[[], None]) -> None:
 
 @contextmanager
 def engine_runs(begin: Callable[[Sequence[Any]], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `begin` with the outputs before every run of the autograd engine, and `end` after it."""
-    run = torch.autograd._engine_run_backward
+    """Inside, call `begin` with the outputs before every run of the autograd engine in this thread, `end` after it."""
+    run, thread = torch.autograd._engine_run_backward, threading.get_ident()
 
     def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(outputs, *args, **kwargs)
         begin(outputs)
         try:
             return run(outputs, *args, **kwargs)

@@ -6,7 +6,6 @@ to run, "invented" where it is not. The level used and what stopped the ones abo
 
 import dataclasses
 import inspect
-import pathlib
 import traceback
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import autoshard.errors
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
@@ -24,6 +22,7 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import Run, record_run
 from autoshard.capture.tape import Tape
+from autoshard.capture.user_code import calling_line, place
 from autoshard.errors import CaptureError, SpecError
 from autoshard.module_paths import find_scripted
 from autoshard.packed import stored_bytes
@@ -32,9 +31,6 @@ from autoshard.workload import Workload
 Level = Literal["fake", "real", "invented"]
 REAL_BYTES = 2 << 30
 """A model without values (on meta) is run with random weights only if its tensors take no more than this."""
-
-_OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
-_TORCH = str(pathlib.Path(torch.__file__).parent)
 
 
 def capture(
@@ -163,16 +159,6 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
     raise _refusal(run, stopped) from stopped
 
 
-def place(error: BaseException) -> str:
-    """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
-    where = "no line of yours: in backward or in torch itself"
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, "<")):
-            where = f"{file}:{line}"
-    return where
-
-
 def _forced(run: Run, level: Level, notes: tuple[str, ...] = ()) -> ModelGraph:
     try:
         return _at(run, level, notes)
@@ -189,9 +175,9 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     tape = run.tape  # what is assumed may be asked by what stays: nothing of the model may be held by it
 
     def assume(what: str) -> None:
-        assumed.setdefault(f"{what} ({_caller()})")
+        assumed.setdefault(f"{what} ({calling_line()})")
         if tape is not None:
-            tape.assumed(f"{what} ({_caller()})")
+            tape.assumed(f"{what} ({calling_line()})")
 
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":
@@ -248,17 +234,6 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     text = text if len(text) <= 300 else text[:297] + "…"
     return text if isinstance(error, ValueNeeded) else f"{type(error).__name__}: {text}"
-
-
-def _caller() -> str:
-    """file:line of the user's code that is running now."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
 
 
 def _without_values(model: nn.Module) -> bool:

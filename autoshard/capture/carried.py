@@ -6,6 +6,7 @@
 So in the long run both are there while op 7 runs.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,10 +33,12 @@ class Carried:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note what is set on modules inside."""
-        set_attribute = nn.Module.__setattr__
+        set_attribute, thread = nn.Module.__setattr__, threading.get_ident()
 
         def noted(module: nn.Module, name: str, value: Any) -> None:
             set_attribute(module, name, value)
+            if threading.get_ident() != thread:
+                return
             self._set.setdefault((id(module), name), self._ledger.now)
 
         nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]

@@ -102,6 +102,10 @@ class FakeFloats:
             return True
         return bool(self._tainted) and tensor.untyped_storage()._cdata in self._tainted
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor got its shape here, in this run."""
+        return type(tensor) is FakeTensor and tensor.fake_mode is self.shapes.mode
+
     def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one op; raise `ValueNeeded` if Python asks for a value that is not known."""
         if all([type(tensor) is not FakeTensor and not self.unknown(tensor) for tensor in inputs]):

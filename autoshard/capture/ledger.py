@@ -51,6 +51,10 @@ class Ledger:
         ref = self._tensor_refs.get(id(tensor))
         return ref.row if ref is not None and ref() is tensor else None
 
+    def knows_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with one that was entered."""
+        return tensor.untyped_storage()._cdata in self._storage_refs
+
     def add(
         self,
         tensor: torch.Tensor,

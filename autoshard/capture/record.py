@@ -23,6 +23,7 @@ from autoshard.capture.ledger import Ledger
 from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
+from autoshard.errors import CaptureError
 from autoshard.packed import is_packed, named_stored, stored_tensors
 from autoshard.progress import tell
 from autoshard.torch_private import (
@@ -48,9 +49,14 @@ LIFT_BYTES = 1 << 26
 
 
 class Engine(Protocol):
-    """Runs ops: with values, or on shapes. `unknown` says that the values of a tensor mean nothing."""
+    """Runs ops: with values, or on shapes.
+
+    `unknown` says that the values of a tensor mean nothing, `made` that this engine gave it its shape in this run.
+    """
 
     def unknown(self, tensor: torch.Tensor) -> bool: ...
+
+    def made(self, tensor: torch.Tensor) -> bool: ...
 
     def run(
         self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]
@@ -62,6 +68,10 @@ class RealValues:
 
     def unknown(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are not known: they are."""
+        return False
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is surely of this run: one can't tell."""
         return False
 
     def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -196,6 +206,11 @@ class Recorder(DispatchMode):
 
     def _lift(self, tensor: torch.Tensor) -> int:
         ledger = self.ledger
+        if self.engine.made(tensor) and not ledger.knows_memory(tensor):
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} was made by operations that can't be recorded, in another "
+                "thread or with modes switched off. Make it in the thread that calls forward, with modes as they are."
+            )
         for stored in stored_tensors(tensor) if is_packed(tensor) else ():
             self.value_of(stored)
         content = None

@@ -33,6 +33,8 @@ from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, put_stand_ins
 from autoshard.capture.tape import Tape
+from autoshard.capture.threads import Elsewhere
+from autoshard.capture.user_code import calling_line
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
@@ -68,11 +70,14 @@ def record_run(
     recorder = Recorder(engine, composite=run.composite)
     reachable = Reachable(run.model, (run.args, run.kwargs))
     recorder.about_to_write = reachable.about_to_write
+    elsewhere = Elsewhere(calling_line)
     try:
         # What the model sets in context variables stays in there.
-        graph = contextvars.copy_context().run(_recorded, run, recorder, make, level, decode)
+        graph = contextvars.copy_context().run(_recorded, run, recorder, elsewhere, make, level, decode)
+        elsewhere.refuse()
     except Exception as error:
         clear_frames(error)
+        elsewhere.refuse()
         raise
     finally:
         recorder.about_to_write = None
@@ -83,8 +88,9 @@ def record_run(
 
 
 def _recorded(
-    run: Run, recorder: Recorder, make: Make, level: Literal["fake", "real", "invented"], decode: Decoding | None
-) -> ModelGraph:
+    run: Run, recorder: Recorder, elsewhere: Elsewhere, make: Make, level: Literal["fake", "real", "invented"],
+    decode: Decoding | None,
+) -> ModelGraph:  # fmt: skip
     model, training = run.model, run.workload.training
     modules = module_table(model)
     rows = tensor_rows(model)
@@ -107,7 +113,8 @@ def _recorded(
         args, kwargs, inputs = _enter_inputs(given, recorder.engine, recorder)
         if run.tape is not None:
             stack.enter_context(run.tape.watching_functions())
-        stack.enter_context(_module_calls(model, recorder, run, decode is not None))
+        stack.enter_context(elsewhere.watching())
+        stack.enter_context(_module_calls(model, recorder, run, decode is not None, elsewhere))
         carried = Carried(recorder.ledger)
         stack.enter_context(carried.watching())
         stack.enter_context(_random_states(recorder))
@@ -337,18 +344,22 @@ def _is_inference(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
+def _module_calls(
+    model: nn.Module, recorder: Recorder, run: Run, generates: bool, elsewhere: Elsewhere
+) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
-    thread = threading.get_ident()
     observer, tape = run.observer, run.tape
 
     def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self))
-        if path is None or threading.get_ident() != thread:
+        if path is None:
+            return call(self, *args, **kwargs)
+        if not elsewhere.is_here():
+            elsewhere.note(f"{path or 'the model'} was called in another thread while the model was recorded")
             return call(self, *args, **kwargs)
         if observer is not None:
             observer.note(path, args, kwargs)
@@ -371,6 +382,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
                 recorder.note_state(self, output)
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if not elsewhere.is_here():
+            return apply(self, fn, recurse)
         for child in self.children() if recurse else ():
             child._apply(fn)
         for table in (self._parameters, self._buffers):

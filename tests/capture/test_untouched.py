@@ -4,7 +4,10 @@ import contextlib
 import contextvars
 import functools
 import gc
+import queue
 import random
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -303,3 +306,86 @@ def test_context_variables_are_as_they_were():
 
     capture(Model(), torch.ones(3))
     assert variable.get(None) is None
+
+
+class Threaded(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x):
+        found = []
+        if self.way == "pool":
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.layer, x).result()
+        if self.way == "process":
+            with ProcessPoolExecutor(1) as pool:
+                return self.layer(x) + pool.submit(int, "3").result()
+        if self.way == "queue":
+            TASKS.put((functools.partial(torch.relu, x @ self.layer.weight), found))
+            TASKS.join()
+            return self.layer(found[0])
+        work = {"function": lambda: found.append(torch.relu(x)), "number": lambda: found.append(2)}[self.way]
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return self.layer(x) * found[0]
+
+
+TASKS = queue.Queue()
+
+
+def work_off():
+    while True:
+        task, found = TASKS.get()
+        found.append(task())
+        del task, found
+        TASKS.task_done()
+
+
+@pytest.mark.parametrize("level", [None, "real"])
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("pool", "layer was called in another thread"),
+        ("process", "another process at .*test_untouched.py:"),
+        ("function", "thread started at .*test_untouched.py:"),
+        ("queue", "in another thread or with modes switched off"),
+    ],
+)
+def test_work_of_other_threads_is_refused_by_name(way, message, level):
+    if way == "queue":
+        if level == "real":
+            pytest.skip("nothing tells a tensor that another thread made from one that was there")
+        threading.Thread(target=work_off, daemon=True).start()
+    with pytest.raises(CaptureError, match=message):
+        capture(Threaded(way), torch.ones(2, 4), level=level)
+
+
+def test_threads_without_tensors_are_none_of_its_business():
+    assert sum(op.flops for op in capture(Threaded("number"), torch.ones(2, 4)).ops)
+    assert not vars(threading.Thread)["start"].__closure__
+
+
+def test_models_of_other_threads_are_as_they_were():
+    other, started, ended = nn.Linear(4, 4), threading.Event(), threading.Event()
+    parameters = list(other.parameters())
+
+    def convert():
+        started.wait(60)
+        other.double()(torch.ones(1, 4).double()).sum().backward()
+        other.float()
+        ended.set()
+
+    class Model(nn.Module):
+        def forward(self, x):
+            started.set()
+            assert ended.wait(60)
+            return x * 2
+
+    thread = threading.Thread(target=convert)
+    thread.start()
+    capture(Model(), torch.ones(3), level="fake")
+    thread.join()
+    assert all(a is b for a, b in zip(other.parameters(), parameters, strict=True))
+    assert all(parameter.grad is not None for parameter in parameters)

@@ -1,0 +1,34 @@
+"""Lines of code that are neither torch's nor ours: where something of the user's happened."""
+
+import inspect
+import pathlib
+import traceback
+
+import torch
+
+import autoshard.errors
+
+_OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
+_TORCH = str(pathlib.Path(torch.__file__).parent)
+_PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
+
+
+def place(error: BaseException) -> str:
+    """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
+    where = "no line of yours: in backward or in torch itself"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH, "<")):
+            where = f"{file}:{line}"
+    return where
+
+
+def calling_line() -> str:
+    """file:line of the user's code that is running now."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH, _PYTHON, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
