@@ -64,7 +64,7 @@ def layout_of(model: nn.Module) -> Layout:
     stages = pipeline_record(model)
 
     def held(name: str, tensor: torch.Tensor) -> Held:
-        if is_packed(tensor):
+        if is_packed(tensor) and not hasattr(tensor, "__create_chunk_list__"):
             raise CheckpointError(
                 f"{name} is quantised, and a training checkpoint holds plain tensors. Train the model as it was before."
             )

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from autoshard.batching import BatchAxis
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.pipelines.engine import Engine
 from autoshard.pipelines.finish import Finish, Pass
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
-from autoshard.runtime.agreement import Mark, agree, agree_in_step
+from autoshard.runtime.agreement import Mark, agree, agree_in_step, any_of
 from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.clipping import watch_staged_norms
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.devices import CPU
 from autoshard.runtime.left_behind import put_on_stages
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
@@ -69,10 +70,16 @@ class RankSchedule:
         model, record = self._applied(), self._record
         batch = record.plan.batch
         assert batch is not None
-        parts = split(batch, model, args, kwargs, record.plan.num_microbatches)
-        _check_equal(parts)
-        targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
-        ways, engine = self._ready(model, parts, training)
+        parts: list[Part] = []
+        targets: list[Any] = []
+        problem: Exception | None = None
+        try:
+            parts = split(batch, model, args, kwargs, record.plan.num_microbatches)
+            _check_equal(parts)
+            targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
+        except Exception as found:
+            problem = found
+        ways, engine = self._ready(model, parts, training, problem)
         put_on_stages(model, batch)
         factors = self._factors(ways[0], batch, parts, targets, training)
         pass_ = Pass(
@@ -122,19 +129,25 @@ class RankSchedule:
         self._steps += 1
         return output
 
-    def _ready(self, model: nn.Module, parts: Sequence[Part], training: bool) -> tuple[list[Prepared], Engine]:
-        """The way that each part goes, and the schedule for parts of this shape.
+    def _ready(
+        self, model: nn.Module, parts: Sequence[Part], training: bool, error: Exception | None
+    ) -> tuple[list[Prepared], Engine]:
+        """The way that each part goes, and the schedule for parts of this shape; `error`: why this rank can't go on.
 
         What is new is recorded, by all ranks together: they look at the same values.
         """
         record = self._record
-        key = (*shape_key(parts[0], model), training)
-        known, engine = self._engines.get(key, ([], None))
-        fresh = len(known)
+        known: list[Prepared] = []
+        engine: Engine | None = None
         ways: list[Prepared] = []
-        error: Exception | None = None
+        fresh = 0
         try:
+            if error is not None:
+                raise error
             _check_nothing_new(model, record)
+            key = (*shape_key(parts[0], model), training)
+            known, engine = self._engines.get(key, ([], None))
+            fresh = len(known)
             for part in parts:
                 way = next((way for way in known if goes_this_way(way, part, record.device)), None)
                 if way is None:
@@ -145,7 +158,11 @@ class RankSchedule:
             engine = engine or Engine(model, record, known[0], training=training)
         except Exception as found:
             error = found
-        if len(known) > fresh or error is not None:
+        try:
+            news = any_of(record.control or record.across, len(known) > fresh or error is not None, CPU)
+        except RankError as lost:
+            raise (error or lost) from lost
+        if news:
             agree(record.across, Mark(), error)
             adopt_held(model, record, known[0].held)
             self._sums = find_sums(model, record)

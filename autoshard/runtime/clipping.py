@@ -118,18 +118,19 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    every: list[torch.Tensor] = []  # norms of what is divided, model by model; what is left is no part of any
+    rest = given
     for reference, record in list(_staged):
         model = reference()
         known = {} if model is None else _counts(model, record)
-        rest = [tensor for tensor in given if id(tensor) not in known]
-        if model is None or (len(rest) == len(given) and not (not given and len(_staged) == 1)):
+        others = [tensor for tensor in rest if id(tensor) not in known]
+        if model is None or (len(others) == len(rest) and not (not given and len(_staged) == 1)):
             continue  # without any gradients, a position still has to take part
-        counted = [tensor for tensor in given if known.get(id(tensor))]
-        norm = _norm_of_ranks(counted, norm_type, foreach).to(record.device)
-        found = _over(record.across, norm, rest, norm_type)
-        return _checked(found, norm_type, error_if_nonfinite)
-    found = _norm_of_ranks(given, norm_type, foreach)
-    return _checked(found, norm_type, error_if_nonfinite)
+        counted = [tensor for tensor in rest if known.get(id(tensor))]
+        norm = _norm_of_ranks(counted, [], norm_type, foreach).to(record.device)
+        every.append(_over(record.across, norm))
+        rest = others
+    return _checked(_norm_of_ranks(rest, every, norm_type, foreach), norm_type, error_if_nonfinite)
 
 
 def _checked(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
@@ -138,27 +139,30 @@ def _checked(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> 
     return norm
 
 
-def _over(ranks: Ranks, norm: torch.Tensor, rest: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of what all ranks have, each a norm of its own, and of what is no part of the model."""
+def _over(ranks: Ranks, norm: torch.Tensor) -> torch.Tensor:
+    """The norms of what each rank has."""
     slots = ranks.own(tuple(torch.eye(ranks.size)[rank] for rank in range(ranks.size))).to(norm.device, norm.dtype)
-    every = ranks.all_reduce(slots * norm)
-    others = torch_private.total_norm(rest, norm_type).reshape(1).to(every)
-    return torch.linalg.vector_norm(torch.cat([every, others]), norm_type)
+    return ranks.all_reduce(slots * norm)
 
 
-def _norm_of_ranks(given: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of gradients of which some may be parts."""
+def _norm_of_ranks(
+    given: list[torch.Tensor], every: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """The norm of gradients of which some may be parts; `every`: norms of what else counts."""
     for reference, cuts, ranks in list(_models):
         model = reference()
         parts = _gradients(model, cuts) if model is not None else {}
         here = [(tensor, parts[id(tensor)]) for tensor in given if id(tensor) in parts]
         if not here:
             continue
-        rest = [tensor for tensor in given if id(tensor) not in parts]
+        given = [tensor for tensor in given if id(tensor) not in parts]
         norms = [torch.linalg.vector_norm(_counted(*one, ranks), norm_type) for one in here]
         local = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-        return _over(ranks, local, rest, norm_type)
-    return torch_private.total_norm(given, norm_type, False, foreach)
+        every = [*every, _over(ranks, local)]
+    if not every:
+        return torch_private.total_norm(given, norm_type, False, foreach)
+    rest = torch_private.total_norm(given, norm_type).reshape(1)
+    return torch.linalg.vector_norm(torch.cat([*(one.to(every[0]) for one in every), rest.to(every[0])]), norm_type)
 
 
 def _counts(model: nn.Module, record: PipelineRecord) -> dict[int, bool]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.errors import RankError
+from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.cut_streams import CutStreams
 from autoshard.runtime.draws import Unplanned
@@ -84,6 +86,17 @@ def local_values(state: Mapping[str, Any], record: CutRecord, prefix: str = "") 
     }
 
 
+def _meet(ranks: Ranks) -> None:
+    """Raise `RankError` unless all ranks ask for the whole state; the first exchange would only say that it waited."""
+    try:
+        agree(ranks, Mark(plan="state_dict"))
+    except RankError as error:
+        raise RankError(
+            f"{error} state_dict() of a model that is cut over processes puts every tensor together: call it on all "
+            "ranks, or autoshard.save(model, path), which never holds more than one."
+        ) from error
+
+
 class Whole:
     """Hooks of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading takes them.
 
@@ -96,6 +109,7 @@ class Whole:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         if any(isinstance(value, nn.Parameter) for value in state.values()):
             return
+        _meet(self.record.ranks)
         tensors = named_tensors(module)
         made: dict[int, torch.Tensor] = {}  # tied names share one tensor, as ever
         for name, value in state.items():

@@ -34,7 +34,7 @@ from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.groups import end_groups, group_of
+from autoshard.runtime.groups import Made, end_groups, group_of
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.runtime.sharded import (
@@ -67,7 +67,7 @@ class ReplicaRecord:
     originals: dict[str, torch.device]
     replaced: list[Replaced] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    made: list[ProcessRanks] = field(default_factory=list)
+    made: Made = field(default_factory=Made)
 
     def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
         return self  # a copy of the model runs on the same processes
@@ -159,7 +159,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     _offer_no_sync(model, functools.partial(no_sync, model))
 
 
-def _groups(mesh: Mesh, ranks: ProcessRanks, made: list[ProcessRanks]) -> tuple[ProcessRanks, ProcessRanks]:
+def _groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks]:
     """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
     replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
     alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
@@ -227,6 +227,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
     record = replica_record(model)
     if record is None:
         raise ApplyError("nothing to remove: this model is no replica.")
+    parallel = vars(model).get("forward")
     if record.replaced:
         unshard(model, record.replaced, record.originals)
         for handle in record.handles:
@@ -236,7 +237,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         stop_averaging(model)
     if record.plan.cuts:
         remove_cuts(model)
-        end_groups(record.made)
+        end_groups(record.made, parallel)
         return model
     tensors = named_tensors(model)
     move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
@@ -301,6 +302,7 @@ class Parallel:
         self.sums: list[torch.futures.Future[Any]] = []  # that are on the way in a backward
         functools.update_wrapper(self, self.run, updated=())
         self.__signature__ = inspect.signature(self.run)
+        record.made.users.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_accelerator(self.record.device):
@@ -387,6 +389,7 @@ class Parallel:
         made = Parallel.__new__(Parallel)
         vars(made).update(vars(self), model=copied, engine=None, trained=(), sums=[])
         made.run = functools.partial(type(copied).forward, copied) if self.usual is None else self.usual
+        self.record.made.users.add(made)
         return made
 
     def __reduce__(self) -> Any:

@@ -1,6 +1,9 @@
 """Process groups that autoshard makes along a mesh, and ends when the plan is removed."""
 
+import gc
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -8,8 +11,16 @@ import torch.distributed as dist
 from autoshard import torch_private
 from autoshard.runtime.collectives import ProcessRanks
 
-Made = list[ProcessRanks]
-"""Groups that were made for one applied model, in the order in which they were made."""
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """Groups that were made for one applied model and its copies, in the order in which they were made.
+
+    `users`: what stands for each of these models, and is gone with it.
+    """
+
+    groups: list[ProcessRanks] = field(default_factory=list)
+    users: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
 
 
 def group_of(
@@ -23,7 +34,7 @@ def group_of(
         group = dist.new_group(list(members), timeout=timeout, backend=backend)
         if ranks.rank in members:
             own = ProcessRanks.of(group)
-    made.append(own)
+    made.groups.append(own)
     return own
 
 
@@ -34,9 +45,15 @@ def control_group(lists: Sequence[Sequence[int]], ranks: ProcessRanks, usual: Pr
     return group_of(lists, ranks, made, backend="gloo")
 
 
-def end_groups(made: Made) -> None:
-    """Destroy groups and their connections; all of their ranks call it. Nothing of them may be under way."""
-    while made:
-        group = made.pop().known()
+def end_groups(made: Made, user: Any = None) -> None:
+    """Destroy groups and their connections, unless a copy of the model uses them; all of their ranks call it.
+
+    `user`: of these groups, which needs them no more. Nothing of them may be under way.
+    """
+    made.users.discard(user)
+    if made.users:
+        gc.collect()  # a copy that is gone but for a cycle
+    while made.groups and not made.users:
+        group = made.groups.pop().known()
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -5,6 +5,7 @@ position      0 (rank 0)            1 (rank 1)           0                    1
 embed.weight  held by stage 0 and, tied, by stage 3: both positions have it, position 0 is its owner
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.groups import Made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class PipelineRecord:
     across: ProcessRanks
     replicas: ProcessRanks | None = None
     control: ProcessRanks | None = None
-    made: list[ProcessRanks] = field(default_factory=list)
+    made: Made = field(default_factory=Made)
     replica: int
     position: int
     tensor_rank: int
@@ -68,6 +70,12 @@ class Marked:
     def __init__(self, record: PipelineRecord) -> None:
         self.record = record
         self.handles: list[Any] = []
+        record.made.users.add(self)
+
+    def __deepcopy__(self, memo: dict) -> "Marked":
+        made = Marked(self.record)
+        made.handles = copy.deepcopy(self.handles, memo)
+        return made
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         return None

@@ -6,6 +6,9 @@
 torch puts new parameters in the place of the old ones, so optimizers must be made afterwards; one made before is told
 so at its first step. The old objects wait, without memory, and are the model's again after removal.
 
+All ranks must run the same blocks in the same order: each gathers what the others give at that moment, whatever it is
+of. At the end of each forward they compare which blocks they gathered.
+
 A parameter that one rank used and another did not (experts) must be scattered by both, so all are, as zeros where there
 is nothing. Before an optimizer steps, ranks agree on which nobody used: these have no gradient, as on one device.
 """
@@ -23,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
 
@@ -48,13 +51,15 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     modules = dict(model.named_modules())
     blocks = [path for stage in plan.stages for path in stage.paths]
     mesh = DeviceMesh.from_group(ranks.group, device.type)
-    for module in (*(modules[path] for path in blocks), model):
+    order = Order(ranks, device)
+    for number, module in enumerate((*(modules[path] for path in blocks), model)):
         replaced += _parameters(module, {id(one.parameter) for one in replaced})
         engine = fully_shard(module, mesh=mesh)
-        engine.set_custom_all_gather(_Gather(ranks))
+        engine.set_custom_all_gather(_Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     used = Used(model, replaced, ranks)
+    used.handles.append(model.register_forward_hook(order))
     _followed.append(weakref.ref(used, _followed.remove))
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
@@ -92,8 +97,37 @@ class _Named:
             raise lost(self.ranks, error) from error
 
 
+class Order:
+    """Which blocks were gathered, one after another, as one number; a hook of the model that compares it."""
+
+    def __init__(self, ranks: ProcessRanks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.digest = 0
+
+    def add(self, number: int) -> None:
+        """Note that a block is gathered now."""
+        self.digest = (self.digest * 31 + number + 1) % 65521
+
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
+        """Raise `RankError` on all ranks if they gathered other blocks than each other."""
+        digest = float(self.digest)
+        mine = torch.tensor([digest, digest**2], dtype=torch.float64, device=self.device)
+        total, squares = self.ranks.all_reduce(mine).tolist()
+        if total**2 != self.ranks.size * squares:  # a mean of squares is the square of the mean of equals only
+            raise RankError(
+                "ranks have run different blocks of this model, or in another order: its parameters are sharded, and "
+                "each rank has computed with parts of the wrong ones. Let all ranks go the same way "
+                "through the forward (layers left out at random, branches on values), or plan without sharding."
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class _Gather(_Named):
+    order: Order
+    number: int
+
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        self.order.add(self.number)
         return self._call(dist.all_gather_into_tensor, output_tensor, input_tensor, **options)
 
 

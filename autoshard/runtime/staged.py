@@ -84,7 +84,7 @@ def apply_stages(
             remove_cuts(model)
         if undo is not None:
             undo()
-        end_groups(record.made)
+        end_groups(record.made, marked)
         raise
     return model
 
@@ -125,7 +125,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
     _unhook(model, marked)
-    end_groups(record.made)
+    end_groups(record.made, marked)
     return model
 
 

@@ -1,0 +1,130 @@
+"""Faults of one of several processes that all of them must hear of, and what is left after a plan is removed."""
+
+import copy
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autoshard
+from autoshard.errors import PlanError, RankError
+from autoshard.runtime.data_parallel import replica_record
+from autoshard.runtime.pipeline_record import pipeline_record
+from tests.ranks import run_ranks
+from tests.runtime.test_lost_ranks import made
+
+
+def stages():
+    """A step that one rank can't do is none for the others, and a copy of the model outlives it."""
+    model, plan, given = made("stages 2")
+    rank = dist.get_rank()
+    autoshard.apply(model, plan)
+    runner = autoshard.schedule(model)
+    runner.step(**given)
+    begin = time.monotonic()
+    with pytest.raises(PlanError if rank == 1 else RankError, match="can't be divided") as error:
+        runner.step(given["x"][: 8 - rank])
+    assert rank == 1 or "rank 1 can't take part" in str(error.value)
+    assert time.monotonic() - begin < 5
+    runner.step(**given)
+    twin = copy.deepcopy(model)
+    autoshard.remove(model)
+    with torch.no_grad():
+        expected, found = model.eval()(**given)["x"], twin.eval()(**given)["x"]
+    assert torch.allclose(expected, found, atol=1e-6)
+    group = pipeline_record(twin)
+    autoshard.remove(twin)
+    assert not group.made.groups
+
+
+def test_a_step_that_one_rank_can_not_do():
+    run_ranks(stages, 2)
+
+
+def cut_replicas():
+    """The groups of a mesh are destroyed with the last model that uses them."""
+    model, plan, given = made("mesh")
+    autoshard.apply(model, plan)
+    record = replica_record(model)
+    twin = copy.deepcopy(model)
+    autoshard.remove(model)
+    twin(**given)["loss"].backward()
+    assert len(record.made.groups) == 2
+    group = record.replicas.group
+    autoshard.remove(twin)
+    assert not record.made.groups and group not in dist.distributed_c10d._world.pg_map
+
+
+def test_groups_end_with_the_last_copy():
+    run_ranks(cut_replicas, 4)
+
+
+def columns():
+    """The norm of two models; `state_dict()` is for all ranks: one that is alone waits as long as the group says."""
+    model, plan, given = made("columns")
+    alone, other = copy.deepcopy(model), copy.deepcopy(model)
+    autoshard.apply(model, plan)
+    autoshard.apply(other, plan)
+    norms = []  # two models under one optimizer
+    for ones in ((model, other), (alone, copy.deepcopy(alone))):
+        for factor, one in enumerate(ones, start=1):
+            (factor * one(**given)["loss"]).backward()
+        norms.append(nn.utils.clip_grad_norm_([each for one in ones for each in one.parameters()], 0.1))
+    assert torch.allclose(*norms)
+    whole = model.state_dict()
+    assert whole["blocks.0.up.weight"].shape == (24, 8)
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return
+    with pytest.raises(RankError, match=r"lost rank 1 in 5 s: .*call it on all ranks"):
+        model.state_dict()
+
+
+def test_two_models_are_clipped_and_their_state_is_asked_for_by_all():
+    run_ranks(columns, 2, group_seconds=5.0)
+
+
+class Either(nn.Module):
+    """Which layer works depends on the values."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.blocks = model.blocks
+
+    def forward(self, x):
+        first = self.blocks[0 if bool(x.sum() > 0) else 1]
+        return {"loss": self.blocks[2](first(x)).square().mean()}
+
+
+def sharded(path):
+    """Blocks that only some ranks run would be put together of parts of others; a training checkpoint has all parts."""
+    model, plan, given = made("sharded")
+    autoshard.apply(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(**given)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            autoshard.save_checkpoint(path, model, optimizer, state={"step": 2})
+    other, _, _ = made("sharded")
+    autoshard.apply(other, plan)
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+    assert autoshard.load_checkpoint(path, other, again) == {"step": 2}
+    assert other(**given)["loss"].item() == losses[2]
+
+    model = Either(made("sharded")[0])
+    autoshard.apply(model, dataclasses.replace(plan, fingerprint=""))
+    model(torch.ones(2, 8))["loss"].backward()
+    with pytest.raises(RankError, match="ranks have run different blocks of this model"):
+        model(torch.ones(2, 8) * (1 - 2 * dist.get_rank()))
+
+
+def test_sharded_blocks_are_the_same_on_all_ranks(tmp_path):
+    run_ranks(sharded, 2, tmp_path / "last")
