@@ -16,6 +16,7 @@ from torch import nn
 from autoshard.errors import RankError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import stored_tensors
+from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.departed import Process, this_process
 from autoshard.runtime.meeting import meet
@@ -51,6 +52,13 @@ def mark_of(
         weights=_sampled(model),
         random=(torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)])),
     )
+
+
+def digest_of(plan: Plan) -> str:
+    """A hash of what a plan lets ranks do; memory that was free when it was made, and its reasons, may differ."""
+    devices = tuple(replace(device, memory_bytes=0) for device in plan.devices)
+    done = replace(plan, devices=devices, reasons=(), whole=(), pins={}, target="")
+    return hashlib.sha256(done.to_json().encode()).hexdigest()
 
 
 def _generators(device: torch.device | None) -> Any:
@@ -139,7 +147,11 @@ def any_of(ranks: Ranks, here: bool, device: torch.device) -> bool:
 def _compared(marks: Sequence[Mark], members: Sequence[int]) -> str:
     """What differs between the ranks; nothing: ""."""
     for what, remedy in (
-        ("plan", "Start all ranks with the same plan file."),
+        (
+            "plan",
+            "Plans that each rank makes for itself may differ with the memory that is free at that moment: make one, "
+            "save it, and start all ranks with the same plan file.",
+        ),
         ("model", "Build the same model on all ranks."),
         ("weights", "Load the same checkpoint on all ranks, or set the same seed before the model is made."),
     ):

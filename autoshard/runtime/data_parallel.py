@@ -29,7 +29,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan
-from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
@@ -92,7 +92,7 @@ def apply_replicas(
             if mesh is not None and mesh.sharded:
                 check_shardable(model, plan)
             # each replica draws random numbers of its own
-            mark = replace(mark_of(model, plan.cuts, device), random=())
+            mark = replace(mark_of(model, plan.cuts, device), plan=digest_of(plan), random=())
     except Exception as found:
         error = found
     agree(ranks, mark, error, device)
@@ -104,7 +104,9 @@ def apply_replicas(
         return model
     undo = None
     try:
-        undo = move_tensors(tensors, dict.fromkeys(tensors, device))
+        sharded = {id(parameter) for parameter in model.parameters()} if mesh.sharded else set()
+        stay = {name for name, tensor in tensors.items() if id(tensor) in sharded}  # they go block by block
+        undo = move_tensors(tensors, {name: originals[name] if name in stay else device for name in tensors})
     except Exception as found:
         error = found
     try:

@@ -53,8 +53,12 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     mesh = DeviceMesh.from_group(ranks.group, device.type)
     order = Order(ranks, device)
     for number, module in enumerate((*(modules[path] for path in blocks), model)):
-        replaced += _parameters(module, {id(one.parameter) for one in replaced})
+        own = _parameters(module, {id(one.parameter) for one in replaced})
+        replaced += own
+        whole = [one.parameter.data for one in own]
         engine = fully_shard(module, mesh=mesh)
+        for one, data in zip(own, whole, strict=True):
+            one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(_Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]

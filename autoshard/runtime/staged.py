@@ -8,7 +8,6 @@ masks decide which way a forward goes.
 """
 
 import copy
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import is_below
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
-from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
@@ -217,10 +216,12 @@ def _mark(model: nn.Module, plan: Plan, device: torch.device) -> Mark:
     """What all ranks must have alike; weights can be compared only where all are there."""
     mark = mark_of(model, plan.cuts, device)
     alone = plan.mesh is not None and plan.mesh.data > 1
-    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     partial = any(tensor.is_meta for tensor in named_tensors(model).values())
     return Mark(
-        plan=digest, model=mark.model, weights="" if partial else mark.weights, random=() if alone else mark.random
+        plan=digest_of(plan),
+        model=mark.model,
+        weights="" if partial else mark.weights,
+        random=() if alone else mark.random,
     )
 
 
