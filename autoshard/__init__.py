@@ -2,6 +2,11 @@
 the result with the original.
 """
 
+from autoshard.start import end_quietly, is_command
+
+if is_command():
+    end_quietly()
+
 import torch
 
 if torch.distributed.is_available():

@@ -4,6 +4,7 @@ Nothing is remembered from planning. Every alternative is a plan of its own (thi
 that is priced as plans always are.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, count_collectives
 from autoshard.sizes import format_bytes, format_seconds
+from autoshard.stage_reasons import otherwise_run, otherwise_staged, stage_sentences, stages_of
 
 MOST_ALTERNATIVES = 8
 
@@ -132,6 +134,8 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     sentences += [_pressure(by_name[home], plan, figures) for home in homes if home in by_name]
     sentences += _crossing(figures, subject)
     found: list[Alternative] = []
+    if figures.pipelining is not None:
+        return _staged(plan, profile, cluster, figures, subject, "module", sentences, [*placed])
     # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
     if plan.mesh is None and not plan.streamed:
         for name in (device.name for device in cluster.devices if device.name != "disk"):
@@ -142,6 +146,29 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     sentences += _verdict(chosen, found, plan)
     return Explanation(
         subject=subject, kind="module", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen,
+        alternatives=_sorted(found),
+    )  # fmt: skip
+
+
+def _staged(
+    plan: Plan, profile: Profile, cluster: Cluster, figures: Estimate, subject: str, kind: str, sentences: list[str],
+    paths: list[str],
+) -> Explanation:  # fmt: skip
+    """Explain a part of a pipeline, `paths` of its placements: what binds it, and what pipelines like it would cost."""
+    assert figures.pipelining is not None
+    judged = replace(plan, objective="latency") if plan.objective == "throughput" else plan  # a batch after the other
+    chosen = _alternative("as planned", judged, figures)
+    sentences = [*sentences, *stage_sentences(plan, figures.pipelining, stages_of(plan, paths))]
+    edges = [paths[:1], paths[-1:]] if kind == "device" else [paths]
+    others = dict(pair for edge in edges for pair in otherwise_staged(plan, edge))
+    others |= dict(otherwise_run(plan, profile.workload.training))
+    found = []
+    for title, other in others.items():
+        with contextlib.suppress(PlanError, SpecError):  # it can't be run so
+            found.append(_alternative(title, judged, _price(other, profile, cluster)))
+    sentences += _verdict(chosen, found, plan)
+    return Explanation(
+        subject=subject, kind=kind, sentences=tuple(sentences), unit=_unit(judged), chosen=chosen,
         alternatives=_sorted(found),
     )  # fmt: skip
 
@@ -269,9 +296,13 @@ def _verdict(chosen: Alternative, found: list[Alternative], plan: Plan) -> Itera
         return
     best = min(fitting, key=lambda one: one.value)
     if best.value < chosen.value * (1 - 1e-9):
+        gain = 1 - best.value / chosen.value
+        if plan.stages:
+            yield f"{best.title} would be better by {gain:.1%}: the plan was made for other figures, or by hand."
+            return
         yield (
-            f"By itself it would be better elsewhere ({best.title}, by {1 - best.value / chosen.value:.1%}): the "
-            "strategy keeps modules in order, or was not asked for the optimum."
+            f"By itself it would be better elsewhere ({best.title}, by {gain:.1%}): the strategy keeps modules in "
+            "order, or was not asked for the optimum."
         )
     elif best.value <= chosen.value * (1 + 1e-9):
         yield f"It would cost the same with {best.title}."
@@ -331,7 +362,7 @@ def _cut_sentence(cut: Cut, subject: str) -> str:
     reduces, gathers = count_collectives(cut.actions)
     ways = [f"{count} {name}" for count, name in ((reduces, "all-reduce"), (gathers, "all-gather")) if count]
     shares = ", ".join(map(str, cut.shares)) if len(set(cut.shares)) > 1 else f"{cut.shares[0]} each"
-    proof = f" Proved: {cut.proof}." if cut.proof else ""
+    proof = f" Checked: {cut.proof}." if cut.proof else ""
     more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
     return (
         f"{mine[0]}{more} {'are' if more else 'is'} cut into {cut.size} slices over {cut.degree} ranks ({shares})"
@@ -369,6 +400,9 @@ def _device(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> Explan
     full = row.peak_bytes / max(row.memory_bytes, 1)
     if full > 0.95:
         sentences.append("Its memory binds the plan: nothing sizeable can be added to it.")
+    if figures.pipelining is not None and here:
+        sentences.append(_pressure(row, replace(plan, objective="latency"), figures))
+        return _staged(plan, profile, cluster, figures, name, "device", sentences, here)
     found = list(_without(plan, profile, cluster, name)) if here and plan.mesh is None and not plan.cuts else []
     chosen = _alternative("as planned", plan, figures)
     return Explanation(

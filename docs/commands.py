@@ -32,7 +32,8 @@ def page() -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return argument.metavar or argument.name.upper()
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required else f"[{name}]"
 
 
 def _shown(part: Any) -> str:

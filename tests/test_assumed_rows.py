@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
+from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh, Plan
 
 HERE = {"cpu:0": "16MiB", "cpu:1": "16MiB"}

@@ -88,7 +88,7 @@ def test_a_cut_and_what_stays_whole():
     profile = autoshard.profile(model, inputs)
     found = explain(plan, profile, cluster, "model.layers.0.mlp")
     text = " ".join(found.sentences)
-    assert "cut into" in text and "1 all-reduce per block" in text and "Proved" in text
+    assert "cut into" in text and "1 all-reduce per block" in text and "Checked:" in text
     alone = next(one for one in found.alternatives if one.title.startswith("the whole model on"))
     assert alone.value > found.chosen.value
     assert "Nothing of it is cut" in " ".join(explain(plan, profile, cluster, "model.norm").sentences)
@@ -117,3 +117,50 @@ def test_the_command_finds_the_model_of_a_plan(tmp_path, monkeypatch):
     lost = runner.invoke(app, ["explain", "plan.json", "3"])
     assert lost.exit_code == 2
     assert runner.invoke(app, ["explain", "plan.json", "3", "--target", "moved.py"]).exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def staged():
+    """A pipeline of four blocks, of which the last is the slowest, over two devices."""
+    model = nn.Sequential(*[Block() for _ in range(3)], nn.Sequential(Block(), Block()))
+    x, workload = torch.zeros(8, 64), autoshard.Workload(batch_size=8, mode="training")
+    profile = autoshard.profile(model, x, workload=workload)
+    settings = {"strategy": "pipeline", "num_microbatches": 4, "schedule": "gpipe", "workload": workload}
+    plan = autoshard.plan(model, "2x8MiB", inputs=x, **settings)
+    return plan, profile, cluster_of(plan.devices)
+
+
+def test_a_pipeline_says_which_stage_binds_it_and_what_its_neighbours_would_cost(staged):
+    plan, profile, cluster = staged
+    figures = autoshard.estimate(plan, profile, cluster)
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in figures.pipelining.stages]
+    slowest = seconds.index(max(seconds))
+    path = plan.stages[slowest].paths[0]
+    found = explain(plan, profile, cluster, path)
+    text = str(found)
+    assert f"Stage {slowest} of 2, on cuda:{slowest}, is the slowest" in text
+    assert "This is the stage that binds the time of a pass." in text
+    assert f"Devices wait {figures.pipelining.bubble:.0%} of a pass (the bubble)" in text
+    assert "with 4 micro-batches in the order of gpipe" in text and "full at its peak" in text
+    titles = {one.title: one for one in found.alternatives}
+    assert {"2 micro-batches", "8 micro-batches", "schedule 1f1b"} <= set(titles)
+    fewer = replace(plan, num_microbatches=2)
+    assert titles["2 micro-batches"].value == autoshard.estimate(fewer, profile, cluster).latency_seconds
+    other = explain(plan, profile, cluster, plan.stages[1 - slowest].paths[0])
+    assert any(f"Stage {1 - slowest}, which this is, takes" in sentence for sentence in other.sentences)
+
+
+def test_a_stage_boundary_elsewhere_is_priced_as_the_plan_it_would_be(staged):
+    plan, profile, cluster = staged
+    first, second = plan.stages
+    *left, last = first.paths
+    found = explain(plan, profile, cluster, last)
+    moved = replace(
+        plan,
+        stages=(replace(first, paths=tuple(left)), replace(second, paths=(last, *second.paths))),
+        placements={**plan.placements, last: "cuda:1"},
+    )
+    expected = autoshard.estimate(moved, profile, cluster).latency_seconds
+    assert next(one for one in found.alternatives if one.title == f"{last} in stage 1").value == expected
+    device = explain(plan, profile, cluster, "cuda:0")
+    assert device.kind == "device" and f"{last} in stage 1" in {one.title for one in device.alternatives}

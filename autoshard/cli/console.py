@@ -11,6 +11,7 @@ import typer
 
 from autoshard.errors import AutoshardError, SpecError
 from autoshard.progress import shown_progress
+from autoshard.start import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +45,8 @@ def reports_errors(command: Command) -> Command:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
         except AutoshardError as error:
             console = errors()
             console.print("Error:", style="bold red", end=" ")

@@ -33,7 +33,7 @@ def doctor_command(
 def run_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Its arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.", show_default=False)
     ] = None,
     plan_file: Annotated[
         Path | None,
@@ -41,16 +41,25 @@ def run_command(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-p", min=1, help="So many; default: what the plan wants, or one per accelerator."),
+        typer.Option(
+            "--processes",
+            "-p",
+            metavar="N",
+            min=1,
+            help="So many; default: what the plan wants, or one per accelerator.",
+        ),
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option("--node-rank", min=0, help="Which of several machines this is.", show_default=False)
+        int | None,
+        typer.Option("--node-rank", metavar="N", min=0, help="Which of several machines this is.", show_default=False),
     ] = None,
     rendezvous: Annotated[
         str | None,
         typer.Option("--rendezvous", metavar="HOST:PORT", help="Where several machines meet.", show_default=False),
     ] = None,
-    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Start again so often after a crash.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="Start again so often after a crash.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
 ) -> None:
     """Run SCRIPT under torchrun with the right number of processes, or plainly where one is enough."""

@@ -1,6 +1,8 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
 import gc
+import inspect
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +44,7 @@ from autoshard.cli.steps import (
     workload_of,
 )
 from autoshard.errors import PlanError, SpecError
+from autoshard.start import end_quietly
 
 if TYPE_CHECKING:
     from autoshard.batching import BatchAxis
@@ -51,10 +54,11 @@ if TYPE_CHECKING:
     from autoshard.profile.profile import Profile
 
 app = typer.Typer(
-    help="Profile a PyTorch model without allocating it, plan where every module goes, and prove the plan.",
+    help="Profile a PyTorch model without allocating it, plan where every module goes, and check it by running it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes cut names of options at 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -131,7 +135,7 @@ def profile_command(
     new_tokens: NewTokensOption = None,
     train: TrainOption = False,
     optimizer: OptimizerOption = None,
-    depth: Annotated[int, typer.Option("--depth", min=1, help="Levels of the module tree to show.")] = 3,
+    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree to show.")] = 3,
     axes: Annotated[bool, typer.Option("--axes", help="Show what can be cut over devices, and what can't.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -159,7 +163,7 @@ def estimate_command(
     ],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="The model; default: what the plan was made for.", show_default=False),
+        typer.Argument(metavar="TARGET", help="The model; default: what the plan was made for.", show_default=False),
     ] = None,
     devices: Annotated[
         str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
@@ -253,7 +257,7 @@ def verify_command(
 @app.command("devices")
 @reports_errors
 def devices_command(
-    spec: Annotated[str, typer.Argument(metavar="[SPEC]", help="As --devices of plan.", show_default=True)] = "auto",
+    spec: Annotated[str, typer.Argument(metavar="SPEC", help="As --devices of plan.", show_default=True)] = "auto",
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -299,6 +303,8 @@ app.command("report")(report_command)
 app.command("trace")(trace_command)
 app.command("doctor")(doctor_command)
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
+for listed in app.registered_commands:  # whole sentences in the list of commands, not their first words
+    listed.short_help = (inspect.getdoc(listed.callback) or "").partition("\n")[0]
 
 
 def run() -> None:
@@ -309,9 +315,13 @@ def run() -> None:
     imported = gc.get_freeze_count()
     gc.set_threshold(1_000_000, 50, 1000)
     gc.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGPIPE"):  # `| head` reads a few lines and goes: that is no error
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(prog_name="autoshard")
     finally:
+        end_quietly()
         if gc.get_freeze_count() > imported:  # by `all_listed`: libraries in C++ report what is never let go of
             gc.unfreeze()
 

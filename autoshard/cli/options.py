@@ -27,21 +27,27 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         "-s",
+        metavar="NAME",
         help="auto, sequential, balanced, balanced_low_0, column-parallel, pipeline, data-parallel or hybrid.",
     ),
 ]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="latency, throughput or memory.")]
+ObjectiveOption = Annotated[str, typer.Option("--objective", metavar="NAME", help="latency, throughput or memory.")]
 BatchOption = Annotated[
-    int | None, typer.Option("--batch", help="Sequences, images or rows per pass.", show_default=False)
+    int | None, typer.Option("--batch", metavar="N", help="Sequences, images or rows per pass.", show_default=False)
 ]
-SeqOption = Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.", show_default=False)]
+SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sequence.", show_default=False)]
 NewTokensOption = Annotated[
-    int | None, typer.Option("--new-tokens", help="Tokens generated after the prompt.", show_default=False)
+    int | None, typer.Option("--new-tokens", metavar="N", help="Tokens generated after the prompt.", show_default=False)
 ]
 TrainOption = Annotated[bool, typer.Option("--train", help="Plan a training step: forward, backward and optimizer.")]
 OptimizerOption = Annotated[
     str | None,
-    typer.Option("--optimizer", help="With --train: adamw, adam, momentum, sgd or none.", show_default="adamw"),
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="With --train: adamw (which is the default), adam, momentum, sgd or none.",
+        show_default=False,
+    ),
 ]
 MaxMemoryOption = Annotated[
     list[str] | None,
@@ -53,13 +59,18 @@ PinOption = Annotated[
 MicroBatchesOption = Annotated[
     int | None,
     typer.Option(
-        "--micro-batches", min=1, help="Parts of the batch in a pipeline. Default: chosen.", show_default=False
+        "--micro-batches",
+        metavar="N",
+        min=1,
+        help="Parts of the batch in a pipeline. Default: chosen.",
+        show_default=False,
     ),
 ]
 ScheduleOption = Annotated[
     str | None,
     typer.Option(
         "--schedule",
+        metavar="NAME",
         help="Of a pipeline: gpipe, 1f1b, interleaved or zero-bubble. Default: chosen.",
         show_default=False,
     ),
@@ -68,7 +79,7 @@ AssumeOption = Annotated[
     bool,
     typer.Option(
         "--assume-independent-rows",
-        help="Divide the batch though the check refuses it: no row depends on another, on your word. The plan says so.",
+        help="Divide the batch though the check refuses it, on your word that rows are independent. The plan says so.",
     ),
 ]
 MaxBatchOption = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits, and plan it.")]

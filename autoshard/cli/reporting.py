@@ -41,7 +41,7 @@ PlanOrTarget = Annotated[
     str, typer.Argument(metavar="TARGET|PLAN", help="What to plan, or a plan file followed by TARGET.")
 ]
 SecondTarget = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help="The model of the plan file.", show_default=False)
+    str | None, typer.Argument(metavar="TARGET", help="The model of the plan file.", show_default=False)
 ]
 
 

@@ -17,7 +17,7 @@ from autoshard.estimate import Estimate
 from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.sizes import format_seconds
+from autoshard.sizes import format_bytes, format_seconds
 
 _SAME = 1e-9
 """Relative difference of rounding: plans that differ by less cost the same."""
@@ -132,7 +132,7 @@ def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> 
     figures = price(plan)
     if not figures.fits:
         worst = min(figures.devices, key=lambda device: device.free_bytes)
-        raise PlanError(f"{worst.name} would need {-worst.free_bytes} bytes more than it has.")
+        raise PlanError(f"{worst.name} would need {format_bytes(-worst.free_bytes)} more than it has.")
     value = value_of(figures, objective, price.profile.workload.training)
     return Alternative(name=candidate.name, plan=plan, estimate=figures, value=value, usable=candidate.usable)
 

@@ -1,0 +1,113 @@
+"""What people meet first: Ctrl-C during the imports, a pipe that closes, help, names nearly right, narrow screens."""
+
+import contextlib
+import io
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.cli.main import app
+from autoshard.cluster.parse import canonical_name, parse_devices
+from autoshard.errors import PlanError, SpecError
+from autoshard.report.compared import print_comparison
+from autoshard.strategies.compare import Candidate, _priced
+
+COMMANDS = [
+    "plan",
+    "profile",
+    "estimate",
+    "verify",
+    "devices",
+    "compare",
+    "explain",
+    "report",
+    "trace",
+    "doctor",
+    "run",
+]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("seconds", [0.3, 2.0])
+def test_an_interrupt_ends_a_command_without_a_traceback(seconds, tmp_path):
+    slow = tmp_path / "model.py"
+    slow.write_text("import time, torch\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autoshard", "plan", str(slow)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, problems = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in problems + out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autoshard", "devices", "--known", "--json"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    process.stdout.close()
+    problems = process.stderr.read()
+    assert process.wait(timeout=60) == -signal.SIGPIPE and problems == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_whole_names_and_no_types_of_flags(command):
+    shown = CliRunner().invoke(app, [command, "--help"], prog_name="autoshard").output
+    assert "<bool>" not in shown and "…" not in shown and "[[" not in shown
+    if command in ("plan", "verify", "report"):
+        assert "--assume-independent-rows" in shown
+
+
+def test_the_list_of_commands_has_whole_sentences():
+    shown = CliRunner().invoke(app, ["--help"], prog_name="autoshard").output.partition("Commands:")[2]
+    assert "..." not in shown and "Nothing is allocated." in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("cuda0", "cuda:0"), ("cuda-1", "cuda:1"), ("cdua:1", "cuda:1"), ("CUDA:0", "cuda:0"), ("cpu0", "cpu")],
+)
+def test_a_device_nearly_named_is_answered_with_its_name(given, meant):
+    for refused in (parse_devices, canonical_name, lambda name: parse_devices({name: "1GiB"})):
+        with pytest.raises(SpecError, match=f"is not a device name. Did you mean {meant}\\?"):
+            refused(given)
+
+
+def test_cards_are_still_answered_with_cards():
+    with pytest.raises(SpecError, match="unknown hardware 'H1000'"):
+        parse_devices("8xH1000")
+
+
+def test_names_of_strategies_stay_whole_in_a_narrow_terminal():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8)
+    found = autoshard.compare(model, "2x1MiB", inputs=x)
+    for width in (46, 60, 80):
+        written = io.StringIO()
+        print_comparison(Console(file=written, width=width, color_system=None), found, title="model.py")
+        text = written.getvalue()
+        assert "Accelerate balanced_low_0" in text and "column-parallel  torchrun" in text
+        assert ("a wider terminal also shows" in text) == (width < 80)
+
+
+def test_what_is_lacking_is_said_in_units():
+    model, x = nn.Linear(512, 512), torch.zeros(4, 512)
+    plan = autoshard.plan(model, "1x8MiB", inputs=x, strategy="sequential")
+    profile = autoshard.profile(model, x)
+    from autoshard.mesh_cost import Pricer
+
+    small = Pricer(profile, parse_devices("1x256KiB"))
+    with contextlib.suppress(SpecError), pytest.raises(PlanError, match=r"would need [\d.]+ [KM]iB more than it has"):
+        _priced(Candidate(name="x", make=lambda: plan), plan, small, "latency")
