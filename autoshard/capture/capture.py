@@ -190,8 +190,9 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
         notes += ("the model has no values: it was run with random weights",)
     ways: list[tuple[Decoding, Level]] = []
     if run.workload.new_tokens and not run.workload.training:
-        ways = [("generate", level), ("step", level)]
-        if level == "fake" and clone and not _without_values(run.model):
+        # What `generate` does with the logits belongs to no module: who analyses ops has only those of forwards.
+        ways = [("step", level)] if run.composite else [("generate", level), ("step", level)]
+        if level == "fake" and clone and not run.composite and not _without_values(run.model):
             ways.insert(1, ("generate", "real"))  # a search among beams asks for values
     for way, rung in ways:
         try:

@@ -9,7 +9,7 @@ A block too large to be run is followed on shapes alone, and the numbers are tho
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import differentiable
 from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unproved import as_cut
-from autoshard.capture.capture import observe_calls
+from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
@@ -33,7 +33,8 @@ from autoshard.progress import tell
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
 from autoshard.prove.follow import Differs, due_on, follow
-from autoshard.prove.local_run import record_rank
+from autoshard.prove.local_run import call_of, record_rank
+from autoshard.prove.other_runs import Seen, by_key, other_runs
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
@@ -56,8 +57,6 @@ from autoshard.workload import Workload
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
 """(index of a group, shares) of groups that are cut at once."""
-Record = Callable[[Sequence[Cut], int], ModelGraph]
-"""Cuts and a rank -> the composite graph of what that rank does with them."""
 RUN_ELEMENTS = 1 << 25
 """Blocks with more elements than this in their parameters are proved on a smaller block."""
 SMALLER_ELEMENTS = 1 << 28
@@ -69,9 +68,10 @@ class Prover:
 
     def __init__(
         self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]],
-        record: Record,
+        first: Seen, others: Callable[[], Sequence[Seen]],
     ) -> None:  # fmt: skip
-        self._model, self._graph, self._calls, self._record = model, graph, calls, record
+        self._model, self._graph, self._calls = model, graph, calls
+        self._runs, self._others = [first], others
         self._groups, self._regions = found.groups, found.regions
         self._elements = [path for region in found.regions if region.path != OUTSIDE for path in region.paths]
         self._blocks: dict[str, nn.Module] = {}
@@ -155,34 +155,51 @@ class Prover:
             self._followed[key] = self._to_blame(groups, cuts, self._difference(groups, cuts))
         return self._followed[key]
 
-    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> Differs | None:
-        """What some rank does otherwise than the whole model. Ranks with equal shares do the same."""
+    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> "tuple[Seen, Differs] | None":
+        """What some rank does otherwise than the whole model in one of the runs. Ranks of equal shares do the same."""
         shares = [cut.shares for cut in cuts]
-        for rank in {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values():
-            try:
-                with own_random_numbers():
-                    follow(self._graph, self._record(cuts, rank), due_on(self._graph, groups, shares, rank), rank)
-            except Differs as error:
-                return error
-            except Exception as error:
-                return Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
+        ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
+        for run in self._all_runs():
+            theirs = [run.of(group) for group in groups]
+            if None in theirs:
+                missing = groups[theirs.index(None)]
+                return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
+            for rank in ranks:
+                try:
+                    with own_random_numbers():
+                        due = due_on(run.graph, theirs, shares, rank)  # type: ignore[arg-type]
+                        follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
+                except Differs as error:
+                    return run, error
+                except Exception as error:
+                    return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
         return None
 
-    def _to_blame(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: Differs | None) -> dict[int, str]:
+    def _all_runs(self) -> Iterator[Seen]:
+        """The run of the plan, then the others, which are recorded when they are needed first."""
+        yield self._runs[0]
+        if len(self._runs) == 1:
+            self._runs += self._others()
+        yield from self._runs[1:]
+
+    def _to_blame(
+        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: "tuple[Seen, Differs] | None"
+    ) -> dict[int, str]:
         """Which of the cuts make a difference: those that work where it is, else those that make one alone."""
         if found is None:
             return {}
+        run, error = found
         places = list(range(len(groups)))
         at = [
             place for place in places
-            if found.op in due_on(self._graph, [groups[place]], [cuts[place].shares], 0)
+            if (own := run.of(groups[place])) is None or error.op in due_on(run.graph, [own], [cuts[place].shares], 0)
         ]  # fmt: skip
         if len(groups) == 1 or len(at) == 1:
-            return {(at or places)[0]: str(found)}
+            return {(at or places)[0]: _said(found)}
         alone = {place: self._difference([groups[place]], [cuts[place]]) for place in at or places}
-        reasons = {place: str(error) for place, error in alone.items() if error is not None}
+        reasons = {place: _said(one) for place, one in alone.items() if one is not None}
         least = min(at or places, key=lambda place: groups[place].nbytes)
-        return reasons or {least: str(found)}
+        return reasons or {least: _said(found)}
 
     # ---- the numbers
 
@@ -316,6 +333,12 @@ class Prover:
         return [call for call in self._graph.calls if call.path == path]
 
 
+def _said(found: tuple[Seen, Differs]) -> str:
+    """A difference for people, with the run in which it is."""
+    run, error = found
+    return f"{error} ({run.what})" if run.what else str(error)
+
+
 def _run_first_rank(question: Question, cut: Cut, given: Arguments, shapes_only: bool, scales: Scales) -> Outcome:
     """Run the first rank of a cut with some scales; `shapes_only`: the block is on meta, and `given` are specs."""
     local = copy.deepcopy(question.block)
@@ -382,5 +405,12 @@ def make_prover(
 ) -> Prover:
     """Observe how the blocks of a model are called, and return what proves their groups."""
     paths = dict.fromkeys(group.blocks[0] for group in found.groups)
-    record = partial(record_rank, model, inputs, workload or Workload(), graph)
-    return Prover(model, graph, found, observe_calls(model, inputs, workload, paths), record)
+    workload = workload or Workload()
+    args, kwargs = call_of(model, inputs, workload, graph)
+
+    def record(local: nn.Module) -> ModelGraph:
+        return capture(local, kwargs or args, workload=workload, level=graph.level, composite=True)
+
+    first = Seen(what="", graph=graph, groups=by_key(found.groups), record=record)
+    others = partial(other_runs, model, (args, kwargs), workload, found.groups)
+    return Prover(model, graph, found, observe_calls(model, inputs, workload, paths), first, others)
