@@ -33,6 +33,7 @@ __all__ = [
     "after_backward",
     "are_functions_transformed",
     "autograd_node",
+    "backward_hooks",
     "below_autograd",
     "conj_and_neg_keys",
     "count_hooks_again",
@@ -162,6 +163,12 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward pre-hooks registered on a module, in calling order."""
     return list(module._forward_pre_hooks.values())
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Any]:
+    """The hooks of a module on what its outputs' gradients are, and on what those of its inputs are."""
+    tables: Any = module._backward_pre_hooks, module._backward_hooks
+    return [hook for table in tables for hook in table.values()]
 
 
 def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:

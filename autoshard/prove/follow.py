@@ -51,7 +51,7 @@ class Differs(Exception):
 
 
 @dataclass(slots=True)
-class _Due:
+class Due:
     """What one op must be like on a rank.
 
     Attributes:
@@ -70,31 +70,31 @@ class _Due:
 
 def due_on(
     graph: ModelGraph, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]], rank: int
-) -> dict[int, _Due]:
+) -> dict[int, Due]:
     """What every op that works on something cut must be like on a rank, in all blocks; by its index."""
     together: dict[int, list[tuple[AxisGroup, tuple[int, ...]]]] = {}
     for group, share in zip(groups, shares, strict=True):
         together.setdefault(id(group.walk), []).append((group, share))
-    due: dict[int, _Due] = {}
+    due: dict[int, Due] = {}
     for rows in together.values():
         first = rows[0][0]
         cut = {group.leaf: share for group, share in rows}
         found = list(_of_walk(graph, first.walk, first.ops[0], cut, rank))
         for ops in first.ops:
             for place, row in found:
-                _enter(due.setdefault(ops[place], _Due()), graph.ops[first.ops[0][place]], graph.ops[ops[place]], row)
+                _enter(due.setdefault(ops[place], Due()), graph.ops[first.ops[0][place]], graph.ops[ops[place]], row)
     tensors = {tensor.value for tensor in graph.tensors}
     shapes = {value: shape for row in due.values() for value, shape in row.shapes.items() if value in tensors}
     for op in scaled_ops(graph):  # wherever they are: they belong to no block
         own = {value: shapes[value] for value in graph.ops[op].inputs if value in shapes}
         if own:
-            due[op] = _Due(shapes=own)
+            due[op] = Due(shapes=own)
     return due
 
 
 def _of_walk(
     graph: ModelGraph, walk: Walk, ops: Sequence[int], cut: Mapping[Leaf, tuple[int, ...]], rank: int
-) -> Iterator[tuple[int, _Due]]:
+) -> Iterator[tuple[int, Due]]:
     """(place in `ops`, what is due there) for the block that was analysed."""
     slices = {leaf: share[rank] for leaf, share in cut.items()}
     summed: dict[int, set[int]] = {}
@@ -103,7 +103,7 @@ def _of_walk(
             summed.setdefault(one.op, set()).update({one.addend} - {-1})
     drawn = {op for op, value in walk.draws if any(walk.cut_dims(value, leaf) for leaf in slices)}
     for place, index in enumerate(ops):
-        op, row = graph.ops[index], _Due()
+        op, row = graph.ops[index], Due()
         for value in dict.fromkeys((*op.inputs, *op.outputs)):
             axes = walk.axes.get(value, ())
             for dim, axis in enumerate(axes):
@@ -120,7 +120,7 @@ def _local(axes: Sequence[Axis], shape: Sequence[int], slices: Mapping[Leaf, int
     return tuple(local_size(axis, slices) if axis else size for axis, size in zip(axes, shape, strict=True))
 
 
-def _enter(due: _Due, first: Op, op: Op, row: _Due) -> None:
+def _enter(due: Due, first: Op, op: Op, row: Due) -> None:
     """Add what is due at an op of the first block for the same op of another one."""
     same = dict(zip((*first.inputs, *first.outputs), (*op.inputs, *op.outputs), strict=True))
     due.shapes.update({same[value]: shape for value, shape in row.shapes.items()})
@@ -130,7 +130,7 @@ def _enter(due: _Due, first: Op, op: Op, row: _Due) -> None:
     due.addends |= {same[value] for value in row.addends if value in same}
 
 
-def follow(whole: ModelGraph, local: ModelGraph, due: Mapping[int, _Due], rank: int) -> None:
+def follow(whole: ModelGraph, local: ModelGraph, due: Mapping[int, Due], rank: int) -> None:
     """Compare the ops of a rank with those of the whole model. Raises `Differs` at the first that is another one."""
     _Beside(whole, local, due, rank).run()
 
@@ -138,7 +138,7 @@ def follow(whole: ModelGraph, local: ModelGraph, due: Mapping[int, _Due], rank: 
 class _Beside:
     """Two runs beside each other. `stands`: a value of the rank -> the values of the whole of which it is the slice."""
 
-    def __init__(self, whole: ModelGraph, local: ModelGraph, due: Mapping[int, _Due], rank: int) -> None:
+    def __init__(self, whole: ModelGraph, local: ModelGraph, due: Mapping[int, Due], rank: int) -> None:
         self._whole, self._local, self._due, self._rank = whole, local, due, rank
         self._stands: dict[int, set[int]] = {}
         self._made_of: dict[int, int] = {}  # what a cut has made of a constant that nobody has read yet
@@ -241,7 +241,7 @@ class _Beside:
         for value, mutated in zip(other.mutates, op.mutates, strict=True):
             self._note_written(other, value, mutated)
 
-    def _compare_tensors(self, due: _Due, other: Op, given: Any, mine: Any) -> None:
+    def _compare_tensors(self, due: Due, other: Op, given: Any, mine: Any) -> None:
         wanted = given.values if isinstance(given, _Tensors) else ()
         found = mine.values if isinstance(mine, _Tensors) else ()
         if len(wanted) == 1 and not found and wanted[0] in due.addends:
@@ -257,7 +257,7 @@ class _Beside:
             self._check_shape(due, other, value, one)
             self._check_memory(other, value, one)
 
-    def _same_number(self, due: _Due, other: Op, op: Op, name: str, arguments: tuple[dict, dict]) -> bool:
+    def _same_number(self, due: Due, other: Op, op: Op, name: str, arguments: tuple[dict, dict]) -> bool:
         """Whether an argument that is no tensor is what it has to be on the rank."""
         given, mine = (found.get(name) for found in arguments)
         given, mine = (one.rest if isinstance(one, _Tensors) else one for one in (given, mine))
@@ -276,7 +276,7 @@ class _Beside:
         return function in _PLACES and self._same_places(due, other, shapes, arguments)
 
     def _same_places(
-        self, due: _Due, other: Op, shapes: Sequence[tuple[int, ...]], arguments: tuple[dict, dict]
+        self, due: Due, other: Op, shapes: Sequence[tuple[int, ...]], arguments: tuple[dict, dict]
     ) -> bool:
         """Whether a part of a dimension is, on the rank, what it keeps of the same part."""
         dim = arguments[0]["dim"] % len(shapes[0])
@@ -307,7 +307,7 @@ class _Beside:
             return left is right
         return bool(((left == right) | ((left != left) & (right != right))).all())
 
-    def _check_shape(self, due: _Due, other: Op, value: int, one: int) -> None:
+    def _check_shape(self, due: Due, other: Op, value: int, one: int) -> None:
         shape = self._local.values[one].shape
         wanted = due.shapes.get(value, self._whole.values[value].shape)
         if shape != wanted and not (due.drawn and name_of(other) in DROPOUTS):
@@ -340,7 +340,7 @@ class _Beside:
             raise Differs(-1, "a size of what is cut reaches more than shapes: the model returns it")
 
 
-_NOTHING = _Due()
+_NOTHING = Due()
 
 
 @dataclass(frozen=True, slots=True)

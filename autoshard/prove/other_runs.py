@@ -1,15 +1,16 @@
 """Further runs of a model in which its ranks are followed, beside the one that was recorded for the plan.
 
-    few      a short sequence; gradients are enabled, as in a training step
-    many     a long one, the last tokens of some rows masked; then one more token, where the model keeps a cache
+    few      half as many tokens as there are heads; gradients are enabled, as in a training step
+    heads    as many tokens as heads, then one more, where the model keeps a cache
+    many     many tokens, those at the end of a row masked
 
 `max(length, heads)` is `length` in a long run, and `heads` in a short one. So the lengths are sizes of what can be cut,
 where such comparisons turn. A run that the model itself refuses (an image of another size) is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +18,21 @@ import torch
 from torch import nn
 
 from autoshard import nested
+from autoshard.axes.axis import leaves
 from autoshard.axes.groups import AxisGroup, find_groups
 from autoshard.capture.capture import capture, record_forward
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call
 from autoshard.capture.run import own_random_numbers
+from autoshard.capture.tape import Tape
 from autoshard.errors import AutoshardError
+from autoshard.prove.expected import numbers_in
 from autoshard.workload import Workload
 
 LONGEST = 128
 """Longer sequences are not tried: masks of integers and of booleans have their values in a recording."""
 ROWS = 16
-"""As many rows are tried at most."""
+"""With a long sequence no more rows than this are tried."""
 Key = tuple[Any, ...]
 
 
@@ -40,14 +44,14 @@ class Seen:
         what: the run in words, "" for that of the plan.
         groups: what can be cut by it.
         record: a model -> its graph in such a run.
-        functions: (ops, name) of the calls of autograd functions that are not torch's own.
+        tape: what the graph doesn't tell of the run, if it was noted.
     """
 
     what: str
     graph: ModelGraph
     groups: Mapping[Key, AxisGroup]
     record: Callable[[nn.Module], ModelGraph]
-    functions: tuple[tuple[range, str], ...] = field(default=())
+    tape: Tape | None = None
 
     def of(self, group: AxisGroup) -> AxisGroup | None:
         """The group of this run that cuts the same, None if there is none."""
@@ -66,62 +70,71 @@ def by_key(groups: Sequence[AxisGroup]) -> dict[Key, AxisGroup]:
 
 def other_runs(model: nn.Module, call: Call, workload: Workload, groups: Sequence[AxisGroup]) -> list[Seen]:
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
-    short, long = _lengths(groups)
-    found = [_few(model, _calls(call, short)), _many(model, _calls(call, long, masked=True), workload)]
-    return [one for one in found if one is not None]
+    half, heads, most = _sizes(groups)
+    runs = {
+        "few": _recorded(model, _calls(call, half, heads), partial(_with_gradients, model)),
+        "heads": _recorded(model, _calls(call, heads, half), partial(_with_cache, model, workload)),
+        "many": _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload)),
+    }
+    return [run for run in runs.values() if run is not None]
 
 
-def _lengths(groups: Sequence[AxisGroup]) -> tuple[int, int]:
-    """A short length and a long one, both above 1: sizes of what can be cut, if any of them is short enough."""
-    sizes = sorted({group.size for group in groups if 1 < group.size <= LONGEST}) or [2]
-    return sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0] + 1
+def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
+    """Half of a number of heads, that number, and a larger size: a few, as many, and many rows or tokens.
+
+    Sizes of what can be cut, and of several factors of it (8 heads of keys for 32 of queries), if they are short.
+    """
+    found = {
+        number.whole
+        for group in groups
+        for axes in group.walk.axes.values()
+        for axis in axes
+        if group.leaf in leaves(axis)
+        for number in numbers_in(axis, group.leaf)
+    }
+    sizes = sorted(size for size in found if 2 < size <= LONGEST) or [4]
+    return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
 
 
-def _few(model: nn.Module, calls: Sequence[Call]) -> Seen | None:
-    for args, kwargs in calls:
-
-        def record(local: nn.Module, args: tuple = args, kwargs: dict[str, Any] = kwargs) -> ModelGraph:
-            return record_forward(local, args, kwargs, grad=True)[0]
-
-        try:
-            with own_random_numbers():
-                graph, tape = record_forward(model, args, kwargs, grad=True)
-        except AutoshardError:
-            continue
-        return Seen(
-            what=f"with gradients and inputs {_shapes((args, kwargs))}",
-            graph=graph,
-            groups=by_key(find_groups(graph).groups),
-            record=record,
-            functions=tuple((range(row.begin, row.end), row.function.__name__) for row in tape.functions),
-        )
+def _recorded(model: nn.Module, calls: Sequence[Call], record: Callable[[Call], Seen]) -> Seen | None:
+    """The first of several calls that the model takes; None if it takes none of them."""
+    for call in calls:
+        with suppress(AutoshardError), own_random_numbers():
+            return record(call)
     return None
 
 
-def _many(model: nn.Module, calls: Sequence[Call], workload: Workload) -> Seen | None:
-    asked = replace(workload, mode="inference", new_tokens=1)
-    for args, kwargs in calls:
-        given: Any = kwargs if kwargs and not args else args
-        if args and kwargs:
-            continue
-        try:
-            with own_random_numbers(), _evaluated(model, workload.training):
-                graph = capture(model, given, workload=asked, composite=True)
-        except AutoshardError:
-            continue
+def _with_gradients(model: nn.Module, call: Call) -> Seen:
+    args, kwargs = call
 
-        def record(local: nn.Module, given: Any = given, level: Any = graph.level) -> ModelGraph:
-            with _evaluated(local, workload.training):
-                return capture(local, given, workload=asked, level=level, composite=True)
+    def record(local: nn.Module) -> ModelGraph:
+        return record_forward(local, args, kwargs, grad=True)[0]
 
-        decoded = any(name == "decode" for name, _, _ in graph.phases)
-        return Seen(
-            what=f"with inputs {_shapes((args, kwargs))}{' and one more token' if decoded else ''}",
-            graph=graph,
-            groups=by_key(find_groups(graph).groups),
-            record=record,
-        )
-    return None
+    graph, tape = record_forward(model, args, kwargs, grad=True)
+    groups = by_key(find_groups(graph).groups)
+    return Seen(what=f"with gradients and inputs {_shapes(call)}", graph=graph, groups=groups, record=record, tape=tape)
+
+
+def _with_cache(model: nn.Module, workload: Workload, call: Call) -> Seen:
+    """A forward and, where the model keeps a cache, one more token."""
+    run = _plain(model, replace(workload, new_tokens=1), call)
+    decoded = any(name == "decode" for name, _, _ in run.graph.phases)
+    return replace(run, what=f"{run.what} and one more token") if decoded else run
+
+
+def _plain(model: nn.Module, workload: Workload, call: Call) -> Seen:
+    """A forward without gradients; a model that is trained is evaluated, too."""
+    args, kwargs = call
+    asked = replace(workload, mode="inference")
+
+    def record(local: nn.Module, level: Any = None) -> ModelGraph:
+        with _evaluated(local, workload.training):
+            return capture(local, kwargs or args, workload=asked, level=level, composite=True)
+
+    graph = record(model)
+    groups = by_key(find_groups(graph).groups)
+    same = partial(record, level=graph.level)
+    return Seen(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
 
 
 @contextmanager
@@ -137,15 +150,15 @@ def _evaluated(model: nn.Module, wanted: bool) -> Iterator[None]:
             module.training = training
 
 
-def _calls(call: Call, length: int, masked: bool = False) -> list[Call]:
-    """Arguments to try: with as many rows as tokens, if these are few, with other tokens alone, and those given."""
+def _calls(call: Call, length: int, rows: int, masked: bool = False) -> list[Call]:
+    """Arguments to try: of another length with other rows, of another length, and those given."""
     tensors = [tensor for _, tensor in nested.tensors_in(call) if tensor.dim()]
     ids = next((one for one in tensors if one.dim() > 1 and not one.is_floating_point()), None)
     main = ids if ids is not None else next((one for one in tensors if one.dim() > 1), None)
     if main is None:
         return [call]
     old = main.shape[0], main.shape[1]
-    wanted = [(rows, length) for rows in dict.fromkeys((min(length, ROWS), old[0])) if (rows, length) != old]
+    wanted = [(count, length) for count in dict.fromkeys((rows, old[0])) if (count, length) != old]
     return [nested.map_tensors(call, partial(_resized, old=old, new=new, masked=masked)) for new in wanted] + [call]
 
 

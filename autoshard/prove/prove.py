@@ -32,6 +32,7 @@ from autoshard.plan_cuts import Refusal
 from autoshard.progress import tell
 from autoshard.prove.equal import Unequal, check_equal
 from autoshard.prove.expected import axes_near, expected_results
+from autoshard.prove.findings import find_misuse
 from autoshard.prove.follow import Differs, due_on, follow
 from autoshard.prove.local_run import call_of, record_rank
 from autoshard.prove.other_runs import Seen, by_key, other_runs
@@ -164,15 +165,16 @@ class Prover:
             if None in theirs:
                 missing = groups[theirs.index(None)]
                 return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
-            for rank in ranks:
-                try:
+            try:
+                for rank in ranks:
                     with own_random_numbers():
                         due = due_on(run.graph, theirs, shares, rank)  # type: ignore[arg-type]
+                        find_misuse(self._model, run.graph, run.tape, due)
                         follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
-                except Differs as error:
-                    return run, error
-                except Exception as error:
-                    return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
+            except Differs as error:
+                return run, error
+            except Exception as error:
+                return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
         return None
 
     def _all_runs(self) -> Iterator[Seen]:

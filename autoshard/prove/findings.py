@@ -1,0 +1,77 @@
+"""What the runs of a model show to be wrong about a cut, without following a rank: who is given parts of tensors.
+
+Function.apply(hidden)              its backward is in no graph: only one that works on single elements is right
+layer.register_full_backward_hook   it would see a part of the gradient
+self.last = hidden                  it would be a part, for the next forward and for the caller
+hidden.tolist()                     Python would read a part
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from autoshard.axes.walk import where
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.tape import Ref, Tape
+from autoshard.nested import leaves_in
+from autoshard.prove.follow import Differs, Due
+from autoshard.prove.functions import is_elementwise
+from autoshard.torch_private import backward_hooks
+
+
+def find_misuse(model: nn.Module, graph: ModelGraph, tape: Tape | None, due: Mapping[int, Due]) -> None:
+    """Raise `Differs` if somebody is given a part who may take it for the whole; `due`: what is cut, op by op."""
+    cut = {value: shape for row in due.values() for value, shape in row.shapes.items()}
+    for error in (*_hooked(model, graph, cut), *_kept(graph, cut), *(_on_tape(graph, tape, cut) if tape else ())):
+        raise error
+
+
+Cut = Mapping[int, tuple[int, ...]]
+"""Values that are cut, and their local shapes."""
+
+
+def _hooked(model: nn.Module, graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
+    hooked = {path for path, module in model.named_modules(remove_duplicate=False) if backward_hooks(module)}
+    for call in graph.calls:
+        if call.path in hooked and not cut.keys().isdisjoint((*call.inputs, *call.outputs)):
+            yield Differs(
+                call.begin, f"{call.path} has a backward hook, which would be given a part of the gradient on a rank"
+            )
+
+
+def _kept(graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
+    """Parts that are still there after the run, other than its results and their cache."""
+    given = {*graph.outputs, *graph.state}
+    for value in graph.lasting:
+        if value in cut and value not in given:
+            op = graph.ops[graph.values[value].op]
+            yield Differs(
+                op.index, f"what {where(graph, op)} makes is kept after the forward, and a rank would keep a part of it"
+            )
+
+
+def _on_tape(graph: ModelGraph, tape: Tape, cut: Cut) -> Iterator[Differs]:
+    values = graph.values
+    for called in tape.functions:
+        read = [
+            leaf.value for _, leaf in leaves_in((called.args, called.kwargs, called.output)) if isinstance(leaf, Ref)
+        ]
+        inside = {value for op in graph.ops[called.begin : called.end] for value in (*op.inputs, *op.outputs)}
+        if cut.keys().isdisjoint(inside.union(read)):
+            continue
+        if not is_elementwise(called, lambda value: (values[value].shape, values[value].dtype), cut):
+            path = graph.calls[called.row].path or "the model itself"
+            yield Differs(
+                called.begin,
+                f"{called.function.__name__} in {path} is an autograd function on a part of a tensor, and is not known "
+                "to work on single elements",
+            )
+    for reading in tape.readings:
+        if not cut.keys().isdisjoint(_values(reading.args)):
+            path = graph.calls[reading.row].path or "the model itself"
+            yield Differs(reading.begin, f"code of {path} reads values of what a rank has a part of")
+
+
+def _values(*taped: Any) -> list[int]:
+    return [leaf.value for _, leaf in leaves_in(taped) if isinstance(leaf, Ref)]

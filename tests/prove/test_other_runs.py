@@ -1,0 +1,99 @@
+"""Ranks are followed in further runs too: other lengths, gradients, a cache; and nobody may be given a part by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.plan_cuts import Refusal
+from autoshard.sharding import Cut
+from tests.prove.leaks import Stack, Wide
+from tests.prove.test_follow import X, outcome
+from tests.prove.watchers import (
+    ByLength,
+    ByNorm,
+    Keeping,
+    KeepingSum,
+    Long,
+    Tripled,
+    WithGradients,
+    through,
+)
+
+
+def refused(model: nn.Module, inputs: torch.Tensor = X, size: int = 48) -> str:
+    found = outcome(model, inputs, size)
+    assert isinstance(found, Refusal)
+    return found.reason
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x, heads: max(x.shape[1], heads),
+        lambda x, heads: min(x.shape[1], heads),
+        lambda x, heads: 2 if x.shape[1] == heads else 3,
+        lambda x, heads: 2 if x.shape[1] > heads else 3,
+        lambda x, heads: max(x.shape[0], heads),
+        lambda x, heads: 2 if x.shape[0] == heads else 3,
+    ],
+    ids=["max", "min", "equal", "more", "max rows", "equal rows"],
+)
+@pytest.mark.parametrize("length", [1, 3, 40])
+def test_comparisons_of_lengths_and_heads_are_refused_at_any_length(kind, length):
+    model = Stack(lambda: Long(kind)).eval()
+    assert "div in blocks.0 has" in refused(model, torch.randn(5, length, 24), 4)
+
+
+def test_a_length_alone_may_reach_numbers():
+    assert isinstance(outcome(Stack(lambda: Long(lambda x, heads: x.shape[1])).eval(), size=4), Cut)
+
+
+def test_branches_of_a_forward_with_gradients_are_followed():
+    assert "div in blocks.0 has 48 as other in the whole and 24 on a rank" in refused(Stack(WithGradients).eval())
+    assert "with gradients" in refused(Stack(WithGradients).eval())
+
+
+@pytest.mark.parametrize("function", [ByLength, ByNorm])
+def test_autograd_functions_on_parts_are_refused_by_name(function):
+    said = f"{function.__name__} in blocks.0 is an autograd function on a part of a tensor"
+    assert said in refused(Stack(through(function)).eval())
+
+
+def test_autograd_functions_on_single_elements_are_cut():
+    assert isinstance(outcome(Stack(through(Tripled)).eval()), Cut)
+
+
+def test_parts_that_modules_keep_are_refused():
+    assert "what silu in blocks.0 makes is kept after the forward" in refused(Stack(Keeping).eval())
+    assert isinstance(outcome(Stack(KeepingSum).eval()), Cut)
+
+
+def test_backward_hooks_on_parts_are_refused():
+    model = Stack(Wide).eval()
+    model.blocks[1].up.register_full_backward_hook(lambda module, inputs, outputs: None)
+    assert "blocks.1.up has a backward hook" in refused(model)
+    model = Stack(Wide).eval()
+    model.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: None)
+    assert isinstance(outcome(model), Cut)
+
+
+def test_hooks_that_keep_parts_are_refused():
+    model, kept = Stack(Wide).eval(), {}
+    model.blocks[0].up.register_forward_hook(lambda module, inputs, output: model.__dict__.update(seen=output))
+    assert "what linear in blocks.0.up makes is kept" in refused(model)
+    assert not kept
+
+
+def test_a_plan_says_nothing_of_a_run_that_the_model_refuses():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Stack(Wide)
+
+        def forward(self, x):
+            assert x.shape == (2, 5, 24)
+            return self.inner(x)
+
+    plan = autoshard.plan(Fixed().eval(), ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
+    assert plan.cuts
