@@ -41,7 +41,9 @@ def _hooked(model: nn.Module, graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
 
 
 def _kept(graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
-    """Parts that are still there after the run, other than its results and their cache."""
+    """Parts that are still there after a forward, other than its results and their cache."""
+    if any(name == "decode" for name, _, _ in graph.phases):  # its caller has the cache of the prompt, too
+        return
     given = {*graph.outputs, *graph.state}
     for value in graph.lasting:
         if value in cut and value not in given:
