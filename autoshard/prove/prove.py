@@ -35,7 +35,7 @@ from autoshard.prove.expected import axes_near, expected_results
 from autoshard.prove.findings import find_misuse
 from autoshard.prove.follow import Differs, due_on, follow
 from autoshard.prove.local_run import call_of, record_rank
-from autoshard.prove.other_runs import Seen, by_key, other_runs
+from autoshard.prove.other_runs import Seen, other_runs
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
@@ -161,7 +161,7 @@ class Prover:
         shares = [cut.shares for cut in cuts]
         ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
         for run in self._all_runs():
-            theirs = [run.of(group) for group in groups]
+            theirs = [self._in_run(run, group) for group in groups]
             if None in theirs:
                 missing = groups[theirs.index(None)]
                 return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
@@ -176,6 +176,10 @@ class Prover:
             except Exception as error:
                 return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
         return None
+
+    def _in_run(self, run: Seen, group: AxisGroup) -> AxisGroup | None:
+        """What cuts the same in another run; None if nothing does."""
+        return group if run is self._runs[0] else run.of(group)
 
     def _all_runs(self) -> Iterator[Seen]:
         """The run of the plan, then the others, which are recorded when they are needed first."""
@@ -194,7 +198,7 @@ class Prover:
         places = list(range(len(groups)))
         at = [
             place for place in places
-            if (own := run.of(groups[place])) is None or error.op in due_on(run.graph, [own], [cuts[place].shares], 0)
+            if (own := self._in_run(run, groups[place])) is None or error.op in due_on(run.graph, [own], [cuts[place].shares], 0)
         ]  # fmt: skip
         if len(groups) == 1 or len(at) == 1:
             return {(at or places)[0]: _said(found)}
@@ -413,6 +417,6 @@ def make_prover(
     def record(local: nn.Module) -> ModelGraph:
         return capture(local, kwargs or args, workload=workload, level=graph.level, composite=True)
 
-    first = Seen(what="", graph=graph, groups=by_key(found.groups), record=record)
+    first = Seen(what="", graph=graph, groups={}, record=record)
     others = partial(other_runs, model, (args, kwargs), workload, found.groups)
     return Prover(model, graph, found, observe_calls(model, inputs, workload, paths), first, others)
