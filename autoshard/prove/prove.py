@@ -196,9 +196,10 @@ class Prover:
             return {}
         run, error = found
         places = list(range(len(groups)))
+        own = [self._in_run(run, group) for group in groups]
         at = [
-            place for place in places
-            if (own := self._in_run(run, groups[place])) is None or error.op in due_on(run.graph, [own], [cuts[place].shares], 0)
+            place for place, (group, cut) in enumerate(zip(own, cuts, strict=True))
+            if group is None or error.op in due_on(run.graph, [group], [cut.shares], 0)
         ]  # fmt: skip
         if len(groups) == 1 or len(at) == 1:
             return {(at or places)[0]: _said(found)}
