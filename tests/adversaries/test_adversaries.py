@@ -62,7 +62,8 @@ PINNED: dict[str, Pins] = {
         "ReturnsNumbers": dict.fromkeys((DATA, PIPELINE), "refused: "),
         "ReturnsLists": {DATA: "refused: other outputs", PIPELINE: "refused: other outputs"},
         "ReturnsObject": {
-            COLUMN: "wrong: the tensor within is one of a rank", DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
+            COLUMN: "wrong: the tensor within is one of a rank",
+            DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
         },
         "ReturnsSet": {
             COLUMN: "wrong: the tensor in the deque is one of a rank",
