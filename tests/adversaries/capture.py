@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.adversaries.harness import random, registry
+from tests.adversaries.harness import random, registry, tokens
 
 CARRIED, adversary = registry()
 TRACES: dict[str, "Trace"] = {}
@@ -418,3 +418,80 @@ class CountsGradients(Two):
             self.count.add_(1)
 
         self.layers[0].weight.register_post_accumulate_grad_hook(count)
+
+
+def words():
+    return {"words": tokens(8, 5)}
+
+
+def other_words():
+    return [{"words": tokens(8, 5, seed=2)}, {"words": tokens(12, 3, seed=3)}]
+
+
+@adversary(words, other_words)
+class BoundedTable(nn.Module):
+    """A lookup shortens the lines of its table that are too long, in place: those that a part of the batch asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(20, WIDTH, max_norm=1.0), Two()
+
+    def forward(self, words):
+        return self.layer(self.table(words))
+
+
+@adversary(words, other_words, training=True)
+class FrequentWords(nn.Module):
+    """Gradients of a table are divided by how often the batch, not a part of it, has the word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(20, WIDTH, scale_grad_by_freq=True), Two()
+
+    def forward(self, words):
+        return self.layer(self.table(words))
+
+
+@adversary(rows, training=True)
+class SpectralNorms(nn.Module):
+    """Every call takes one step of a power iteration, in a buffer: four parts of a batch would take four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.utils.spectral_norm(nn.Linear(WIDTH, 32)), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@adversary(rows)
+class GrowsWithCalls(Two):
+    """A residual branch opens with the number of calls, which is a plain attribute: parts of a batch are more calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + min(self.calls / 20, 1.0) * super().forward(x)
+
+
+@adversary(rows, training=True)
+class LossOverParameters(Two):
+    """The loss has a share of the square of every parameter, once per batch and not once per part."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        sizes = sum(parameter.square().sum() for parameter in self.parameters())
+        return {"output": output, "loss": output.square().mean() + 0.01 * sizes}
+
+
+@adversary(rows, training=True)
+class SumOverBatch(Two):
+    """The loss is a sum over the batch with a share per parameter: a mean of parts is not it, nor is a sum."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        sizes = sum(parameter.abs().mean() for parameter in self.parameters())
+        return {"loss": output.square().sum() + sizes}
