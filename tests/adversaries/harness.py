@@ -303,7 +303,7 @@ def _check_leaf(found: Any, expected: Any, where: str, largest: float) -> None:
 
 
 REMEDY = re.compile(
-    r"\w=\S|\b(Use|Pass|Set|Plan|Place|Take|Give|Call|Return|Compute|Move|Train|Leave|Keep|Write|Make|Run|Choose"
+    r"\w=\S|\b(Use|Do|Pass|Set|Plan|Place|Take|Give|Call|Return|Compute|Move|Train|Leave|Keep|Write|Make|Run|Choose"
     r"|Replace|Clone|Tell|Register|Store|Create|Let)\b"
 )
 
@@ -317,7 +317,7 @@ def unhelpful(build: Callable[[], nn.Module], inputs: Inputs, message: str) -> s
     names |= set(output) if isinstance(output, dict) else set()
     words = {word.rstrip(".") for word in re.findall(r"[\w.]+", message)}
     lacks = []
-    if not (names - {""}) & words and not re.search(r"\baten\b|\b\w+ in the model itself", message):
+    if not (names - {""}) & words and not re.search(r"\baten\b|\b\w+ in the model itself|\w\.py:\d", message):
         lacks.append("no module, parameter, input, output or op")
     if not REMEDY.search(message):
         lacks.append("nothing that works")

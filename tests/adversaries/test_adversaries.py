@@ -1,7 +1,8 @@
 """Every adversary is refused, or equal to the original on all that it is run with; which one is pinned by name.
 
 A pin is "equal", "whole" (nothing is cut or divided), "refused: part of the message", "late: part of the message", or
-"wrong: reason" for what must be mended: a strict `xfail`. A dict has a pin per strategy, "equal" where it has none.
+"wrong: reason" for what must be mended, "lost: reason" for what is refused and should not be: strict `xfail`s. A dict
+has a pin per strategy, "equal" where it has none.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,10 @@ PINNED: dict[str, Pins] = {
         "LossOverParameters": {COLUMN: "whole"},
         "SumOverBatch": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: sum in the model itself")},
     },
-    "held columns": {},
+    "divided": {
+        "TwoExpertsPerToken": "lost: where in the model itself",
+        "BagsOfWords": "lost: arange in bag",
+    },
     "held batches": {
         "LeftSorted": "refused: argsort in the model itself",
         "CameraOfRow": "refused: arange in the model itself",
@@ -90,10 +94,10 @@ PINNED: dict[str, Pins] = {
         "CentredOnDemand": "wrong: a flag that is changed after planning brings a mean of the batch",
     },
     "held others": {
-        "RowsOfFirstCall": dict.fromkeys(DIVISIONS, "wrong: what hides a number of rows is zero when planned"),
-        "MeanInThread": dict.fromkeys(DIVISIONS, "refused: forward mixes its rows"),
+        "RowsOfFirstCall": dict.fromkeys(DIVISIONS, "refused: div in the model itself"),
+        "MeanInThread": "refused: runs tensor operations",
         "CacheIsWritten": "refused: changes input cache in place",
-        "ReportInWords": dict.fromkeys(DIVISIONS, "late: report is"),
+        "ReportInWords": dict.fromkeys(DIVISIONS, "refused: reads values of several rows as numbers"),
         "FeaturesOfHook": {COLUMN: "whole", DATA: "refused: RuntimeError", PIPELINE: "refused: RuntimeError"},
     },
 }  # fmt: skip
@@ -102,7 +106,7 @@ PINNED: dict[str, Pins] = {
 UNHELPFUL: set[str] = {
     *("carried ReturnsNumbers", "carried ReturnsObject", "carried ReturnsSet", "carried ReturnsLists"),
     *("carried GrowsWithCalls", "carried FrequentWords"),
-    *("batches HookedGradient", "held others FeaturesOfHook", "held others MeanInThread"),
+    *("batches HookedGradient", "held others FeaturesOfHook"),
 }
 
 # Equal ones of the default tests; the others, which are planned and run up to twelve times as well, are `slow`.
@@ -110,7 +114,7 @@ QUICK = {
     *(f"columns {name}, {COLUMN}" for name in ("TemperatureOfHeads", "SaturatedMean", "EqualisedElsewhere")),
     *(f"columns {name}, {COLUMN}" for name in ("CachedTable", "MixedHeads", "NormOfWeight", "ReadByNeighbour")),
     *(f"held columns {name}, {COLUMN}" for name in ("UniformAverage", "WinnersTakeAll", "ShuffledChannels")),
-    f"cut PlainAttention, {COLUMN}", f"divided MaskedAttention, {DATA}", f"divided TwoExpertsPerToken, {PIPELINE}",
+    f"cut PlainAttention, {COLUMN}", f"divided MaskedAttention, {DATA}", f"divided RelativeBias, {PIPELINE}",
     f"divided Convolutions, {DATA}", f"held honest batches LastOfRow, {DATA}", f"carried HooksOnParameters, {DATA}",
     f"held others FoldedOnFirstCall, {PIPELINE}",
 }  # fmt: skip
@@ -164,27 +168,28 @@ def _refused() -> list[Any]:
 
 def _wrong(pin: str) -> list[pytest.MarkDecorator]:
     kind, _, reason = pin.partition(": ")
-    return [pytest.mark.xfail(strict=True, raises=Difference, reason=reason)] if kind == "wrong" else []
+    raises = {"wrong": Difference, "lost": (AssertionError, autoshard.AutoshardError)}.get(kind)
+    return [pytest.mark.xfail(strict=True, raises=raises, reason=reason)] if raises else []
 
 
 def _slow(name: str, strategy: str, pin: str) -> list[pytest.MarkDecorator]:
     """Leave out equal ones, and pipelines where replicas are refused by the same check."""
-    again = strategy == PIPELINE and pin.startswith(("refused", "wrong"))
+    again = strategy == PIPELINE and pin.startswith(("refused", "wrong", "lost"))
     return [pytest.mark.slow] if f"{name}, {strategy}" not in QUICK and (again or pin == "equal") else []
 
 
 def _sound() -> list[Any]:
-    cut, divided = CUT | held.HONEST_COLUMNS, DIVIDED | held.HONEST_BATCHES | held.HONEST_OTHERS
     return [
-        *(pytest.param(case, COLUMN, id=f"{case.name}, {COLUMN}") for case in cut.values()),
-        *(pytest.param(case, DATA, id=f"{case.name}, {DATA}") for case in divided.values()),
+        pytest.param(case, strategy, id=f"{name}, {strategy}", marks=_wrong(pin))
+        for name, case, strategy, pin in _pins()
+        if name.startswith(("cut", "divided", "held honest")) and strategy != PIPELINE and "honest others" not in name
     ]
 
 
 @pytest.mark.parametrize(("case", "strategy", "pin"), _all())
 def test_equal_or_refused(case: Adversary, strategy: str, pin: str) -> None:
     found = outcome(case, strategy)
-    kind, _, part = pin.partition(": ")
+    kind, _, part = ("equal", "", "") if pin.startswith("lost") else pin.partition(": ")
     assert (found.kind, part in found.message) == (kind, True), f"{found.kind}: {found.message}"
 
 
@@ -209,18 +214,18 @@ def test_sound_is_not_refused(case: Adversary, strategy: str) -> None:
 # What a call of the model leaves outside of it, and a profile or a plan must not: "unchanged", or a pin as above.
 TRACED = ("profile", "balanced", COLUMN, DATA, PIPELINE)
 LEFT: Pins = {
-    "ModuleDict": "wrong: entries are another tensor afterwards",
-    "EmptiedDict": "wrong: entries are gone afterwards",
-    "FeatureHooks": "wrong: a list has tensors without values",
-    "ClassAttributes": "wrong: the class has another value",
-    "DefaultArgument": "wrong: the default argument has one more",
-    "ObjectWithSlots": "wrong: the object has another value",
-    "RecentInputs": "wrong: what was there has fallen out",
-    "TensorOfFile": "wrong: the tensor has other values",
+    "ModuleDict": dict.fromkeys(DIVISIONS, "wrong: entries are another tensor afterwards"),
+    "EmptiedDict": dict.fromkeys(DIVISIONS, "wrong: entries are gone afterwards"),
+    "FeatureHooks": dict.fromkeys(ALL, "wrong: a list has tensors"),
+    "ClassAttributes": dict.fromkeys(DIVISIONS, "wrong: the class has another value"),
+    "DefaultArgument": dict.fromkeys(DIVISIONS, "wrong: the default argument has more"),
+    "ObjectWithSlots": dict.fromkeys(DIVISIONS, "wrong: the object has another value"),
+    "RecentInputs": dict.fromkeys(DIVISIONS, "wrong: what was there has fallen out"),
+    "TensorOfFile": dict.fromkeys(DIVISIONS, "refused: mean in the model itself"),
     "HookOnce": dict.fromkeys(ALL, "wrong: the hook is gone"),
-    "ChangesModes": "wrong: the default dtype is another one",
-    "Pooled": {"profile": "wrong: work of a pool of threads is missed"},
-    "OtherThread": "wrong: parameters of another thread are replaced",
+    "ChangesModes": dict.fromkeys(DIVISIONS, "wrong: the default dtype is another one"),
+    "Pooled": "refused: layers.0 was called in another thread",
+    "OtherThread": "refused: runs tensor operations",
     "FeaturesOfHook": dict.fromkeys(ALL, "wrong: the list has tensors"),
 }
 
