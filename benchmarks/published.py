@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ NETWORK_GBITS = {"A100": 200.0, "H100": 400.0, "H200": 400.0, "B200": 400.0, "GB
 RATES = ("tokens_per_s_per_gpu", "tokens_per_s_total", "step_time")
 THROUGHPUT = (*RATES, "hardware_tflops_per_gpu", "model_tflops_per_gpu", "mfu")
 MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu")
+TRACED_LAYERS = 3
+"""Layers that are built of each model: all of them are alike, and one more costs a capture more time."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}
 
 
@@ -62,8 +64,8 @@ class Priced:
 
 
 def number(row: Row, name: str, default: int = 0) -> int:
-    """A whole number of a row, `default` where the cell is empty."""
-    return int(float(row[name])) if row[name] else default
+    """A whole number of a row, `default` where the cell is empty or says "on"."""
+    return int(float(row[name])) if row[name] not in ("", "on") else default
 
 
 def family(row: Row) -> str:
@@ -73,17 +75,17 @@ def family(row: Row) -> str:
 
 @functools.cache
 def work_of(kind: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, seq: int) -> ModelWork:
-    """Build a decoder on meta and fold it."""
+    """Build a decoder of a few layers on meta, fold it, and count its layer as often as the model has it."""
     common: dict[str, Any] = {"vocab_size": vocab, "use_cache": False, "attn_implementation": "sdpa"}
     if kind == "gpt":
         config: Any = transformers.GPT2Config(
-            n_embd=hidden, n_layer=layers, n_head=heads, n_inner=ffn, n_positions=max(seq, 1024),
+            n_embd=hidden, n_layer=TRACED_LAYERS, n_head=heads, n_inner=ffn, n_positions=max(seq, 1024),
             activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
         )  # fmt: skip
         make: Any = transformers.GPT2LMHeadModel
     else:
         config = transformers.LlamaConfig(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
+            hidden_size=hidden, num_hidden_layers=TRACED_LAYERS, num_attention_heads=heads, num_key_value_heads=kv,
             intermediate_size=ffn, max_position_embeddings=max(seq, 2048), tie_word_embeddings=kind == "tied", **common,
         )  # fmt: skip
         make = transformers.LlamaForCausalLM
@@ -92,7 +94,12 @@ def work_of(kind: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, 
     ids = torch.zeros(2, seq, dtype=torch.long)
     workload = Workload(batch_size=2, sequence_length=seq)
     graph = capture(model, {"input_ids": ids, "labels": ids.clone()}, workload=workload, composite=True)
-    return model_work(graph, 2, seq)
+    work = model_work(graph, 2, seq)
+    repeated = [block for block in work.blocks if block.count == TRACED_LAYERS]
+    if len(repeated) != 1:
+        raise Unpriced("its layers are not all alike")
+    blocks = tuple(replace(block, count=layers) if block.count > 1 else block for block in work.blocks)
+    return replace(work, blocks=blocks)
 
 
 def model_of(row: Row) -> ModelWork:
