@@ -110,7 +110,7 @@ def model_of(row: Row) -> ModelWork:
     if re.search(r"moe|mixtral|x7b|a3b|deepseek", row["model"].lower()) or number(row, "ep", 1) > 1:
         raise Unpriced("a mixture of experts")
     hidden, heads = number(row, "hidden"), number(row, "heads")
-    vocab = number(row, "vocab") or (50304 if family(row) in GPT_LIKE else 32000)
+    vocab = number(row, "vocab") or (50304 if family(row) in (*GPT_LIKE, "nano") else 32000)
     kind = "gpt" if family(row) in GPT_LIKE else "tied" if "tied" in row["model"] else "llama"
     ffn = number(row, "ffn") or 4 * hidden
     return work_of(
@@ -143,6 +143,7 @@ def recipe_of(row: Row) -> Recipe:
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, micro_batch=micro, num_microbatches=count,
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack_of(row),
         precision=precision_of(row), sequence_parallel=family(row) not in ("bs", "sc21"), zero=int(zero1),
+        loss_parallel=family(row) not in ("kf", "kfc"), accumulate_unsharded=family(row) in ("kf", "kfc"),
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def recompute_of(row: Row) -> Any:
 
 
 def stack_of(row: Row) -> Any:
-    if family(row) in FUSED:
+    if family(row) in FUSED and family(row) != "nano":
         return "fused"
     return "compiled" if row["compile"] == "yes" else "eager"
 
@@ -259,13 +260,17 @@ def price_rows(rows: list[Row]) -> tuple[list[Priced], list[dict[str, str]]]:
     """Price all rows that can be; the others with the reason."""
     priced: list[Priced] = []
     unpriced: list[dict[str, str]] = []
+    known: dict[tuple[Any, ...], StepEstimate] = {}
     for number_, row in enumerate(rows):
         if sys.stderr.isatty():
             print(f"\r{number_ + 1}/{len(rows)}", end="", file=sys.stderr)
         try:
             recipe, work = recipe_of(row), model_of(row)
             card, topology = hardware_of(row)
-            estimate = price_step(work, recipe, card, topology)
+            key = (id(work), recipe, card, topology)
+            if key not in known:
+                known[key] = price_step(work, recipe, card, topology)
+            estimate = known[key]
             value = predicted(row, estimate, work, recipe, card)
             priced.append(
                 Priced(

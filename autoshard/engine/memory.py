@@ -80,13 +80,16 @@ def step_memory(stage: Sequence[Block], share: Share, recipe: Recipe, in_flight:
         )
         unsharded = sum(ordered[:GATHERED_LAYERS]) * precision.compute
     activations = in_flight * sum(block.count * kept_bytes(block, share, recipe) for block in stage)
+    gradients = shard * precision.gradients
+    if recipe.accumulate_unsharded and recipe.num_microbatches > 1:
+        gradients += held * precision.compute
     at_loss = max((_loss_bytes(block, share, recipe) for block in stage), default=0.0)
     in_backward = max((_backward_bytes(block, share, recipe) for block in stage), default=0.0)
     if recipe.fsdp > 1:
         in_backward += largest * (precision.compute + precision.reduce)
     return Memory(
         weights=shard * precision.parameters,
-        gradients=shard * precision.gradients,
+        gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         unsharded=unsharded,
@@ -99,7 +102,7 @@ def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     inputs = [max(op.inputs, key=lambda part: part.numel) for op in block.ops if op.kind == "loss"]
     if not inputs:
         return 0.0
-    logits = max(share.part(part) for part in inputs)
+    logits = max(share.part(part) for part in inputs) * (1 if recipe.loss_parallel else share.tp)
     copies = (4 + recipe.precision.compute) if recipe.stack != "eager" else (4 + 4 + recipe.precision.compute)
     return logits * copies
 

@@ -12,9 +12,11 @@ from autoshard.engine.programs import Layer, pass_program, play
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, Share, layer_seconds
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import in_flight, make_order
+from autoshard.schedules.orders import Order, in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
 
+STEADY = 2
+"""Micro-batches, as a multiple of the stages, after which a schedule repeats itself."""
 OPTIMIZER_TRAFFIC = 2.0
 """Bytes read and written by a fused optimizer step for each byte of states, parameters and gradients."""
 
@@ -71,10 +73,7 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     passes = [_stage_passes(setting, stage) for stage in stages]
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
-        order = make_order(
-            recipe.schedule, recipe.pp, recipe.num_microbatches, stages_per_device=recipe.stages_per_rank
-        )
-        flying = in_flight(order)
+        flying = in_flight(_order(recipe, min(recipe.num_microbatches, STEADY * recipe.pp)))
     else:
         seconds, bubble = recipe.num_microbatches * (passes[0].forward + passes[0].backward), 0.0
         flying = {0: 1}
@@ -202,7 +201,6 @@ def _pipelined(setting: _Setting, passes: Sequence[_Passes]) -> tuple[float, flo
         nbytes /= recipe.tp
     across = recipe.stride("pp") >= topology.devices_per_host
     send = setting.network.send(nbytes, between_hosts=across)
-    order = make_order(recipe.schedule, recipe.pp, recipe.num_microbatches, stages_per_device=recipe.stages_per_rank)
     times = Times(
         forward=[one.forward for one in passes],
         backward=[one.backward for one in passes],
@@ -210,8 +208,19 @@ def _pipelined(setting: _Setting, passes: Sequence[_Passes]) -> tuple[float, flo
         sends=[send] * (len(passes) - 1),
         returns=[send] * (len(passes) - 1),
     )
-    ran = simulate(order, times)
-    return ran.seconds, ran.bubble
+    count, folded = recipe.num_microbatches, 0
+    if count > 2 * STEADY * recipe.pp:  # every further round of `pp` micro-batches takes as long as the last one
+        folded = (count - STEADY * recipe.pp) // recipe.pp
+        count -= folded * recipe.pp
+    seconds = simulate(_order(recipe, count), times).seconds
+    if folded:
+        seconds += folded * (seconds - simulate(_order(recipe, count - recipe.pp), times).seconds)
+    busy = recipe.num_microbatches * sum(times.forward[i] + times.backward[i] for i in range(len(passes)))
+    return seconds, 1 - busy / (recipe.pp * seconds)
+
+
+def _order(recipe: Recipe, count: int) -> Order:
+    return make_order(recipe.schedule, recipe.pp, count, stages_per_device=recipe.stages_per_rank)
 
 
 def _synchronised(setting: _Setting, stage: Sequence[Block]) -> float:

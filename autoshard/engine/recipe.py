@@ -44,6 +44,8 @@ class Recipe:
         zero: 0 replicates optimizer states over `dp`, 1 shards them.
         reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
+        loss_parallel: tensor-parallel ranks keep their parts of the logits; else each gathers the whole.
+        accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then.
     """
 
     dp: int = 1
@@ -56,6 +58,8 @@ class Recipe:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    loss_parallel: bool = True
+    accumulate_unsharded: bool = False
     recompute: Recompute = "none"
     stack: Stack = "eager"
     precision: Precision = Precision()
