@@ -152,7 +152,10 @@ def plan_measured(
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
-    return makers[strategy](request)
+    from autoshard.capture.reachable import untouched
+
+    with untouched(model, inputs):
+        return makers[strategy](request)
 
 
 def largest_plan(
@@ -192,9 +195,13 @@ def largest_plan(
 
 def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
+    from autoshard.capture.reachable import untouched
     from autoshard.strategies.compare import compare as price_all
 
-    with no_collection():  # graphs are large and stay: 0.3 s of 1.5 for 70 billion parameters
+    with (
+        untouched(request.model, request.inputs),
+        no_collection(),
+    ):  # graphs are large and stay: 0.3 s of 1.5 for 70 billion parameters
         return price_all(
             candidates_of(request), request.profile, request.limited, request.objective, price=request.price
         )

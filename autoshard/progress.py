@@ -16,15 +16,20 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 def tell(unit: str, done: int, total: int | None = None) -> None:
     """Tell who watches, if anyone, that `done` of `total` (None: not known) are done; `unit` is "bytes", "ops", …"""
-    watcher = _watcher.get()
-    if watcher is not None:
-        watcher(unit, done, total)
+    told = _watcher.get()
+    if told is not None:
+        told(unit, done, total)
+
+
+def watcher() -> Watcher | None:
+    """Who watches, None if nobody does."""
+    return _watcher.get()
 
 
 @contextlib.contextmanager
-def watched_by(watcher: Watcher | None) -> Iterator[None]:
-    """Have everything told inside the block go to `watcher`; None for nobody."""
-    before = _watcher.set(watcher)
+def watched_by(told: Watcher | None) -> Iterator[None]:
+    """Have everything told inside the block go to `told`; None for nobody."""
+    before = _watcher.set(told)
     try:
         yield
     finally:

@@ -56,6 +56,7 @@ __all__ = [
     "is_wrapper_type",
     "is_write_to_view",
     "looks_for_overrides",
+    "negated_view",
     "no_dispatch_modes",
     "no_modes",
     "no_overrides",
@@ -158,6 +159,11 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
     """The dispatch keys that mark a lazily conjugated or negated tensor, for a wrapper of it to carry too."""
     keys = torch._C._additional_keys_to_prop_for_wrapper_tensors
     return torch._C._dispatch_keys(tensor) & keys
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that says that its elements are still to be negated."""
+    return torch._neg_view(tensor)
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

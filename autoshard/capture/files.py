@@ -94,6 +94,16 @@ def functions_in(value: Any) -> Iterator[FunctionType]:
             todo.append(item.__wrapped__)
 
 
+def mentioned_by(value: Any) -> list[Any]:
+    """What the names stand for that the functions in a value mention."""
+    return [
+        function.__globals__.get(name)
+        for function in functions_in(value)
+        for code in _codes(function.__code__)
+        for name in code.co_names
+    ]
+
+
 def content(cell: Any) -> Any:
     """What is in a cell of a closure; `ABSENT` if nothing was put there yet."""
     try:

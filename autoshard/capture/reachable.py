@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_not
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.files import ABSENT, CACHE, content, file_of, is_open, table_of_class
+from autoshard.capture.files import ABSENT, CACHE, content, file_of, is_open, mentioned_by, table_of_class
+from autoshard.errors import PlanError
+from autoshard.progress import watcher
 from autoshard.torch_private import no_modes, set_version
 
 _LEAVES = (
@@ -68,7 +70,8 @@ class Reachable:
         self._written: dict[int, torch.UntypedStorage] = {}  # copies of memory, from before it was written
         self._settings = [(put, get()) for get, put in _SETTINGS]
         with no_modes():
-            self._walk([model, given, *contextvars.copy_context().values()])
+            self._walk([model, given])
+            self._leave_alone(watcher())
             self._look_into_files()
 
     # ---- before
@@ -86,6 +89,19 @@ class Reachable:
                 seen.add(id(item))
                 self._found.append(item)
                 todo += [part for part in look(item) if looks.get(type(part), ABSENT) is not None]
+
+    def _leave_alone(self, function: Any) -> None:
+        """What a function of the user's notes that is called during the run, of how far it has come, stays noted."""
+        notes: tuple[list, ...] = (
+            self._dicts, self._empty, self._others, self._names, self._cells, self._slots, self._caches,
+            self._generators, self._tensors,
+        )  # fmt: skip
+        sizes = list(map(len, notes))
+        files = dict(self._files)
+        self._walk([function, *mentioned_by(function)])
+        for note, size in zip(notes, sizes, strict=True):
+            del note[size:]
+        self._files = files
 
     def _look_for(self, kind: type) -> _Look | None:
         """How to look into objects of a class; None where nobody does."""
@@ -129,6 +145,8 @@ class Reachable:
             return (item.func,)
         if isinstance(item, threading.local):
             return (item.__dict__,)
+        if isinstance(item, contextvars.ContextVar):
+            return (item.get(None),)
         return (item(),) if isinstance(item, weakref.ref) else tuple(item)
 
     def _function(self, item: FunctionType) -> list[Any]:
@@ -253,6 +271,14 @@ class Reachable:
             put(value)
         self._looks.clear()  # they hold this, and this all it found
 
+    def overwritten(self) -> list[torch.Tensor]:
+        """Tensors that were written in place by what nobody told of."""
+        return [
+            item
+            for item, alias, version, _, _ in self._tensors
+            if _version(item) != version and (alias is None or alias.untyped_storage()._cdata not in self._written)
+        ]
+
     def _put_back_tensors(self) -> None:
         for key, before in self._written.items():
             self._memory[key].copy_(before)
@@ -272,6 +298,27 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )
+
+
+@contextmanager
+def untouched(model: nn.Module, given: Any) -> Iterator[None]:
+    """Inside, copies of a model may be run; what its code can reach is as it was after.
+
+    Raises PlanError if a tensor that copies share with the model was written in place.
+    """
+    reachable = Reachable(model, given)
+    try:
+        yield
+    finally:
+        written = reachable.overwritten()
+        reachable.put_back()
+        if written:
+            names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+            name = names.get(id(written[0]), f"a tensor of shape {tuple(written[0].shape)} that its code can reach")
+            raise PlanError(
+                f"{type(model).__name__} writes into {name} in place, which copies of the model share with it, so "
+                "planning has changed it. Keep it in a buffer of the model, and load the model anew."
+            )
 
 
 def _plain_type(item: Any) -> Any:
@@ -332,7 +379,7 @@ _WAYS: tuple[tuple[Any, str], ...] = (
     (CellType, "_cell"),
     ((torch.Generator, random.Random), "_generator"),
     ((tuple, frozenset, MethodType, staticmethod, classmethod, property), "_parts"),
-    ((functools.cached_property, weakref.ref, threading.local), "_parts"),
+    ((functools.cached_property, weakref.ref, threading.local, contextvars.ContextVar), "_parts"),
 )
 
 

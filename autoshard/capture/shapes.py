@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.capture.traits import swap_tensors
-from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta
+from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta, negated_view
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -95,10 +95,14 @@ class Shapes:
         """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""
         if type(tensor) is FakeTensor:
             return tensor
-        key = (tensor.shape, tensor.stride(), tensor.dtype)
+        layout = (tensor.shape, tensor.stride(), tensor.dtype)
+        key = (*layout, tensor.is_conj(), tensor.is_neg())
         shadow = self._shadows.get(key)
         if shadow is None:
-            shadow = self._shadows[key] = self.fresh(*key)
+            shadow = self.fresh(*layout)
+            for is_lazy, change in ((tensor.is_conj(), torch.conj), (tensor.is_neg(), negated_view)):
+                shadow = change(shadow) if is_lazy else shadow  # type: ignore[assignment]
+            self._shadows[key] = shadow
         return shadow
 
 
@@ -106,7 +110,7 @@ def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> boo
     """Append what the answer depends on to `parts`; False if something can't be described."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
+            if value.layout is not torch.strided or _is_lazy(value):
                 return False
             tensors.append(value)
             parts += (value.shape, value.stride(), value.dtype)
@@ -121,6 +125,11 @@ def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> boo
     return True
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are still to be conjugated or negated: what reads it then makes a copy."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_Made, ...]] | None:
     """What to remember of a result; None if it can't be made again from metadata."""
     if isinstance(out, torch.Tensor):
@@ -132,7 +141,7 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
     memory = {tensor.untyped_storage()._cdata: index for index, tensor in reversed(list(enumerate(tensors)))}
     made, seen = [], set()
     for result in results:
-        if type(result) is not FakeTensor or any(result is tensor for tensor in tensors):
+        if type(result) is not FakeTensor or _is_lazy(result) or any(result is tensor for tensor in tensors):
             return None
         storage = result.untyped_storage()
         source = memory.get(storage._cdata, -1)

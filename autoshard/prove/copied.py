@@ -11,7 +11,7 @@ from torch import nn
 from autoshard import nested
 from autoshard.axes.regions import OUTSIDE, find_regions
 from autoshard.capture.graph import ModelGraph
-from autoshard.prove.sample import random_like
+from autoshard.prove.sample import own_copies, random_like
 from autoshard.prove.stand_ins import StandIns
 from autoshard.prove.stubs import put_stubs
 
@@ -63,7 +63,7 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
     for parameter in model.parameters():
         if large and parameter.numel() > SMALL_ELEMENTS and parameter.is_floating_point():
             stand_in = nn.Parameter(weights.make(parameter.shape, dtype), requires_grad=False)
-            stand_in.__dict__.update(vars(parameter))
+            stand_in.__dict__.update(own_copies(parameter))
             memo.setdefault(id(parameter), stand_in)
         elif id(parameter) not in memo:
             memo[id(parameter)] = filled = random_like(parameter, generator)

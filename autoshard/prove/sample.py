@@ -6,6 +6,7 @@ twice or a norm left out.
 
 import copy
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,8 +69,16 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     if not isinstance(tensor, nn.Parameter):
         return values
     made = nn.Parameter(values, requires_grad=tensor.requires_grad and values.is_floating_point())
-    made.__dict__.update(vars(tensor))
+    made.__dict__.update(own_copies(tensor))
     return made
+
+
+def own_copies(tensor: torch.Tensor) -> dict[str, Any]:
+    """Copies of a tensor's attributes, such as the state of a quantised weight; themselves where that fails."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        with suppress(Exception):  # something in there can't be copied
+            return copy.deepcopy(vars(tensor))
+    return dict(vars(tensor))
 
 
 def _tensor(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:

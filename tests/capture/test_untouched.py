@@ -296,16 +296,20 @@ def test_tensors_elsewhere_have_their_values_versions_and_gradients():
     assert table.shape == (2, 4) and not table.any() and (table.data_ptr(), table._version) == (values, version)
 
 
-def test_context_variables_are_as_they_were():
-    variable = contextvars.ContextVar("variable")
+VARIABLE = contextvars.ContextVar("VARIABLE")
+LISTED = contextvars.ContextVar("LISTED")
 
+
+def test_context_variables_are_as_they_were():
     class Model(nn.Module):
         def forward(self, x):
-            variable.set(x * 2)
-            return variable.get()
+            VARIABLE.set(x * 2)
+            LISTED.get().append(x)
+            return VARIABLE.get()
 
+    LISTED.set([])
     capture(Model(), torch.ones(3))
-    assert variable.get(None) is None
+    assert VARIABLE.get(None) is None and LISTED.get() == []
 
 
 class Threaded(nn.Module):
