@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from autoshard.batching import ASSUMED
@@ -228,7 +229,7 @@ def candidates_of(request: Request) -> "list[Candidate]":
     from autoshard.strategies.compare import Candidate
 
     found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
-    if "disk" in request.cluster.names or request.pins:
+    if "disk" in request.cluster.names or request.pins or _plain_inputs(request):
         return found
     stated = not request.profile.workload.assumed and request.has_rows
     if stated:
@@ -272,6 +273,22 @@ def _check_usable(request: Request, strategy: str) -> None:
         raise SpecError(f'modules can\'t be pinned with strategy="{strategy}": {every}.')
     if "disk" in request.cluster.names and strategy != "column-parallel":
         raise SpecError(f'"disk" computes nothing: leave it out with strategy="{strategy}", or use "balanced".')
+    if wrong := _plain_inputs(request):
+        raise PlanError(f'{wrong}, which strategy="{strategy}" needs. Give others, or use "balanced".')
+
+
+def _plain_inputs(request: Request) -> str:
+    """What is wrong with inputs that are to be divided, or run with a model that is cut; "" if nothing is."""
+    from autoshard.capture.capture import calls_of
+    from autoshard.nested import tensors_in
+
+    for path, tensor in tensors_in(calls_of(request.model, request.inputs, request.profile.workload)[0]):
+        name = path.partition(".")[2]
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return f"input {name} is sparse, nested or of another layout that has no rows to compare"
+        if not tensor.numel():
+            return f"input {name} of shape {tuple(tensor.shape)} has no elements"
+    return ""
 
 
 def _check_inputs_kept(request: Request) -> None:

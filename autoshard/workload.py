@@ -34,6 +34,12 @@ class Workload:
     assumed: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "new_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, type(None))):
+                raise SpecError(f"{name} must be a whole number, got {value!r}.")
+        if self.new_tokens is None:
+            raise SpecError("new_tokens must be a whole number, got None; 0 plans the forward alone.")
         for name in ("batch_size", "sequence_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

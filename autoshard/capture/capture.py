@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from autoshard import nested
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
@@ -20,7 +22,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
-from autoshard.capture.run import Run, record_run
+from autoshard.capture.run import MODULE_PATH, Run, record_run
 from autoshard.capture.tape import Tape
 from autoshard.capture.user_code import calling_line, place
 from autoshard.errors import CaptureError, SpecError
@@ -52,6 +54,8 @@ def capture(
         CaptureError: the model could not be run with these inputs; the message holds its own error and the line.
         SpecError: an unknown level, or `composite` and training.
     """
+    if not isinstance(workload, (Workload, type(None))):
+        raise SpecError(f'workload must be a Workload, got {workload!r}: use Workload(mode="training"), for example.')
     workload = workload or Workload()
     if level not in (None, "fake", "real", "invented"):
         raise SpecError(f"unknown capture level {level!r}: use 'fake', 'real' or 'invented', or leave it out.")
@@ -118,8 +122,18 @@ def _captured(
             f"{scripted or 'the model'} is TorchScript, whose weights can't be recorded or moved one by one. Give the "
             "module as it was before torch.jit.script or torch.jit.trace."
         )
-
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} has no shape yet, as the model is lazy: call the model once on inputs like these before."
+            )
     args, kwargs = ((), {}) if inputs is None else as_call(inputs, model)
+    for path, tensor in nested.tensors_in((args, kwargs)):
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise CaptureError(
+                f"input {path.partition('.')[2]} is a nested tensor without layout=torch.jagged and has no shapes to "
+                "record: make it with that layout, or give a padded tensor."
+            )
     run = Run(model=model, args=args, kwargs=kwargs, workload=workload, composite=composite, observer=observer)
     return _climb(run, level) if inputs is not None else _first_that_runs(run, derive_inputs(model, workload), level)
 
@@ -204,15 +218,21 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
 def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
+    path = getattr(error, MODULE_PATH, "")
+    where = f"in {path}, at {place(error)}" if path else f"at {place(error)}"
     if isinstance(error, VALUE_ERRORS):
         advice = "Pass a model with real weights, so that it can be run."
+    elif isinstance(error, NotImplementedError) and "flexattention" in str(error).lower().replace("_", ""):
+        return CaptureError(
+            f"{type(run.model).__name__} calls flex_attention ({where}), which can't be recorded. Use "
+            'scaled_dot_product_attention; Transformers does with attn_implementation="sdpa".'
+        )
     elif run.composite and _differentiates(error):
         advice = "A forward that differentiates can be placed (strategy='balanced'), but not cut or divided."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
     return CaptureError(
-        f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} "
-        f"(at {place(error)}). {advice}"
+        f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} ({where}). {advice}"
     )
 
 

@@ -42,6 +42,9 @@ from autoshard.packed import stored_bytes
 from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
 from autoshard.workload import Workload
 
+MODULE_PATH = "autoshard_module_path"
+"""The attribute of an error that tells the module in which it came up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -374,6 +377,10 @@ def _module_calls(
             else:
                 output = call(self, *args, **kwargs)
             return output
+        except Exception as error:
+            if not hasattr(error, MODULE_PATH):  # it is the innermost one
+                setattr(error, MODULE_PATH, path)
+            raise
         finally:
             recorder.end_call(row, output)
             if tape is not None:
