@@ -88,7 +88,8 @@ class Reachable:
             if look is not None and id(item) not in seen:
                 seen.add(id(item))
                 self._found.append(item)
-                todo += [part for part in look(item) if looks.get(type(part), ABSENT) is not None]
+                if parts := look(item):
+                    todo += [part for part in parts if looks.get(type(part), ABSENT) is not None]
 
     def _leave_alone(self, function: Any) -> None:
         """What a function of the user's notes that is called during the run, of how far it has come, stays noted."""
@@ -221,6 +222,9 @@ class Reachable:
                 values = self._note_names(table, file.names)
                 found += [value for value in values if not isinstance(value, (type, FunctionType))]
                 todo += [other for other in file.files if _package(other) in packages]
+        for kind in [*self._looks, FunctionType, MethodType, type]:
+            if issubclass(kind, (FunctionType, MethodType, type)):
+                self._looks[kind] = None  # tables of functions, hundreds of which are never called
         self._walk(found)
 
     # ---- during
@@ -323,7 +327,10 @@ def untouched(model: nn.Module, given: Any) -> Iterator[None]:
 
 def _plain_type(item: Any) -> Any:
     """The class of plain containers that an object is of."""
-    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(item, kind))
+    kind = type(item)
+    if kind is dict or kind is OrderedDict or kind is list:  # nearly all
+        return kind
+    return next(plain for plain in (OrderedDict, dict, list, set, deque) if isinstance(item, plain))
 
 
 def _same(found: Any, noted: Any) -> bool:
