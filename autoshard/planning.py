@@ -74,8 +74,10 @@ class Request:
         """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
         from autoshard.prove.batch import find_batch_axis
 
-        asked = {"assume_independent_rows": True} if self.assume_independent_rows else {}
-        found = find_batch_axis(self.model, self.inputs, self.profile.workload, self.composite, **asked)
+        found = find_batch_axis(
+            self.model, self.inputs, self.profile.workload, self.composite,
+            assume_independent_rows=self.assume_independent_rows,
+        )  # fmt: skip
         return dataclasses.replace(found, assumed=self.assume_independent_rows)
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import CaptureError
+from autoshard.nested import map_tensors, tensors_in
 from autoshard.workload import Workload
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,9 +42,20 @@ def as_call(inputs: Any, model: nn.Module) -> Call:
 def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
     """Keyword inputs for a model with a `config`, most likely first; figures come from the config and the workload.
 
+    Of a model in half precision, numbers are first in its type, as callers give them, and then in float32.
+
     Raises:
         CaptureError: there is no config, or nothing in the forward signature that it says enough about.
     """
+    calls, dtype = _derived(model, workload), getattr(model, "dtype", None)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return calls
+    typed = [map_tensors(call, lambda one: one.to(dtype) if one.is_floating_point() else one) for call in calls]
+    return [*typed, *calls] if any(one.is_floating_point() for _, one in tensors_in(calls)) else calls
+
+
+def _derived(model: nn.Module, workload: Workload) -> list[Call]:
+    """The same with numbers in float32."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "__dict__"):
@@ -73,7 +85,7 @@ def derive_inputs(model: nn.Module, workload: Workload) -> list[Call]:
     if any(value is not None for value in more.values()):  # models that compare two kinds of input take neither alone
         calls.append(((), {**calls[0][1], **{name: value for name, value in more.items() if value is not None}}))
     if workload.sequence_length is None:  # the limit may count positions that no token can have
-        calls += derive_inputs(model, replace(workload, sequence_length=max(1, sequence_length(config, workload) // 2)))
+        calls += _derived(model, replace(workload, sequence_length=max(1, sequence_length(config, workload) // 2)))
     return calls
 
 

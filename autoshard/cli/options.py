@@ -8,7 +8,7 @@ TargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="model.py, model.py:name, a Hugging Face directory, or a config.json.",
+        help="model.py, model.py:name, a Hugging Face directory or config.json, or a model's name in its cache.",
         show_default=False,
     ),
 ]

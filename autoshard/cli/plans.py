@@ -44,9 +44,18 @@ def model_of(plan: Plan, plan_file: str, target: str | None) -> str:
     wanted = target or plan.target
     if not wanted:
         raise SpecError(f"{plan_file} does not say which model it is for. Name it as well: model.py, or a config.json.")
-    if target is None and not any(Path(path).exists() for path in (wanted, wanted.rpartition(":")[0] or wanted)):
+    if target is None and not _is_here(wanted):
         raise SpecError(f"{plan_file} was made for {wanted}, which is not here. Name where the model is now.")
     return wanted
+
+
+def _is_here(target: str) -> bool:
+    """Whether a plan's target is a path here, or a model in the Hugging Face cache."""
+    if any(Path(path).exists() for path in (target, target.rpartition(":")[0] or target)):
+        return True
+    from autoshard.integrations.huggingface import cached_config
+
+    return cached_config(target) is not None
 
 
 def read_plan(text: str) -> Plan:

@@ -1,8 +1,9 @@
-"""TARGET of the commands: a model.py, a Hugging Face directory or a config.json, turned into a model and its inputs."""
+"""TARGET of the commands: a model.py, a Hugging Face directory, config.json or name, made a model and its inputs."""
 
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from autoshard.workload import Workload
 
 TRACEBACK_LINES = 12
 _OWN = str(Path(__file__).parents[1]) + os.sep
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]*\w").fullmatch
 SHAPE_ARGUMENTS = ("batch_size", "sequence_length")
 
 
@@ -57,8 +59,18 @@ def load_target(text: str, workload: Workload, *, with_weights: bool = False) ->
         return _from_file(path, name if path == Path(head) and colon else "model", workload, with_weights)
     if path.is_dir() or path.suffix == ".json":
         return _from_huggingface(path, workload, with_weights)
+    if not path.exists():
+        from autoshard.integrations.huggingface import cached_config
+
+        cached = cached_config(text)
+        if cached is not None:
+            return replace(_from_huggingface(cached.parent, workload, with_weights), title=text)
     exists = "is neither" if path.exists() else "does not exist; a target is"
-    raise SpecError(f"{text[:200]!r} {exists} a model.py, a model.py:name, a Hugging Face directory or a config.json.")
+    fetch = f" A model of the hub is found once it was downloaded: hf download {text}" if _HUB_NAME(text) else ""
+    raise SpecError(
+        f"{text[:200]!r} {exists} a model.py, a model.py:name, a Hugging Face directory, a config.json, or the name of "
+        f"a model in the Hugging Face cache.{fetch}"
+    )
 
 
 def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Target:

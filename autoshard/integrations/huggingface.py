@@ -78,13 +78,30 @@ def _use_dtypes_of_loading(model: Any, model_class: Any, config: Any, file: Path
 
 
 def config_file(path: "str | os.PathLike[str]") -> Path:
-    """Return the config.json meant by a directory or by the file itself; raises `SpecError` if there is none."""
+    """Return the config.json meant by a directory, by the file itself, or by the name of a model in the hub's cache.
+
+    Nothing is downloaded. Raises `SpecError` if there is none.
+    """
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    if not file.is_file():
+    if file.is_file():
+        return file
+    cached = cached_config(str(path))
+    if cached is None:
         raise SpecError(f"{file} does not exist. Give a directory with a config.json, or a config.json.")
-    return file
+    return cached
+
+
+def cached_config(name: str) -> Path | None:
+    """Return the config.json of a model such as "org/model" that the Hugging Face cache has; None if it has none."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # it is not installed, or this can't be the name of a model
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def has_weights(directory: Path) -> bool:

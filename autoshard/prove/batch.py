@@ -20,7 +20,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, walk_all
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
@@ -74,7 +74,8 @@ def find_batch_axis(
     """Find the batch among the inputs and check that its rows are apart. Raises `PlanError` naming what mixes them.
 
     `graph`: a forward with these inputs that was captured with `composite=True`, if there is one.
-    `assume_independent_rows`: the user says that rows are apart; then only numbers are compared, and may refuse.
+    `assume_independent_rows`: the user says that rows are apart; then neither ops nor numbers refuse it, and only what
+    can't be put together, by its shapes, does.
     """
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
@@ -237,6 +238,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         tell("divided batches", number)
         count = sum(parts)
         division = _division(question, trial, _with_rows(batch, count), bound, parts)
+        division = replace(division, believed=apart is None)
         try:
             one = check_parts(division, known and _for_rows(known, count))
         except NotRun as error:
@@ -259,7 +261,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
     outputs = tuple(_permitted(ways, apart) for ways in known.ways.values())
     changed = {name for one in checked for name in one.attributes}
     compared = f"compared in parts with random values, {'forward and backward' if trial.training else 'forward'}"
-    proof = f"{'taken to be so (assume_independent_rows)' if apart is None else 'checked op by op'}, {compared}"
+    proof = f"{ASSUMED} (assume_independent_rows)" if apart is None else f"checked op by op, {compared}"
     if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
     tracked = frozenset[str]().union(*(one.tracked for one in checked))
@@ -271,7 +273,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         kept=tuple(ways[0] for ways in known.left.values() if ways[0].how != "same"),
         tracked=tuple(sorted(tracked & known.left.keys())),
         cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
-        frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows))),
+        frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows), believed=False)),
         proof=proof,
     )
 

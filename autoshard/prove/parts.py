@@ -102,7 +102,8 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
 class Division:
     """A call of a model, and into parts of how many rows it is divided.
 
-    `labels`: inputs that a loss may be weighted by, and what in them does not count.
+    `labels`: inputs that a loss may be weighted by, and what in them does not count. `believed`: the user says that
+    rows are independent: shapes must go together, and numbers only choose between ways that shapes allow.
     """
 
     trial: Trial
@@ -111,6 +112,7 @@ class Division:
     kwargs: dict[str, Any]
     rows: tuple[int, ...]
     labels: Mapping[str, int] = field(default_factory=dict)
+    believed: bool = False
 
     def parts(self, outputs: Sequence[BatchOutput] = ()) -> list[Part]:
         """The calls of the parts, with what counts in each for outputs that are weighted by it."""
@@ -167,8 +169,8 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
         whole = _renamed(whole, known.left, names)
     results = [_renamed(result, whole.left, names) for result in results]
     left = _find_left(whole, results, division, None if known is None else known.left)
-    written = _check_written(whole, results)
-    if trial.training:
+    written = _check_written(whole, results, division.believed)
+    if trial.training and not division.believed:
         first = tuple(ways[0] for ways in (*found.values(), *left.values()))
         parts = division.parts(first)
         batch = replace(division.batch, outputs=first)
@@ -317,12 +319,27 @@ def find_output(
                 break
     if found:
         return _closest(found, whole)
+    if division.believed and (by_shape := _by_shape(path, whole, pieces, division, known)) is not None:
+        return [by_shape]
     name = path or "its output"
     if all(piece.shape == whole.shape for piece in pieces):
         raise Mixed(f"{name} is neither a sum nor a mean of what parts give", values=True)
     sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
     fitting = any(True for _ in ways(path, whole, pieces, division))
     raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})", values=fitting)
+
+
+def _by_shape(
+    path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division, known: Sequence[BatchOutput] | None
+) -> BatchOutput | None:
+    """The way in which a tensor is made of those of the parts by its shapes: one after the other, or the mean."""
+    found = [*(ways(path, whole, pieces, division) if known is None else known)]
+
+    def fits(way: BatchOutput) -> bool:
+        beside = [(*one.shape[: way.dim], *one.shape[way.dim + 1 :]) for one in (whole, *pieces)]
+        return way.how != "cat" or len(set(beside)) == 1
+
+    return next((way for how in ("cat", "mean", "weighted") for way in found if way.how == how and fits(way)), None)
 
 
 def _closest(found: Sequence[tuple[float, BatchOutput]], whole: torch.Tensor) -> list[BatchOutput]:
@@ -359,10 +376,10 @@ def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: D
                 yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
 
 
-def _check_written(whole: Result, results: Sequence[Result]) -> list[str]:
+def _check_written(whole: Result, results: Sequence[Result], believed: bool) -> list[str]:
     for name, value in whole.written.items():
         for result in results:
-            if name not in result.written or difference(value, result.written[name]):
+            if name not in result.written or (not believed and difference(value, result.written[name])):
                 raise Mixed(f"the buffer {name} is written, and parts write something else into it", values=True)
     return list(whole.written)
 

@@ -7,7 +7,10 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from autoshard.capture.inputs import derive_inputs
+from autoshard.cli.main import app
 from autoshard.cli.target import UserCodeError, load_target
 from autoshard.errors import SpecError
 from autoshard.integrations.skeleton import has_weights, without_weights
@@ -206,3 +209,48 @@ def test_skeletons_keep_ties_grad_flags_and_buffers():
     assert not model[1].running_var.is_meta and model[1].weight.is_meta
     assert count.parameters == 7
     assert not nn.Linear(1, 1).weight.is_meta
+
+
+def whisper(folder, **more):
+    """The configuration of a small speech model in half precision, as such models are published."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        architectures=["WhisperForConditionalGeneration"], dtype="float16", d_model=32, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_source_positions=100, max_target_positions=32, num_mel_bins=16, vocab_size=100, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    for path in folder.glob("*.json"):
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps({**data, **more}))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_speech_model_in_half_precision_is_planned_from_its_configuration(tmp_path, key):
+    whisper(tmp_path, dtype=None)
+    whisper(tmp_path, **{"dtype": None, key: "float16"})
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), "-d", "2x1GiB", "--json"])
+    assert shown.exit_code == 0, shown.output
+    target = load_target(str(tmp_path), Workload(assumed=True))
+    assert target.model.dtype == torch.float16
+    _, kwargs = derive_inputs(target.model, target.workload)[0]
+    assert kwargs["input_features"].dtype == torch.float16 and kwargs["decoder_input_ids"].dtype == torch.int64
+
+
+def test_a_name_that_the_hub_cache_has_is_a_target(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--some--speech"
+    folder = kept / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123abcd")
+    whisper(folder)
+    target = load_target("some/speech", Workload(assumed=True))
+    assert target.title == "some/speech" and type(target.model).__name__ == "WhisperForConditionalGeneration"
+    out = str(tmp_path / "plan.json")
+    assert CliRunner().invoke(app, ["plan", "some/speech", "-d", "2x1GiB", "-o", out]).exit_code == 0
+    assert CliRunner().invoke(app, ["estimate", out]).exit_code == 0
+    with pytest.raises(SpecError, match="hf download some/other"):
+        load_target("some/other", Workload(assumed=True))
