@@ -5,7 +5,7 @@ import re
 from autoshard.errors import SpecError
 
 _UNITS = {
-    "": 1, "B": 1,
+    "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
@@ -22,11 +22,18 @@ def shown(value: object, length: int = 60) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Turn "24GiB", "80GB", "512MiB" or a plain number of bytes into a positive int; raise `SpecError` otherwise."""
+    """Turn "24GiB", "80GB", "512MiB" or an int of bytes into a positive int; raise `SpecError` otherwise.
+
+    A text without a unit is refused: "24" is meant as GiB by whoever writes it.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+        if match is not None and not match[2]:
+            raise SpecError(
+                f"the size {shown(text)} has no unit, so it is not a size. Write for example {match[1][:12]}GiB."
+            )
         if match is None or match[2].upper() not in _UNITS:
             raise SpecError(f"{shown(text)} is not a size. Write for example 24GiB, 80GB or 512MiB.")
         size = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0 * MAX_BYTES))

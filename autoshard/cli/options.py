@@ -18,8 +18,8 @@ DevicesOption = Annotated[
         "--devices",
         "-d",
         metavar="SPEC",
-        help="auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB', cuda:0=20GiB,cpu=60GiB, "
-        "or a cluster file.",
+        help="auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB, 1600Gb/s', "
+        "cuda:0=20GiB,cpu=60GiB, or a cluster file.",
     ),
 ]
 StrategyOption = Annotated[

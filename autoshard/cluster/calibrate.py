@@ -17,6 +17,7 @@ from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cluster.detect import accelerator_names
 from autoshard.cluster.disk import measure_disk
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
+from autoshard.cluster.links import with_known
 from autoshard.progress import tell
 
 DEVICE_SECONDS = 1.4
@@ -55,16 +56,19 @@ def calibrate(cluster: Cluster) -> Cluster:
                 measured=True,
             )
         devices.append(device)
-    links = _measure_links(cluster, real)
+    known = _measure_links(cluster, real)
     disk = measure_disk(".") if "disk" in cluster.names else None
     if disk is not None:
         real["disk"] = "disk"
         devices = [replace(d, bytes_per_second=disk[0], measured=True) if d.name == "disk" else d for d in devices]
-        links = tuple(_of_disk(link, cluster, disk) for link in links)
+        for other in cluster.names:
+            for pair in (("disk", other), (other, "disk")) if other != "disk" else ():
+                known[pair] = _of_disk(known.get(pair) or cluster.link(*pair), cluster, disk)
     missing = [name for name in cluster.names if name not in real]
     notes = tuple(note for note in cluster.notes if "calibrate" not in note)
     if missing:
         notes += (f"Not measured, because not on this machine: {', '.join(missing)}.",)
+    links = with_known(cluster.links, devices, known) if known else cluster.links
     return replace(cluster, devices=tuple(devices), links=links, notes=notes)
 
 
@@ -107,23 +111,22 @@ def _gemm_rate(target: torch.device, dtype: torch.dtype, sizes: tuple[int, ...],
     return best
 
 
-def _measure_links(cluster: Cluster, real: Mapping[str, str]) -> tuple[Link, ...]:
+def _measure_links(cluster: Cluster, real: Mapping[str, str]) -> dict[tuple[str, str], Link]:
     """Measure each link between two real devices once."""
-    ends = {(real.get(link.source, ""), real.get(link.destination, "")) for link in cluster.links}
-    pairs = {(source, destination) for source, destination in ends if source != destination and source and destination}
+    pairs = {(one, other) for one in real.values() for other in real.values() if one != other}
     budget = LINKS_SECONDS * len(set(real.values())) / max(len(pairs), 1)
     rates = {pair: _link_rate(torch.device(pair[0]), torch.device(pair[1]), budget) for pair in sorted(pairs)}
-    links = []
-    for link in cluster.links:
-        rate = rates.get((real.get(link.source, ""), real.get(link.destination, "")))
-        links.append(link if rate is None else replace(link, bytes_per_second=rate[0], latency_seconds=rate[1]))
-    return tuple(links)
+    known = {}
+    for one, source in real.items():
+        for other, destination in real.items():
+            if source != destination:
+                rate, latency = rates[source, destination]
+                known[one, other] = Link(source=one, destination=other, bytes_per_second=rate, latency_seconds=latency)
+    return known
 
 
 def _of_disk(link: Link, cluster: Cluster, disk: tuple[float, float]) -> Link:
-    """Return a link with the disk's measured rate and latency, if it is one with the disk at an end."""
-    if "disk" not in (link.source, link.destination):
-        return link
+    """Return a link of the disk with its measured rate and latency."""
     other = cluster.device(link.destination if link.source == "disk" else link.source)
     table = hardware_table()
     host_rate = table.get(other.kind, table["generic"]).host_bytes_per_second * LINK_EFFICIENCY

@@ -1,5 +1,6 @@
 """Devices and the links between them, as plain data that can be written on a machine that has none of them."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,6 +67,40 @@ class Link:
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine, or the machines of one NVLink domain, and its network.
+
+    Attributes:
+        nics: network cards for the model's traffic: as many as devices, or shared by them.
+        nic_bytes_per_second: of one of them, one direction, as it is sold.
+        latency_seconds: of the smallest copy to another host.
+        peer_links: its cards use their own links (NVLink and others); else they copy through the host.
+    """
+
+    name: str
+    nics: int
+    nic_bytes_per_second: float
+    latency_seconds: float
+    peer_links: bool = True
+
+
+class Links(Sequence[Link]):
+    """The link of every ordered pair of devices: known for some, implied by the hardware for the others.
+
+    Attributes:
+        hosts: every host by its name.
+        known: links that a file gives or that were measured.
+    """
+
+    hosts: Mapping[str, Host]
+    known: Mapping[tuple[str, str], Link]
+
+    @abstractmethod
+    def between(self, source: str, destination: str) -> Link:
+        """The link of one pair; raises `KeyError` if there is none."""
+
+
 Pace = tuple[float, float]
 """Latency in seconds, and bytes per second."""
 
@@ -88,10 +123,13 @@ class Among:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Cluster:
-    """Devices in the order the user gave them, and every ordered pair's link. `spec` is the text it was made from."""
+    """Devices in the order the user gave them, and every ordered pair's link. `spec` is the text it was made from.
+
+    `links` is made when asked for: hundreds of devices have a million of them.
+    """
 
     devices: tuple[Device, ...]
-    links: tuple[Link, ...]
+    links: Sequence[Link]
     spec: str = ""
     notes: tuple[str, ...] = ()
 
@@ -114,6 +152,8 @@ class Cluster:
         return self._devices[name]
 
     def link(self, source: str, destination: str) -> Link:
+        if isinstance(self.links, Links):
+            return self.links.between(source, destination)
         return self._links[source, destination]
 
     @cached_property
@@ -150,7 +190,7 @@ class Cluster:
         return {}
 
     def _pace(self, source: str, destination: str) -> Pace:
-        link = self._links[source, destination]
+        link = self.link(source, destination)
         return link.latency_seconds, link.bytes_per_second
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Clusters as JSON: written in full, read leniently, so that a file can also be written by hand.
+"""Clusters as JSON: devices and hosts written in full, read leniently, so that a file can also be written by hand.
 
     {"devices": [{"name": "cuda:0", "kind": "H100-SXM"},
                  {"name": "cuda:1", "kind": "H100-SXM", "host": "other", "memory": "60GiB"}],
+     "hosts": [{"name": "other", "nics": 1, "nic_bytes_per_second": 12.5e9, "peer_links": false}],
      "network": {"bytes_per_second": 4e10, "latency_seconds": 2e-5},
      "links": [["cuda:0", "cuda:1", 3.6e11, 1e-5]]}
 
-What a device leaves out comes from the hardware table; pairs without a link get the one the table implies.
+What a device or a host leaves out comes from the hardware table, and so do pairs without a link. "network" is what a
+copy between two hosts gets, for hosts that are not listed. Links are written only where they are known otherwise.
 """
 
 import json
@@ -13,9 +15,9 @@ import os
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.cluster.hardware import find_hardware, hardware_table, make_device
-from autoshard.cluster.links import NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS, make_links
+from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
+from autoshard.cluster.hardware import LINK_EFFICIENCY, find_hardware, hardware_table, make_device
+from autoshard.cluster.links import make_links, usual_host
 from autoshard.errors import SpecError
 from autoshard.files import write_whole
 from autoshard.sizes import parse_bytes
@@ -23,12 +25,16 @@ from autoshard.sizes import parse_bytes
 VERSION = 1
 MAX_DEVICES = 1024
 _DEVICE_KEYS = {field.name for field in fields(Device)}
+_HOST_KEYS = {field.name for field in fields(Host)}
 _NUMBERS = {"bytes_per_second": 0.0, "launch_seconds": 0.0, "overhead_bytes": 0, "block_bytes": 1}
 """Figures of a device that a file may give, with the least value of each."""
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """Return plain data from which `cluster_from_dict` makes an equal cluster."""
+    links = cluster.links
+    hosts = [asdict(host) for host in links.hosts.values()] if isinstance(links, Links) else []
+    known = links.known.values() if isinstance(links, Links) else links
     return {
         "format": "autoshard-cluster",
         "version": VERSION,
@@ -37,7 +43,8 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             {**asdict(replace(d, flops_per_second={})), "flops_per_second": dict(d.flops_per_second)}
             for d in cluster.devices
         ],
-        "links": [[k.source, k.destination, k.bytes_per_second, k.latency_seconds] for k in cluster.links],
+        "hosts": hosts,
+        "links": [[k.source, k.destination, k.bytes_per_second, k.latency_seconds] for k in known],
         "notes": list(cluster.notes),
     }
 
@@ -46,7 +53,7 @@ def cluster_from_dict(data: Any) -> Cluster:
     """Read a cluster; raises `SpecError` that names the entry which makes no sense."""
     if not isinstance(data, dict) or not isinstance(data.get("devices"), list) or not data["devices"]:
         raise SpecError('not a cluster: it must be an object with a non-empty list "devices".')
-    unknown = set(data) - {"format", "version", "spec", "devices", "links", "network", "notes"}
+    unknown = set(data) - {"format", "version", "spec", "devices", "hosts", "links", "network", "notes"}
     if unknown:
         raise SpecError(f"unknown entry {sorted(map(str, unknown))[0]!r} in the cluster.")
     version = data.get("version", VERSION)
@@ -64,9 +71,8 @@ def cluster_from_dict(data: Any) -> Cluster:
     notes = data.get("notes", [])
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise SpecError('"notes" of a cluster must be a list of texts.')
-    return Cluster(
-        devices=tuple(devices), links=_links(data, devices), spec=str(data.get("spec", "")), notes=tuple(notes)
-    )
+    links = make_links(devices, _hosts(data, devices), _links(data, devices))
+    return Cluster(devices=tuple(devices), links=links, spec=str(data.get("spec", "")), notes=tuple(notes))
 
 
 def write_cluster(cluster: Cluster, path: "str | os.PathLike[str]") -> None:
@@ -123,12 +129,43 @@ def _device(entry: Any, position: int) -> Device:
     return replace(device, **changes)
 
 
-def _links(data: dict[str, Any], devices: list[Device]) -> tuple[Link, ...]:
-    network = data.get("network", {})
+def _hosts(data: dict[str, Any], devices: list[Device]) -> list[Host]:
+    """Every host: as the table has it, with what "network" says of all and "hosts" of some."""
+    network, entries = data.get("network", {}), data.get("hosts", [])
     if not isinstance(network, dict):
         raise SpecError('"network" of a cluster must be an object with "bytes_per_second" and "latency_seconds".')
-    rate = _positive(network.get("bytes_per_second", NETWORK_BYTES_PER_SECOND), "network rate")
-    latency = _number(network.get("latency_seconds", NETWORK_SECONDS), 0.0, "network latency")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise SpecError('"hosts" of a cluster must be a list of objects such as {"name": "host0", "nics": 8}.')
+    said = {str(entry.get("name")): entry for entry in entries}
+    names = list(dict.fromkeys(device.host for device in devices))
+    for name, entry in said.items():
+        if name not in names:
+            raise SpecError(f"host {name[:40]!r} has no device in the cluster. Hosts: {', '.join(names[:8])[:200]}.")
+        if unknown := set(entry) - _HOST_KEYS:
+            raise SpecError(f"host {name[:40]!r} has an unknown entry {sorted(map(str, unknown))[0][:40]!r}.")
+    hosts = []
+    for name in names:
+        host, entry = usual_host(name, [device for device in devices if device.host == name]), said.get(name, {})
+        rate, where = host.nic_bytes_per_second, f"of host {name[:40]!r}"
+        if "bytes_per_second" in network:
+            rate = _positive(network["bytes_per_second"], "network rate") / LINK_EFFICIENCY
+        latency = _number(network.get("latency_seconds", host.latency_seconds), 0.0, "network latency")
+        peers = entry.get("peer_links", True)
+        if not isinstance(peers, bool):
+            raise SpecError(f'"peer_links" {where} must be true or false.')
+        hosts.append(
+            Host(
+                name=name,
+                nics=_number(entry.get("nics", host.nics), 1, f"nics {where}"),
+                nic_bytes_per_second=_positive(entry.get("nic_bytes_per_second", rate), f"network card {where}"),
+                latency_seconds=_number(entry.get("latency_seconds", latency), 0.0, f"latency {where}"),
+                peer_links=peers,
+            )
+        )
+    return hosts
+
+
+def _links(data: dict[str, Any], devices: list[Device]) -> dict[tuple[str, str], Link]:
     entries = data.get("links", [])
     if not isinstance(entries, list):
         raise SpecError(
@@ -141,6 +178,7 @@ def _links(data: dict[str, Any], devices: list[Device]) -> tuple[Link, ...]:
             not isinstance(entry, list)
             or len(entry) != 4
             or not all(isinstance(end, str) and end in names for end in entry[:2])
+            or entry[0] == entry[1]
         ):
             raise SpecError(
                 f"{str(entry)[:80]} is not a link: write [source, destination, bytes_per_second, latency_seconds]."
@@ -152,8 +190,7 @@ def _links(data: dict[str, Any], devices: list[Device]) -> tuple[Link, ...]:
             bytes_per_second=_positive(entry[2], f"rate of {what}"),
             latency_seconds=_number(entry[3], 0.0, f"latency of {what}"),
         )
-    implied = make_links(devices, (rate, latency))
-    return tuple(given.get((link.source, link.destination), link) for link in implied)
+    return given
 
 
 def _number(value: Any, least: float, what: str) -> Any:

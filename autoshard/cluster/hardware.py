@@ -38,6 +38,9 @@ class Hardware:
         peer_bytes_per_second: one direction between two cards of one machine; 0: only through the host.
         peer_topology: who has a peer link: "switch" and "mesh": every pair; "pairs": cards 0-1, 2-3, ...
         host_bytes_per_second: one direction between the card and the machine's memory.
+        peers_bytes_per_second: one direction between a card and all other cards of its machine together.
+        cards_per_host: of a usual machine, or of one NVLink domain; 0: not divided.
+        nics_per_host: network cards for the model's traffic; nic_bytes_per_second: of one; 0: not known.
         torch_name: regular expression for the name torch reports.
         unverified: fields whose figure was not read in a source ("all": every one).
     """
@@ -54,9 +57,14 @@ class Hardware:
     peer_topology: str
     host_link: str
     host_bytes_per_second: float
+    peers_bytes_per_second: float
+    cards_per_host: int
+    nics_per_host: int
+    nic_bytes_per_second: float
     torch_name: str
     aliases: tuple[str, ...]
     source: str
+    host_source: str
     unverified: tuple[str, ...]
     notes: str
 
@@ -155,9 +163,14 @@ def _row(row: dict[str, str]) -> Hardware:
         peer_topology=row["peer_topology"],
         host_link=row["host_link"],
         host_bytes_per_second=number("host_gb_per_s") * 1e9 / 2,
+        peers_bytes_per_second=(number("peers_gb_per_s") or number("peer_gb_per_s")) * 1e9 / 2,
+        cards_per_host=int(number("cards_per_host")),
+        nics_per_host=int(number("nics_per_host")),
+        nic_bytes_per_second=number("nic_gbit_per_s") * 1e9 / 8,
         torch_name=row["torch_name"],
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         source=row["source"],
+        host_source=row["host_source"],
         unverified=tuple(filter(None, row["unverified"].split("|"))),
         notes=row["notes"],
     )

@@ -4,23 +4,26 @@ same machine, both cards have a peer link    half of its two-way figure (mesh: o
 same machine, no peer link                   through the host: the slower of the two host links
 card and the machine's memory                the card's host link
 anything and disk                            the disk, or the host link if that is slower
-two machines                                 the network: assumed unless a cluster file says otherwise
+two machines                                 one network card: of a copy's two ends the slower one
 two processes on the CPUs of one machine     its loopback (`between_processes`)
+
+A training node has one network card for each of its cards; in other machines all share one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
+from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
+from autoshard.cluster.hardware import LINK_EFFICIENCY, Hardware, hardware_table
 
-# 200 Gbit/s, the usual network of a machine with eight cards: one adapter's rate, since one copy uses one adapter.
-NETWORK_BYTES_PER_SECOND = 25e9 * LINK_EFFICIENCY
+ASSUMED_NIC_BYTES_PER_SECOND = 100e9 / 8
+"""Of the one network card of a machine whose cards are not those of a training node."""
 # Time of the smallest copy as torch issues it; assumed, `calibrate` measures it.
 PEER_SECONDS = 10e-6
 HOST_SECONDS = 15e-6
-NETWORK_SECONDS = 30e-6
+NETWORK_SECONDS = 15e-6
 DISK_SECONDS = 100e-6
 MEMORY_SECONDS = 2e-6
 
@@ -28,27 +31,138 @@ Rate = tuple[float, float]
 """bytes_per_second, latency_seconds"""
 LOOPBACK: Rate = (1e9, 4e-4)
 """Between two processes, by gloo, on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 to 6."""
+Pair = tuple[str, str]
+
+
+class ImpliedLinks(Links):
+    """Links worked out when they are asked for, from kinds, hosts, and the few that are known."""
+
+    def __init__(self, devices: Sequence[Device], hosts: Mapping[str, Host], known: Mapping[Pair, Link]) -> None:
+        self.hosts = dict(hosts)
+        slots = _slots(devices)
+        self._ends = {d.name: (d.host, d.kind, slot) for d, slot in zip(devices, slots, strict=True)}
+        self._made: dict[Pair, Link] = {}
+        self.known = {pair: link for pair, link in known.items() if link != self._implied(*pair)}
+
+    def between(self, source: str, destination: str) -> Link:
+        """The link of one pair; raises `KeyError` if there is none."""
+        pair = source, destination
+        found = self._made.get(pair)
+        if found is None:
+            found = self._made[pair] = self.known.get(pair) or self._implied(source, destination)
+        return found
+
+    def _implied(self, source: str, destination: str) -> Link:
+        if source == destination:
+            raise KeyError((source, destination))
+        (host, kind, slot), (other_host, other_kind, other_slot) = self._ends[source], self._ends[destination]
+        if host != other_host:
+            rate = _network_rate(self.hosts[host], self.hosts[other_host])
+        else:
+            rate = _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
+        return Link(source=source, destination=destination, bytes_per_second=rate[0], latency_seconds=rate[1])
+
+    def groups(self) -> "dict[Rate, Group]":
+        """Pairs that are alike, without a link made for each."""
+        found: dict[Rate, Group] = {}
+        for source, (host, kind, slot) in self._ends.items():
+            for destination, (other_host, other_kind, other_slot) in self._ends.items():
+                if source == destination:
+                    continue
+                known = self.known.get((source, destination))
+                if known is not None:
+                    rate = known.bytes_per_second, known.latency_seconds
+                elif host != other_host:
+                    rate = _network_rate(self.hosts[host], self.hosts[other_host])
+                else:
+                    rate = _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
+                _count(found, rate, (source, destination))
+        return found
+
+    def __len__(self) -> int:
+        return len(self._ends) * (len(self._ends) - 1)
+
+    def __iter__(self) -> Iterator[Link]:
+        return (self.between(a, b) for a in self._ends for b in self._ends if a != b)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ImpliedLinks):
+            ours, theirs = list(self._ends.items()), list(other._ends.items())
+            return ours == theirs and self.hosts == other.hosts and self.known == other.known
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Group = tuple[int, list[Pair]]
+"""How many pairs are alike, and the first two of them."""
+
+
+def link_groups(cluster: Cluster) -> dict[Rate, Group]:
+    """Return the links that are alike to three digits: (bytes per second, latency) -> how many, and the first two."""
+    exact: dict[Rate, Group] = {}
+    if isinstance(cluster.links, ImpliedLinks):
+        exact = cluster.links.groups()
+    else:
+        for link in cluster.links:
+            _count(exact, (link.bytes_per_second, link.latency_seconds), (link.source, link.destination))
+    found: dict[Rate, Group] = {}
+    for (rate, latency), (count, pairs) in exact.items():
+        key = float(f"{rate:.3g}"), float(f"{latency:.2g}")
+        before, first = found.get(key, (0, []))
+        found[key] = before + count, [*first, *pairs][:2]
+    return found
+
+
+def _count(found: dict[Rate, Group], rate: Rate, pair: Pair) -> None:
+    count, pairs = found.get(rate, (0, []))
+    found[rate] = count + 1, pairs if count > 1 else [*pairs, pair]
 
 
 def make_links(
-    devices: Sequence[Device], network: Rate = (NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS)
-) -> tuple[Link, ...]:
-    """Return the link of every ordered pair, in device order."""
-    slots = _slots(devices)
-    links = []
-    for a, device_a in enumerate(devices):
-        for b, device_b in enumerate(devices):
-            if a == b:
-                continue
-            if device_a.host != device_b.host:
-                rate = network
-            else:
-                bridged = slots[a] // 2 == slots[b] // 2
-                rate = _rate(device_a.kind, device_b.kind, bridged)
-            links.append(
-                Link(source=device_a.name, destination=device_b.name, bytes_per_second=rate[0], latency_seconds=rate[1])
-            )
-    return tuple(links)
+    devices: Sequence[Device], hosts: Sequence[Host] = (), known: Mapping[Pair, Link] | None = None
+) -> ImpliedLinks:
+    """Return the link of every ordered pair, in device order; hosts that are not given are as their cards imply."""
+    given = {host.name: host for host in hosts}
+    members: dict[str, list[Device]] = {}
+    for device in devices:
+        members.setdefault(device.host, []).append(device)
+    every = {name: given.get(name) or usual_host(name, inside) for name, inside in members.items()}
+    return ImpliedLinks(devices, every, known or {})
+
+
+def with_known(links: Sequence[Link], devices: Sequence[Device], known: Mapping[Pair, Link]) -> Sequence[Link]:
+    """Return the links with some of them replaced by what is known of them."""
+    if isinstance(links, Links):
+        return make_links(devices, tuple(links.hosts.values()), {**links.known, **known})
+    return tuple(known.get((link.source, link.destination), link) for link in links)
+
+
+def usual_host(name: str, devices: Sequence[Device]) -> Host:
+    """Return what the hardware table says of a machine with these devices: that of its first card counts."""
+    cards = cards_of(devices)
+    row = table_row(cards[0].kind if cards else "generic")
+    if not row.nic_bytes_per_second:
+        nics, rate = 1, ASSUMED_NIC_BYTES_PER_SECOND
+    else:
+        nics, rate = row.nics_per_host, row.nic_bytes_per_second
+    if nics > 1:  # a machine with half of the cards has half of the network
+        nics = max(1, nics * len(cards) // row.cards_per_host)
+    return Host(name=name, nics=nics, nic_bytes_per_second=rate, latency_seconds=NETWORK_SECONDS)
+
+
+def cards_of(devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that are neither a machine's memory nor its disk."""
+    return [device for device in devices if device.kind not in ("cpu", "disk")]
+
+
+def table_row(kind: str) -> Hardware:
+    """Return the row of a kind; of one that is not in the table the generic row."""
+    table = hardware_table()
+    return table.get(kind, table["generic"])
 
 
 def between_processes(cluster: Cluster) -> Cluster:
@@ -56,18 +170,18 @@ def between_processes(cluster: Cluster) -> Cluster:
 
     CPUs of one machine then send through its loopback. What a cluster file says of them, or was measured, stays.
     """
-
-    def is_assumed(link: Link) -> bool:
-        ends = cluster.device(link.source), cluster.device(link.destination)
-        rate = link.bytes_per_second, link.latency_seconds
-        own = "cpu" in (link.source, link.destination)  # the memory that all of them share
-        return not own and {end.kind for end in ends} == {"cpu"} and rate == _rate("cpu", "cpu", False)
-
-    links = tuple(
-        replace(link, bytes_per_second=LOOPBACK[0], latency_seconds=LOOPBACK[1]) if is_assumed(link) else link
-        for link in cluster.links
-    )
-    return cluster if links == cluster.links else replace(cluster, links=links)
+    # "cpu" itself is the memory that all of them share.
+    ranks = [device.name for device in cluster.devices if device.kind == "cpu" and device.name != "cpu"]
+    assumed = _rate("cpu", "cpu", False, True)
+    found = (cluster.link(a, b) for a in ranks for b in ranks if a != b)
+    loopback = {
+        (link.source, link.destination): replace(link, bytes_per_second=LOOPBACK[0], latency_seconds=LOOPBACK[1])
+        for link in found
+        if (link.bytes_per_second, link.latency_seconds) == assumed
+    }
+    if not loopback:
+        return cluster
+    return replace(cluster, links=with_known(cluster.links, cluster.devices, loopback))
 
 
 def _slots(devices: Sequence[Device]) -> list[int]:
@@ -81,11 +195,16 @@ def _slots(devices: Sequence[Device]) -> list[int]:
     return slots
 
 
+def _network_rate(one: Host, other: Host) -> Rate:
+    nominal = min(one.nic_bytes_per_second, other.nic_bytes_per_second)
+    return nominal * LINK_EFFICIENCY, max(one.latency_seconds, other.latency_seconds)
+
+
 @cache
-def _rate(kind_a: str, kind_b: str, bridged: bool) -> Rate:
+def _rate(kind_a: str, kind_b: str, bridged: bool, peer_links: bool) -> Rate:
     """Rate between two kinds in one machine; symmetric. Unknown kinds count as generic."""
     table = hardware_table()
-    a, b = (table.get(kind, table["generic"]) for kind in (kind_a, kind_b))
+    a, b = table_row(kind_a), table_row(kind_b)
     kinds = {a.name, b.name}
     if "disk" in kinds:
         other = b if a.name == "disk" else a
@@ -94,7 +213,7 @@ def _rate(kind_a: str, kind_b: str, bridged: bool) -> Rate:
         return a.peer_bytes_per_second, MEMORY_SECONDS  # measured, not nominal
     elif "cpu" in kinds:
         nominal, latency = (b if a.name == "cpu" else a).host_bytes_per_second, HOST_SECONDS
-    elif a.peer_link == b.peer_link != "none" and (a.peer_topology != "pairs" or bridged):
+    elif peer_links and a.peer_link == b.peer_link != "none" and (a.peer_topology != "pairs" or bridged):
         nominal, latency = min(a.peer_bytes_per_second, b.peer_bytes_per_second), PEER_SECONDS
     else:
         nominal, latency = min(a.host_bytes_per_second, b.host_bytes_per_second), HOST_SECONDS

@@ -6,7 +6,9 @@
 {"cuda:0": "20GiB", "cpu": "60GiB", "disk": "200GiB"}         these, with at most so much memory each
 "8xH100-80GB"                      imagined cards, figures from the hardware table
 "2x24GiB,1x12GiB"                  imagined cards of which only the memory is known
+"16xH100-80GB"                     more than a machine has: as many machines as it takes, each with as many cards
 "2 hosts of 8xA100-40GB"           the same in two machines; "+" joins unequal cards: "2 hosts of 24GiB+2x12GiB"
+"2 hosts of 8xA100-40GB, 1600Gb/s", "4xRTX4090, no nvlink"     with their network, without links between cards
 "cuda:0=20GiB,cpu=60GiB"           the dict form on a command line
 "cluster.json"                     a file written by `Cluster.to_dict`, or by hand
 """
@@ -14,6 +16,7 @@
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,19 +25,21 @@ from typing import Any
 import torch
 
 from autoshard.choices import DeviceName, Size, did_you_mean
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster, Device, Link, Links
 from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
 from autoshard.cluster.files import read_cluster
 from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
-from autoshard.cluster.links import NETWORK_BYTES_PER_SECOND, make_links
+from autoshard.cluster.links import make_links, with_known
+from autoshard.cluster.network import HostWords, even_hosts, even_note, make_hosts, network_note, split_words
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
 from autoshard.sizes import format_bytes, parse_bytes, shown
 
 MAX_DEVICES = 1024
-MANY_IN_ONE_HOST = 8
+MACHINE = 8
+"""Cards that one machine has at most."""
 FORMS = (
-    "Write for example auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB', "
+    "Write for example auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB, 1600Gb/s', "
     "cuda:0=20GiB,cpu=60GiB, or the path of a cluster file ending in .json."
 )
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mlu", "musa", "disk")
@@ -58,6 +63,7 @@ class _Wanted:
     memory_bytes: int | None = None
     host: str = "host0"
     asked: str = ""
+    note: str = ""
 
 
 def parse_devices(spec: Any, *, simulated: bool = False) -> Cluster:
@@ -70,10 +76,11 @@ def parse_devices(spec: Any, *, simulated: bool = False) -> Cluster:
     elif isinstance(spec, (str, os.PathLike)) and _is_file(spec):
         cluster = read_cluster(os.fspath(spec))
     else:
-        wanted = list(_limited(_wanted(spec)))
+        devices, words = split_words(spec)
+        wanted = list(_limited(_wanted(devices)))
         if not wanted:
             raise SpecError(f"no devices in {shown(spec)}. {FORMS}")
-        cluster = _build(wanted, _spec_text(spec))
+        cluster = _build(wanted, words, _spec_text(spec))
     if not cluster.devices:
         raise SpecError(f"the cluster has no devices. {FORMS}")
     return _simulated(cluster) if simulated else cluster
@@ -174,12 +181,28 @@ def _text(text: str) -> Iterator[_Wanted]:
             r"\s*([0-9]+)\s*(?:x\s*)?(?:hosts?|nodes?|machines?)\s+of\s+(.+)", group, re.IGNORECASE | re.DOTALL
         )
         if match is None:
-            yield from _host(group, "host0")
+            inside = list(_host(group, "host0"))
+            sizes = _sizes(inside)
+            if len(sizes) < 2:
+                yield from inside
+                continue
+            note = even_note(inside[0].asked, sizes)
+            for host, size in enumerate(sizes, first_host):
+                yield from [replace(inside[0], host=f"host{host}", note=note)] * size
+            first_host += len(sizes)
             continue
         hosts = _number(match[1], "hosts")
         for host in range(first_host, first_host + hosts):
             yield from _host(match[2], f"host{host}")
         first_host += hosts
+
+
+def _sizes(inside: list[_Wanted]) -> list[int]:
+    """Cards on each machine, where one was not said to have them all: equal ones are divided, others stay together."""
+    first = inside[0]
+    if first.name is not None or any(item != first for item in inside):
+        return [len(inside)]
+    return even_hosts(len(inside), first.row or hardware_table()["generic"])
 
 
 def _host(text: str, host: str) -> Iterator[_Wanted]:
@@ -207,7 +230,7 @@ def _item(text: str, host: str) -> Iterator[_Wanted]:
     if repeated is not None:
         count, text = _number(repeated[1], "devices"), repeated[2].strip()
     if re.match(r"[0-9.]", text) and not _is_hardware(text):
-        wanted = _Wanted(memory_bytes=_size(text, "a device's memory"), host=host)
+        wanted = _Wanted(memory_bytes=_size(text, "a device's memory"), host=host, asked=text)
     else:
         row = find_hardware(text)
         wanted = _Wanted(row=row, memory_bytes=row.memory_bytes, host=host, asked=text)
@@ -223,11 +246,10 @@ def _limited(wanted: Iterator[_Wanted]) -> Iterator[_Wanted]:
         yield item
 
 
-def _build(wanted: list[_Wanted], text: str) -> Cluster:
+def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
     named, notes = _named(wanted)
-    names = [item.name for item in named]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(item.name for item in named).items():
+        if count > 1:
             raise SpecError(f"device {name!r} is listed twice in {shown(text)}. List every device once.")
     active = active_cluster.get()
     shares = sum(1 for item in named if item.memory_bytes is None and str(item.name).startswith("cpu"))
@@ -240,11 +262,12 @@ def _build(wanted: list[_Wanted], text: str) -> Cluster:
         devices.append(device)
         if active is None and item.memory_bytes is None:
             notes += detected_notes(device.name)
-    notes += _assumptions(wanted, devices)
-    links = make_links(devices)
+    hosts = make_hosts(devices, words)
+    notes += _assumptions(wanted, devices) + network_note(devices, hosts, words)
+    links: Sequence[Link] = make_links(devices, hosts)
     if active is not None:
-        known = {(link.source, link.destination): link for link in active.links}
-        links = tuple(known.get((link.source, link.destination), link) for link in links)
+        both = [device.name for device in devices if device.name in active.names]
+        links = with_known(links, devices, {(a, b): active.link(a, b) for a in both for b in both if a != b})
     return Cluster(devices=tuple(devices), links=links, spec=text, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -293,8 +316,15 @@ def _device(item: _Wanted, active: Cluster | None) -> Device:
 def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
     """What the figures rest on that the user did not say, in sentences."""
     notes = []
-    for item in wanted:
+    for item in {(item.asked, item.note): item for item in wanted}.values():
         row = item.row
+        if item.note:
+            notes.append(item.note)
+        if row is not None and row.cards_per_host > MACHINE:
+            notes.append(
+                f"Up to {row.cards_per_host} {row.name} share one NVLink domain. It counts as one host here, "
+                "though several machines are in it."
+            )
         if row is not None and re.sub(r"\W", "", item.asked).lower() != re.sub(r"\W", "", row.name).lower():
             notes.append(f"{item.asked} is taken as {row.name} with {format_bytes(row.memory_bytes)} usable.")
         if row is not None and "all" in row.unverified:
@@ -304,14 +334,6 @@ def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
         rate, bandwidth = generic.flops_per_second["bfloat16"] / 1e12, generic.bytes_per_second / 1e9
         peaks = f"{rate:g} bf16 TFLOP/s, {bandwidth:g} GB/s, {generic.host_link}"
         notes.append(f"Where only the memory of a device is known, peaks are assumed: {peaks}.")
-    if len({device.host for device in devices}) > 1:
-        rate = NETWORK_BYTES_PER_SECOND / 1e9
-        notes.append(f"The network between machines is assumed: {rate:g} GB/s; a cluster file can say otherwise.")
-    for host in dict.fromkeys(device.host for device in devices):
-        cards = [device for device in devices if device.host == host and device.kind not in ("cpu", "disk")]
-        if len(cards) > MANY_IN_ONE_HOST:
-            two = f"'2 hosts of {len(cards) // 2}x...'"
-            notes.append(f"All {len(cards)} cards are taken to be in one machine; for two write {two}.")
     return notes
 
 
@@ -319,8 +341,14 @@ def _simulated(cluster: Cluster) -> Cluster:
     """The same cluster as cpu:0, cpu:1, … with exact memory: no overhead and no rounding."""
     renamed = {name: f"cpu:{index}" for index, name in enumerate(cluster.names)}
     devices = tuple(replace(d, name=renamed[d.name], overhead_bytes=0, block_bytes=1) for d in cluster.devices)
-    links = tuple(replace(k, source=renamed[k.source], destination=renamed[k.destination]) for k in cluster.links)
-    return replace(cluster, devices=devices, links=links)
+
+    def moved(links: Iterable[Link]) -> list[Link]:
+        return [replace(k, source=renamed[k.source], destination=renamed[k.destination]) for k in links]
+
+    if not isinstance(cluster.links, Links):
+        return replace(cluster, devices=devices, links=tuple(moved(cluster.links)))
+    known = {(link.source, link.destination): link for link in moved(cluster.links.known.values())}
+    return replace(cluster, devices=devices, links=make_links(devices, tuple(cluster.links.hosts.values()), known))
 
 
 def _is_file(spec: "str | os.PathLike[str]") -> bool:
@@ -363,7 +391,8 @@ def _size(size: Any, what: str) -> int:
 def _spec_text(spec: Any) -> str:
     """The spec in one line, in a form that can be given again."""
     if isinstance(spec, Mapping):
-        return ",".join(f"{canonical_name(name)}={size}" for name, size in spec.items())
+        sizes = {canonical_name(name): size for name, size in spec.items()}
+        return ",".join(f"{name}={size if isinstance(size, str) else f'{size}B'}" for name, size in sizes.items())
     if isinstance(spec, (list, tuple)):
         return ",".join(str(item) if isinstance(item, str) else canonical_name(item) for item in spec)
     return str(spec).strip()

@@ -1,12 +1,19 @@
 """Devices and the hardware table as tables for a terminal of 80 columns or more."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.hardware import hardware_table
+from autoshard.cluster.links import link_groups
 from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
 from autoshard.sizes import format_bytes, format_seconds
+
+FEW = 8
+"""Devices, and hosts, that are printed one by one."""
 
 
 def print_devices(console: Console, cluster: Cluster) -> None:
@@ -19,23 +26,39 @@ def print_devices(console: Console, cluster: Cluster) -> None:
         *([Column(title="Machine")] if hosts else []),
         Column(style="bright_black"),
     ]
-    rows = [
-        [
-            device.name,
+    rows = []
+    for alike in _folded(cluster.devices):
+        device, last = alike[0], alike[-1]
+        host = device.host if device.host == last.host else f"{device.host} to {last.host}"
+        rows.append([
+            device.name if len(alike) == 1 else f"{device.name} to {last.name}",
             device.kind,
             format_bytes(device.memory_bytes),
             format_number(device.flops("bfloat16") / 1e12),
             format_number(device.flops("float32") / 1e12),
             format_number(device.bytes_per_second / 1e9),
-            *([device.host] if hosts else []),
+            *([host] if hosts else []),
             "measured" if device.measured else "",
-        ]
-        for device in cluster.devices
-    ]
+        ])  # fmt: skip
     print_table(console, columns, rows)
     if len(cluster.devices) > 1:
         _print_links(console, cluster)
     print_sentences(console, "Notes", cluster.notes)
+
+
+def _folded(devices: Sequence[Device]) -> list[list[Device]]:
+    """Devices that follow each other and are alike, where there are many: those of a host, or of many hosts."""
+    hosts = len({device.host for device in devices})
+    folded: list[list[Device]] = []
+    for device in devices:
+        last = folded[-1][-1] if folded else None
+        if last is not None and len(devices) > FEW:
+            host = last.host if hosts > FEW else device.host
+            if replace(last, name=device.name, host=host) == replace(device, host=host) and host == last.host:
+                folded[-1].append(device)
+                continue
+        folded.append([device])
+    return folded
 
 
 def print_hardware(console: Console) -> None:
@@ -61,14 +84,11 @@ def print_hardware(console: Console) -> None:
 
 def _print_links(console: Console, cluster: Cluster) -> None:
     """Links folded by rate: one line for the many pairs that are alike."""
-    groups: dict[tuple[float, float], list[str]] = {}
-    for link in cluster.links:
-        key = (float(f"{link.bytes_per_second:.3g}"), float(f"{link.latency_seconds:.2g}"))
-        groups.setdefault(key, []).append(f"{link.source} -> {link.destination}")
     print_section(console, "Links")
     rows = []
-    for (rate, latency), pairs in sorted(groups.items(), reverse=True):
-        more = f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""
-        rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), ", ".join(pairs[:2]) + more])
+    for (rate, latency), (count, pairs) in sorted(link_groups(cluster).items(), reverse=True):
+        shown = ", ".join(f"{source} -> {destination}" for source, destination in pairs)
+        more = f" and {count - 2} more" if count > 2 else ""
+        rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), shown + more])
     columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
     print_table(console, columns, rows, INDENT)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.cluster.cluster import Cluster, Link
+from autoshard.cluster.cluster import Cluster, Link, Links
+from autoshard.cluster.links import make_links
 from autoshard.sizes import format_bytes
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.solve import can_fit, most_even
@@ -96,17 +97,22 @@ def round_up(nbytes: float) -> int:
 def with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
     """The cluster with more devices like one of its own, on the same links."""
     model = cluster.devices[device]
-    near = [link for link in cluster.links if model.name in (link.source, link.destination)]
+    implied = cluster.links if isinstance(cluster.links, Links) else None
+    links = list(implied.known.values() if implied is not None else cluster.links)
+    near = [link for link in links if model.name in (link.source, link.destination)]
     best = max(near, key=lambda link: link.bytes_per_second, default=None)
     peer = best or Link(source="", destination="", bytes_per_second=1e11, latency_seconds=1e-5)
     names = [f"{model.name} (copy {k + 1})" for k in range(count)]
-    links = list(cluster.links)
     for name in names:
         for link in near:
             copied = replace(link, source=name) if link.source == model.name else replace(link, destination=name)
             links.append(copied)
-        for other in (model.name, *names[: names.index(name)]):
+        for other in (model.name, *names[: names.index(name)]) if implied is None else ():
             links.append(replace(peer, source=name, destination=other))
             links.append(replace(peer, source=other, destination=name))
     copies = tuple(replace(model, name=name) for name in names)
-    return replace(cluster, devices=(*cluster.devices, *copies), links=tuple(links))
+    devices = (*cluster.devices, *copies)
+    if implied is None:
+        return replace(cluster, devices=devices, links=tuple(links))
+    known = {(link.source, link.destination): link for link in links}
+    return replace(cluster, devices=devices, links=make_links(devices, tuple(implied.hosts.values()), known))

@@ -5,6 +5,7 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, hardware_table
+from autoshard.cluster.links import link_groups
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
@@ -70,15 +71,11 @@ def _hardware(cluster: Cluster) -> list[dict[str, str]]:
 
 def _links(cluster: Cluster) -> list[tuple[str, str, str]]:
     """(rate, latency, pairs) of links that are alike."""
-    groups: dict[tuple[float, float], list[str]] = {}
-    for link in cluster.links:
-        key = (float(f"{link.bytes_per_second:.3g}"), float(f"{link.latency_seconds:.2g}"))
-        groups.setdefault(key, []).append(f"{link.source} → {link.destination}")
     return [
         (
             f"{format_number(rate / 1e9)} GB/s",
             format_seconds(latency),
-            ", ".join(pairs[:2]) + (f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""),
+            ", ".join(f"{a} → {b}" for a, b in pairs) + (f" and {count - 2} more" if count > 2 else ""),
         )
-        for (rate, latency), pairs in sorted(groups.items(), reverse=True)
+        for (rate, latency), (count, pairs) in sorted(link_groups(cluster).items(), reverse=True)
     ]

@@ -1,0 +1,169 @@
+"""Hosts of a cluster: how many cards each has, its network, and the levels that collectives are priced by."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
+from autoshard.cluster.links import ASSUMED_NIC_BYTES_PER_SECOND, link_groups
+from autoshard.cluster.parse import parse_devices
+from autoshard.cluster.topology import topology_of, unequal_reason
+from autoshard.engine.cards import card_of
+from autoshard.errors import SpecError
+
+GBIT = 1e9 / 8
+
+
+def sizes(cluster):
+    hosts = [device.host for device in cluster.devices]
+    assert hosts == sorted(hosts, key=lambda host: int(host.removeprefix("host")))
+    return [hosts.count(f"host{number}") for number in range(len(set(hosts)))]
+
+
+DIVIDED = {
+    "16xH100-80GB": [8, 8], "512xH100-80GB": [8] * 64, "12xH100-80GB": [6, 6], "20xH100-80GB": [7, 7, 6],
+    "16xRTX4090": [8, 8], "16x24GiB": [8, 8], "144xGB200": [72, 72], "16xH100,4 hosts of 2xT4": [8, 8, 2, 2, 2, 2],
+}  # fmt: skip
+AS_SAID = {
+    "8xH100-80GB": [8], "8xL4": [8], "1 host of 16xH100": [16], "2 hosts of 8xA100": [8, 8], "8xH100,1x12GiB": [9],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [*DIVIDED, *AS_SAID])
+def test_cards_are_divided_over_machines(spec):
+    cluster, hosts = parse_devices(spec), {**DIVIDED, **AS_SAID}[spec]
+    assert sizes(cluster) == hosts
+    assert cluster.names == tuple(f"cuda:{number}" for number in range(sum(hosts)))
+    assert any("hosts of" in note for note in cluster.notes) == (spec in DIVIDED)
+
+
+def test_the_memory_of_divided_machines_is_in_the_first():
+    cluster = parse_devices("16xH100-80GB,cpu=60GiB")
+    assert cluster.device("cpu").host == "host0" and cluster.device("cuda:15").host == "host1"
+
+
+def test_every_row_with_a_network_card_says_where_it_was_read():
+    for row in hardware_table().values():
+        assert bool(row.nic_bytes_per_second) <= bool(row.host_source), row.name
+        assert row.nics_per_host in (0, 1) or row.nic_bytes_per_second, row.name
+        assert row.peers_bytes_per_second >= row.peer_bytes_per_second, row.name
+
+
+@pytest.mark.parametrize(
+    ("spec", "nics", "rate"),
+    [
+        ("16xH100-80GB", 8, 400 * GBIT),
+        ("2 hosts of 4xH200", 4, 400 * GBIT),
+        ("16xA100-80GB", 8, 200 * GBIT),
+        ("16xV100", 1, 100 * GBIT),
+        ("16xL40S", 1, ASSUMED_NIC_BYTES_PER_SECOND),
+        ("2 hosts of 8xA100-40GB, 1600Gb/s", 8, 200 * GBIT),
+        ("2 hosts of 8xA100-40GB, 400 Gbps per host", 8, 50 * GBIT),
+        ("2 hosts of 8xA100-40GB,4x100Gb/s", 4, 100 * GBIT),
+        (["2 hosts of 8xL4", "25 GB/s per GPU"], 8, 200 * GBIT),
+        ("2 hosts of 8xL4, 0.2Tbit/s", 1, 200 * GBIT),
+    ],
+)
+def test_networks(spec, nics, rate):
+    cluster = parse_devices(spec)
+    for host in cluster.links.hosts.values():
+        assert (host.nics, host.nic_bytes_per_second) == (nics, pytest.approx(rate))
+    link = cluster.link(cluster.names[0], cluster.names[-1])
+    assert link.bytes_per_second == pytest.approx(rate * LINK_EFFICIENCY) and link.latency_seconds < 50e-6
+    topology = topology_of(cluster)
+    per_host = len(cluster.devices) // 2
+    assert (topology.hosts, topology.devices_per_host) == (2, per_host)
+    assert topology.network_bytes_per_second == pytest.approx(rate * min(1, nics / per_host))
+    said = [note for note in cluster.notes if "network" in note and "assumed" in note]
+    assert len(said) == ("," not in spec and not isinstance(spec, list))
+
+
+@pytest.mark.parametrize(
+    ("spec", "gigabytes"),
+    [
+        ("8xH100-80GB", 450),
+        ("8xH100-80GB, no nvlink", 32),  # half of PCIe 5 x16: both directions through the host's memory
+        ("4xRTX4090", 16),
+        ("4xRTX4090, no nvlink", 16),
+        ("2xA6000", 56.25),
+        ("4xA6000", 16),  # bridges join pairs only
+        ("8xMI300X", 448),
+        ("2xMI300X", 64),
+        ("8xV100", 150),
+    ],
+)
+def test_bandwidth_inside_of_a_host(spec, gigabytes):
+    assert topology_of(parse_devices(spec)).local_bytes_per_second == pytest.approx(gigabytes * 1e9)
+
+
+def test_links_that_are_known_scale_the_topology():
+    cluster = parse_devices("2 hosts of 2xH100-80GB")
+    slow = tuple(replace(link, bytes_per_second=link.bytes_per_second / 4) for link in cluster.links)
+    usual, found = topology_of(cluster), topology_of(replace(cluster, links=slow))
+    assert found.local_bytes_per_second == pytest.approx(usual.local_bytes_per_second / 4)
+    assert found.network_bytes_per_second == pytest.approx(usual.network_bytes_per_second / 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("1xH100-80GB,1xA100-80GB", "unequal"),
+        ("2x24GiB,1x12GiB", "cuda:2 has less memory than cuda:0"),
+        ("20xH100-80GB", "host2 has 6 devices and host0 has 7"),
+    ],
+)
+def test_unequal_clusters_have_no_topology(spec, says):
+    assert topology_of(parse_devices(spec)) is None and says in unequal_reason(parse_devices(spec))
+
+
+def test_memory_and_disk_are_no_ranks():
+    assert topology_of(parse_devices("8xH100-80GB,cpu=100GiB,disk=1TiB")) == topology_of(parse_devices("8xH100-80GB"))
+    assert topology_of(parse_devices("16xH100-80GB", simulated=True)) == topology_of(parse_devices("16xH100-80GB"))
+
+
+def test_a_card_has_the_published_peaks():
+    card = card_of(parse_devices("H100-80GB").devices[0])
+    assert (card.generation, card.flops_per_second, card.bytes_per_second) == ("sm90", 989.4e12, 3350e9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("2 hosts of 8xH100, fastGb/s", "'fastGb/s' is not the speed of a network.*1600Gb/s"),
+        ("2 hosts of 8xH100, 0Gb/s", "not the speed"),
+        ("2 hosts of 8xH100, 1600Gb", "bits"),
+        ("2 hosts of 8xH100, 9e99Gb/s", "not the speed"),
+        ("8xH100,400Gb/s,200Gb/s", "given twice"),
+        ("400Gb/s", "names no device"),
+        ("cuda:0=20", "no unit.*20GiB"),
+        ({"cuda:0": "20"}, "no unit"),
+        ("2x24", "no unit"),
+    ],
+)
+def test_wrong_words(spec, says):
+    with pytest.raises(SpecError, match=says):
+        parse_devices(spec)
+
+
+def test_hundreds_of_devices_have_no_table_of_links():
+    cluster = parse_devices("1024xH100-80GB, 8x400Gb/s")
+    data = cluster.to_dict()
+    assert data["links"] == [] and len(data["hosts"]) == 128
+    assert Cluster.from_dict(json.loads(json.dumps(data))) == cluster
+    assert not cluster.links._made  # no link was made yet
+    assert sum(count for count, _ in link_groups(cluster).values()) == len(cluster.links) == 1024 * 1023
+    assert not cluster.links._made
+
+
+def test_a_file_says_what_hosts_have():
+    entries = [{"name": f"cuda:{number}", "kind": "A100", "host": f"host{number // 2}"} for number in range(4)]
+    hosts = [{"name": "host0", "nics": 1, "nic_bytes_per_second": 1e9, "peer_links": False}]
+    cluster = Cluster.from_dict({"devices": entries, "hosts": hosts})
+    assert cluster.link("cuda:0", "cuda:1").bytes_per_second == pytest.approx(0.8 * 32e9)
+    assert cluster.link("cuda:2", "cuda:3").bytes_per_second == pytest.approx(0.8 * 300e9)
+    assert topology_of(cluster).network_bytes_per_second == 0.5e9
+    for wrong, says in (([{"name": "x"}], "no device"), ([{"name": "host0", "nic": 1}], "unknown"), ([1], "list")):
+        with pytest.raises(SpecError, match=says):
+            Cluster.from_dict({"devices": entries, "hosts": wrong})
