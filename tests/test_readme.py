@@ -1,4 +1,4 @@
-"""README.md is true: its Python runs and prints what it shows, its picture is the command's output, its commands exist."""
+"""README.md is true: its Python runs and prints what it shows, its picture is a command's output, commands exist."""
 
 import html
 import importlib.util
