@@ -118,7 +118,6 @@ class _Load:
                     while reader.is_alive():
                         reader.join(SHOWN_SECONDS)
                         self.show()
-                self.copier.finish()
             except BaseException as error:  # an interrupt, or the progress failed: the readers must not go on
                 self.error = self.error or error
                 raise
@@ -126,6 +125,7 @@ class _Load:
                 for reader in readers:
                     if reader.ident is not None:
                         reader.join()
+                self.copier.finish()  # also where it failed: nobody may free a target that is still written to
         if self.error is not None:
             raise self.error
 

@@ -4,9 +4,11 @@
     CopyAhead    a GPU: a thread copies on a stream of its own, through pinned memory; the computing stream waits for it
     ReadAhead    the CPU, from disk: threads have the pages of the file read, and copy them where a core is free
 
-`begin` starts, `take` waits and gives what is to be used instead of each parameter (None: itself), `done` ends.
+`begin` starts, `take` waits and gives what is to be used instead of each parameter (None: itself), `done` ends. Each
+thread that computes with them takes them, and says so when it has: threads may have streams of their own.
 """
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,8 +37,14 @@ class Carrier(Protocol):
     def copied(self, homes: Homes) -> list[torch.Tensor]:
         """Those of which copies are used, which would not see what is written to them later."""
 
-    def done(self, ticket: Any, used: bool) -> None:
-        """They are not needed any more; `used`: the current stream of the caller computed with them."""
+    def calls(self, running: bool) -> None:
+        """Whether a module runs from now on: between calls, code may write to parameters."""
+
+    def used(self) -> "tuple[Any, Any] | None":
+        """The current stream of the caller, which computed with them, and an event behind that; None without any."""
+
+    def done(self, ticket: Any, uses: Mapping[Any, Any]) -> None:
+        """They are not needed any more; `uses`: the last event of each stream that computed with them."""
 
 
 def carrier_for(device: torch.device) -> Carrier:
@@ -57,7 +65,7 @@ class CopyNow:
     def begin(self, homes: Homes) -> Copies:
         with torch.inference_mode(False), torch.no_grad():
             copies: Copies = [copy_tensor(home, self.device) for home in homes.tensors]
-        let_go(homes.regions)
+        let_go(homes.regions)  # in the thread that runs the model
         return copies
 
     def take(self, ticket: Copies) -> Copies:
@@ -66,7 +74,13 @@ class CopyNow:
     def copied(self, homes: Homes) -> list[torch.Tensor]:
         return homes.tensors
 
-    def done(self, ticket: Copies, used: bool) -> None:
+    def calls(self, running: bool) -> None:
+        pass
+
+    def used(self) -> None:
+        return None
+
+    def done(self, ticket: Copies, uses: Mapping[Any, Any]) -> None:
         ticket.clear()
 
 
@@ -111,18 +125,24 @@ class CopyAhead:
     def copied(self, homes: Homes) -> list[torch.Tensor]:
         return homes.tensors
 
-    def done(self, ticket: "Future[_Load]", used: bool) -> None:
+    def calls(self, running: bool) -> None:
+        self.reader.calls(running)
+
+    def used(self) -> tuple[Any, Any]:
+        stream = self.module.current_stream(self.device)
+        event = self.module.Event()
+        event.record(stream)
+        return stream, event
+
+    def done(self, ticket: "Future[_Load]", uses: Mapping[Any, Any]) -> None:
         if ticket.cancel():
             return
-        event = None
-        if used:
-            stream = self.module.current_stream(self.device)
-            event = self.module.Event()
-            event.record(stream)
+        if uses:
             for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
                 if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
-                    copy.record_stream(stream)
-        self.thread.submit(_free, ticket, event)
+                    for stream in uses:
+                        copy.record_stream(stream)
+        self.thread.submit(_free, ticket, list(uses.values()))
 
     def _load(self, homes: Homes, parts: "list[Future[None]]") -> _Load:
         for part in parts:
@@ -169,9 +189,9 @@ class CopyAhead:
         return self.staging[-1]
 
 
-def _free(ticket: "Future[_Load]", event: Any) -> None:
+def _free(ticket: "Future[_Load]", events: Sequence[Any]) -> None:
     """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
     if ticket.exception() is None:
-        if event is not None:
+        for event in events:
             event.synchronize()
         ticket.result().copies.clear()

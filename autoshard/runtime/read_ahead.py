@@ -10,7 +10,9 @@ to copy is more work in all: where every core computes it would take longer.
 import ctypes
 import mmap
 import os
+import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +33,41 @@ class Reader:
 
     let go of a │ c, 1st part │ d, 1st …        what goes, goes before the pages of the one after the next come,
                 │ c, 2nd part │ d, 2nd …        so no more of them are there than were planned
+
+    Pages that were written to are kept. What is written between looking at them and letting go would be lost, so this
+    is done only while a module runs, which needs its parameters as they are; code between calls may write to any.
     """
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(READERS, "autoshard-read")
         self.gone: Future[None] | None = None
+        self.lock = threading.Lock()
+        self.runs = False
+        self.waiting: list[Region] = []
 
     def begin(self, regions: list[Region]) -> "list[Future[None]]":
         return [self.threads.submit(_bring, part, self.gone) for part in parts(regions, READERS // 2)]
 
     def let_go(self, regions: list[Region]) -> None:
         if regions:
-            self.gone = self.threads.submit(let_go, regions)
+            self.gone = self.threads.submit(self.let_go_here, regions)
+
+    def let_go_here(self, regions: list[Region]) -> None:
+        """Let go of regions in this thread, or leave them to the next call of a module."""
+        with self.lock:
+            if self.runs:
+                let_go(regions)
+            else:
+                self.waiting += regions
+
+    def calls(self, running: bool) -> None:
+        """Whether a module runs from now on; waits for what is being let go of."""
+        with self.lock:
+            self.runs = running
+            regions = self.waiting if running else []
+            if running:
+                self.waiting = []
+        self.let_go(regions)
 
 
 def _bring(part: Region, after: "Future[None] | None") -> None:
@@ -83,8 +108,11 @@ class ReadAhead:
                 home = homes.tensors[index]
                 copies[index] = slab.tensor[begin : begin + home.nbytes].view(home.dtype).view(home.shape)
             writers = min(READERS, len(left))
-            slab.writers[:] = (submit(_copy_pieces, left, slab.memory, self.reads) for _ in range(writers))
-        others = [*self.reader.begin(transfer.in_place), *(submit(_clone, homes, i, copies) for i in transfer.cloned)]
+            slab.writers[:] = (submit(_copy_pieces, left, slab.memory, self.reads, self.reader) for _ in range(writers))
+        others = [
+            *self.reader.begin(transfer.in_place),
+            *(submit(_clone, homes, i, copies, self.reader) for i in transfer.cloned),
+        ]
         return _Reading(transfer, slab, copies, left, others)
 
     def take(self, ticket: _Reading) -> Copies:
@@ -95,7 +123,13 @@ class ReadAhead:
     def copied(self, homes: Homes) -> list[torch.Tensor]:
         return _transfer_of(homes).copied
 
-    def done(self, ticket: _Reading, used: bool) -> None:
+    def calls(self, running: bool) -> None:
+        self.reader.calls(running)
+
+    def used(self) -> None:
+        return None
+
+    def done(self, ticket: _Reading, uses: Mapping[Any, Any]) -> None:
         ticket.left.clear()  # of what was not waited for
         ticket.copies = []
         if ticket.slab is not None:
@@ -114,7 +148,7 @@ def _cores() -> int:
     return cores // max(int(processes), 1) if processes.isdecimal() else cores
 
 
-def _copy_pieces(left: deque[Piece], memory: mmap.mmap, reads: FileReads) -> None:
+def _copy_pieces(left: deque[Piece], memory: mmap.mmap, reads: FileReads, reader: Reader) -> None:
     """Copy pieces of files to a slab until none is left; pages that are brought for it are given back at once."""
     into, address = memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))
     while left:
@@ -127,10 +161,10 @@ def _copy_pieces(left: deque[Piece], memory: mmap.mmap, reads: FileReads) -> Non
         if not reads.read(region, into[begin : begin + region.nbytes], address + begin):
             bring([region])
             ctypes.memmove(address + begin, region.map.address + region.start, region.nbytes)
-            let_go([region])
+            reader.let_go_here([region])
 
 
-def _clone(homes: Homes, index: int, copies: Copies) -> None:
+def _clone(homes: Homes, index: int, copies: Copies, reader: Reader) -> None:
     home = homes.tensors[index]
     region = region_of(home)
     assert region is not None
@@ -138,4 +172,4 @@ def _clone(homes: Homes, index: int, copies: Copies) -> None:
     bring([region])
     with torch.no_grad():
         copies[index] = home.clone()
-    let_go([region])
+    reader.let_go_here([region])

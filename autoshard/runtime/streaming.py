@@ -44,7 +44,7 @@ class Slot:
         ticket: of the carrier.
         versions: of each parameter when the bringing began; `sample`: of the values that are copied.
         run: in which it began, None if outside of any.
-        users: calls in progress; `used`: there was one.
+        users: calls in progress; `uses`: stream that has computed with the copies -> an event behind that.
         homes: for each parameter that has the memory of a copy now, (its own memory, gradient, version of the copy).
     """
 
@@ -53,7 +53,7 @@ class Slot:
     sample: list[Any]
     run: int | None
     users: int = 0
-    used: bool = False
+    uses: dict[Any, Any] = field(default_factory=dict)
     homes: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = field(default_factory=dict)
 
 
@@ -77,9 +77,13 @@ class Streamer:
             if self.last is not None:
                 self.next[self.last] = path
             self.last = path
-            slot = self._ready(path, run)
-            slot.users, slot.used = slot.users + 1, True
-            self._fill(run, path, self.next.get(path, path))
+            self.carrier.calls(True)
+            try:
+                slot = self._ready(path, run)
+                slot.users += 1
+                self._fill(run, path, self.next.get(path, path))
+            finally:
+                self._note_calls()
 
     def leave(self, path: str, run: int | None) -> None:
         """A call of the module is over; with the last one, its parameters go home."""
@@ -88,6 +92,7 @@ class Streamer:
             if slot is None or slot.users == 0:
                 return
             slot.users -= 1
+            self._note_use(slot)
             if slot.users == 0:
                 self._go_home(slot)
                 following = self.next.get(path, path)
@@ -95,19 +100,24 @@ class Streamer:
                 if path not in wanted:
                     self._drop(path)
                 self._fill(run, *wanted)
+            self._note_calls()
 
     def close(self) -> None:
         """Put everything home, also for calls that an interrupt cut short, and let go of all copies."""
         with self.lock:
             for path, slot in list(self.slots.items()):
+                if slot.users:
+                    self._note_use(slot)
                 self._go_home(slot)
                 self._drop(path)
             self.homes.clear()
             self.last = None
+            self._note_calls()
 
     def _ready(self, path: str, run: int | None) -> Slot:
         slot = self.slots.get(path)
-        if slot is not None and slot.users:
+        if slot is not None and slot.users:  # by another thread, maybe: its stream has waited for the copies, not ours
+            self.carrier.take(slot.ticket)
             return slot
         if slot is not None and not self._is_fresh(path, slot, run):
             self._drop(path)
@@ -154,6 +164,14 @@ class Streamer:
                     slot.homes[id(parameter)] = parameter, home, grad, parameter._version
         return slot
 
+    def _note_calls(self) -> None:
+        self.carrier.calls(any(slot.users for slot in self.slots.values()))
+
+    def _note_use(self, slot: Slot) -> None:
+        use = self.carrier.used()
+        if use is not None:
+            slot.uses[use[0]] = use[1]
+
     def _go_home(self, slot: Slot) -> None:
         slot.users = 0
         if not slot.homes:
@@ -179,7 +197,7 @@ class Streamer:
 
     def _drop(self, path: str) -> None:
         slot = self.slots.pop(path)
-        self.carrier.done(slot.ticket, slot.used)
+        self.carrier.done(slot.ticket, slot.uses)
 
     def _is_fresh(self, path: str, slot: Slot, run: int | None) -> bool:
         """Whether the parameters still are what was brought; code outside of the forward may have written to them."""

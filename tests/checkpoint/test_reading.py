@@ -17,7 +17,7 @@ from autoshard.checkpoint.files import OpenFiles, read_fully
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.memory import Pages
 from autoshard.checkpoint.reading import read_into
-from autoshard.checkpoint.staging import copy_alone
+from autoshard.checkpoint.staging import Copier, copy_alone
 from autoshard.errors import CheckpointError
 from autoshard.sharding import even_shares, kept
 
@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path):
         assert target.tensor.is_meta or not target.tensor.any()
 
 
-def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path):
+def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path, monkeypatch):
     checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(1 << 20), v=torch.ones(3))
     seen: list[tuple[int, int]] = []
     targets = [Target(source=name, tensor=empty(source)) for name, source in plain(checkpoint).items()]
@@ -323,8 +323,11 @@ def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path)
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
+    finished = []  # copies that are on their way are waited for: whoever catches this may free the targets
+    monkeypatch.setattr(Copier, "finish", lambda copier: finished.append(copier))
     with pytest.raises(KeyboardInterrupt):
         read_into(checkpoint, plain(checkpoint), targets, progress=interrupt)
+    assert len(finished) == 1
 
 
 MEASURED = """

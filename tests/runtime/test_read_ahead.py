@@ -59,7 +59,7 @@ def test_a_model_may_go_while_the_next_module_comes(free, tmp_path):
         layer = on_disk(nn.Linear(1024, 1024), tmp_path)
         ahead = read_ahead.ReadAhead()
         for _ in range(2):
-            ahead.done(ahead.begin(Homes.of(layer.parameters())), used=False)
+            ahead.done(ahead.begin(Homes.of(layer.parameters())), {})
         del ahead, layer
         gc.collect()
 
@@ -74,7 +74,23 @@ def test_pieces_of_many_sizes_come_together_again(free, tmp_path):
     for parameter, copy, size in zip(model, copies or [None] * 5, (1, PIECE_BYTES // 2 + 3, 7, 90_001, 5), strict=True):
         assert torch.equal(parameter if copy is None else copy, torch.randn(size))
         assert (copy is not None) == free
-    ahead.done(ticket, used=True)
+    ahead.done(ticket, {})
+
+
+def test_pages_go_only_while_a_module_runs(tmp_path, monkeypatch):
+    """Code between calls may write to parameters, and what it writes while pages are given back would be lost."""
+    gone = []
+    monkeypatch.setattr(read_ahead, "let_go", lambda regions: gone.append((list(regions), reader.lock.locked())))
+    reader, regions = read_ahead.Reader(), [region_of(one) for one in on_disk(net(), tmp_path).parameters()]
+    reader.let_go(regions[:2])
+    reader.gone.result()
+    assert not gone
+    reader.calls(True)
+    reader.gone.result()
+    reader.let_go_here(regions[2:])
+    reader.calls(False)
+    reader.let_go_here(regions)
+    assert gone == [(regions[:2], True), (regions[2:], True)] and reader.waiting == regions
 
 
 def test_a_slab_is_for_modules_of_its_size():
