@@ -19,8 +19,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
+from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
 from autoshard.runtime.elementwise import check_elementwise, was_tried
+from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.slices import CutTensor
 
@@ -28,6 +30,11 @@ Cuts = dict[str, CutTensor]
 _models: "list[tuple[weakref.ref[nn.Module], Cuts, Ranks]]" = []
 _watching: list[Any] = []
 _staged: "list[tuple[weakref.ref[nn.Module], PipelineRecord]]" = []
+_steps: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
+_FIRST_STEPS, _EVERY = 8, 16
+"""In which steps gradients are compared between ranks."""
+_SMALL, _ROUNDING = 1 << 16, 1e-3
+"""Elements up to which a gradient is compared; how much its norm may differ, of itself."""
 
 
 def watch_norms(model: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
@@ -73,7 +80,8 @@ def _replace(own: bool) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse optimizers that would need whole parameters where some are cut."""
+    """Refuse optimizers that would need whole parameters where some are cut, and gradients that differ by rank."""
+    _check_alike(optimizer)
     if was_tried(optimizer):
         return
     cut: dict[int, int] = {}
@@ -82,6 +90,36 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         named = () if model is None else model.named_parameters()
         cut |= {id(parameter): cuts[name].dim for name, parameter in named if name in cuts}
     check_elementwise(optimizer, cut, closure=any(callable(one) for one in (*args[1:], kwargs.get("closure"))))
+
+
+def _check_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RankError` on all ranks of a cut model if gradients of what each has whole differ between them.
+
+    They do once code scales gradients by a norm of its own, which is one of a rank's parts. Looked at in the first
+    steps and now and then; what rounding makes of sums is far less.
+    """
+    number = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if number > _FIRST_STEPS and number % _EVERY:
+        return
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for reference, cuts, ranks in list(_models):
+        model = reference()
+        if model is None or not isinstance(ranks, ProcessRanks | LocalRanks):
+            continue
+        named = ((name, one) for name, one in model.named_parameters() if name not in cuts and id(one) in given)
+        whole = [one for _, one in named if one.numel() <= _SMALL and not one.is_meta]
+        if not whole:
+            continue
+        found = [one.grad.detach() for one in whole if one.grad is not None]
+        gradients = [gradient for gradient in found if gradient.layout is torch.strided]
+        norm = torch_private.total_norm(gradients, 2.0).to(whole[0].device)
+        first, *others = _over(ranks, norm).tolist()
+        if any(abs(other - first) > _ROUNDING * first for other in others):
+            raise RankError(
+                "gradients of parameters that all ranks have whole differ between the ranks. Code that scales "
+                "gradients by a norm of its own sees the parts of one rank: use torch.nn.utils.clip_grad_norm_, which "
+                "asks all of them. Or the ranks were given different inputs: call the model with the same on all."
+            )
 
 
 def _unscaled(
