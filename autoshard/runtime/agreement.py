@@ -45,12 +45,11 @@ def mark_of(
     model: nn.Module, cuts: Sequence[Cut], device: torch.device | None, streamed: Mapping[str, str] | None = None
 ) -> Mark:
     """Describe what this process is about to run; `device`: where it computes, if that is known."""
-    own = _generators(device)
     return Mark(
         plan=hashlib.sha256(repr((tuple(cuts), dict(streamed or {}))).encode()).hexdigest(),
         model=fingerprint(model),
         weights=_sampled(model),
-        random=(torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)])),
+        random=random_states(device),
     )
 
 
@@ -66,6 +65,21 @@ def _generators(device: torch.device | None) -> Any:
     if device is None or device.type in ("cpu", "meta"):
         return None
     return torch.get_device_module(device)
+
+
+def random_states(device: torch.device | None) -> tuple[torch.Tensor, ...]:
+    """The states of the random generators of the CPU and of a device."""
+    own = _generators(device)
+    return (torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)]))
+
+
+def set_random_states(states: Sequence[torch.Tensor], device: torch.device | None) -> None:
+    """Let the generators of the CPU and of a device go on from these states."""
+    first, *others = states
+    torch.set_rng_state(first)
+    own = _generators(device)
+    if own is not None and others:
+        own.set_rng_state(others[0], device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +116,7 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
         if error is None and verdict.problem:
             raise RankError(verdict.problem)
         if error is None and verdict.random:
-            first, *others = verdict.random
-            torch.set_rng_state(first)
-            own = _generators(device)
-            if own is not None and others:
-                own.set_rng_state(others[0], device)
+            set_random_states(verdict.random, device)
     if error is not None:
         raise error
 

@@ -181,5 +181,18 @@ def _check_not_cut(model: nn.Module) -> None:
 
 def _own_device(plan: Plan, rank: int) -> torch.device:
     """The device of one of several processes: on the CPU each has all of it."""
-    name = plan.devices[rank].name
+    name = own_name(plan, rank)
     return torch.device("cpu") if torch.device(name).type == "cpu" else resolve_device(name)
+
+
+def own_name(plan: Plan, rank: int) -> str:
+    """What the device of a rank is called on its own machine; over several machines a plan counts them on.
+
+    cuda:0, cuda:1 of the first of two, cuda:2, cuda:3 of the second  ->  cuda:0, cuda:1 on each
+    """
+    device = plan.devices[rank]
+    if len({one.host for one in plan.devices}) == 1:
+        return device.name
+    kind = device.name.partition(":")[0]
+    before = sum(one.host == device.host and one.name.partition(":")[0] == kind for one in plan.devices[:rank])
+    return f"{kind}:{before}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard import torch_private
-from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.collectives import ProcessRanks, lost
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +26,18 @@ class Made:
 def group_of(
     lists: Sequence[Sequence[int]], ranks: ProcessRanks, made: Made, backend: str | None = None
 ) -> ProcessRanks:
-    """Make a group of each list of ranks and return the one that this process is in; all ranks call it."""
+    """Make a group of each list of ranks and return the one that this process is in; all ranks call it.
+
+    Raises `RankError` if a rank is gone.
+    """
     store = torch_private.default_store()
     timeout = None if store is None else store.timeout  # that of `init_process_group`, which groups do not inherit
     own: Any = None
     for members in lists:
-        group = dist.new_group(list(members), timeout=timeout, backend=backend)
+        try:
+            group = dist.new_group(list(members), timeout=timeout, backend=backend)
+        except RuntimeError as error:  # it meets the others in the store
+            raise lost(ranks, error) from error
         if ranks.rank in members:
             own = ProcessRanks.of(group)
     made.groups.append(own)
@@ -50,7 +56,8 @@ def end_groups(made: Made, user: Any = None) -> None:
 
     `user`: of these groups, which needs them no more. Nothing of them may be under way.
     """
-    made.users.discard(user)
+    if user is not None:
+        made.users.discard(user)
     if made.users:
         gc.collect()  # a copy that is gone but for a cycle
     while made.groups and not made.users:

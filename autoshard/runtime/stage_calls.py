@@ -13,6 +13,7 @@ any, its process tells the others, each time.
 
 import contextlib
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch import nn
 from autoshard.errors import ApplyError, RankError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan import Plan
+from autoshard.runtime.agreement import random_states
 from autoshard.runtime.merging import merge
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.pipeline_record import PipelineRecord
@@ -114,26 +116,45 @@ class _Follow(DispatchMode):
         return func(*args, **kwargs)
 
 
+_TELLING = ("tolist", "numpy")
+_places = threading.local()
+"""`stack`: for each call in progress in this thread that is looked at, (wire, position), the innermost last."""
+_told_lock, _told = threading.Lock(), [0]
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    usual = getattr(torch.Tensor, name)
+
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        stack = getattr(_places, "stack", None)
+        if not stack:  # another thread, which reads what it likes
+            return usual(self, *args, **kwargs)
+        wire, position = stack[-1]
+        own = None if wire.position != position else usual(self, *args, **kwargs)
+        return wire.told(position, own)
+
+    return read
+
+
 @contextlib.contextmanager
 def _values_told(wire: Wire, position: int) -> Iterator[None]:
-    """Inside, `tolist` and `numpy`, which no mode sees, tell what they give, or ask for it."""
-
-    def telling(name: str) -> Callable[..., Any]:
-        usual = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            own = None if wire.position != position else usual(self, *args, **kwargs)
-            return wire.told(position, own)
-
-        return read
-
-    for name in ("tolist", "numpy"):
-        setattr(torch.Tensor, name, telling(name))
+    """Inside, `tolist` and `numpy` of this thread, which no mode sees, tell what they give, or ask for it."""
+    stack = vars(_places).setdefault("stack", [])
+    with _told_lock:
+        _told[0] += 1
+        if _told[0] == 1:
+            for name in _TELLING:
+                setattr(torch.Tensor, name, _telling(name))
+    stack.append((wire, position))
     try:
         yield
     finally:
-        for name in ("tolist", "numpy"):
-            delattr(torch.Tensor, name)
+        stack.pop()
+        with _told_lock:
+            _told[0] -= 1
+            if not _told[0]:
+                for name in _TELLING:
+                    delattr(torch.Tensor, name)
 
 
 class Follower:
@@ -213,7 +234,7 @@ class Follower:
         wire.inside, wire.watched, wire.path, wire.kind = position, watched, self.path, kind
         here = position == wire.position
         entry = Entry(wire, position, plain=here and not watched)
-        generator = torch.get_rng_state() if here and watched else None
+        before_draws = random_states(wire.device) if here and watched else ()
         if here and watched:
             change_kept((args, kwargs), wire.settled)
         try:
@@ -234,7 +255,8 @@ class Follower:
         if here and watched:
             change_kept((args, kwargs), plain)
         if watched and kind.may_draw:
-            drawn = generator is not None and not torch.equal(generator, torch.get_rng_state())
+            now = random_states(wire.device) if before_draws else ()
+            drawn = not all(map(torch.equal, before_draws, now))
             kind.draws = wire.told(position, drawn)
         if kind.draws:
             wire.share_generator(position)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError
+from autoshard.runtime.agreement import random_states, set_random_states
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.pipeline_record import PipelineRecord
@@ -190,8 +191,9 @@ class Wire:
         self._call(dist.broadcast, buffer, group=self.control.group, group_src=position)
 
     def share_generator(self, position: int) -> None:
-        """A position drew random numbers: all go on from where its generator is."""
-        torch.set_rng_state(self.told(position, torch.get_rng_state() if position == self.position else None))
+        """A position drew random numbers: all go on from where its generators are."""
+        own = random_states(self.device) if position == self.position else None
+        set_random_states(self.told(position, own), self.device)
 
     def _header(self, tensor: torch.Tensor | None, shape: Shape | None) -> torch.Tensor:
         header = torch.zeros(_HEADER, dtype=torch.int64)
@@ -241,13 +243,13 @@ def _said(shape: Shape) -> str:
 
 
 def _digest(inputs: list[torch.Tensor]) -> int:
-    """A number that is the same where the inputs are; values count for small integers on the CPU."""
+    """A number that is the same where the inputs are; values count for small integers (ids of tokens, masks)."""
     found = 0
     for tensor in inputs:
         found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
         whole = not tensor.is_floating_point() and not tensor.is_complex()
-        if whole and tensor.device.type == "cpu" and tensor.nbytes <= _SEED_BYTES and type(tensor) is torch.Tensor:
-            found = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), found)
+        if whole and tensor.nbytes <= _SEED_BYTES and type(tensor) is torch.Tensor:
+            found = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), found)
     return found
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoshard.batching import BatchAxis
@@ -26,6 +25,7 @@ from autoshard.plan import Plan
 from autoshard.runtime import apply_plan
 from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
+from autoshard.runtime.dispatch import own_place
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.sharded import whole_of
 from autoshard.sharding import even_shares
@@ -51,10 +51,14 @@ def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes
     if batch is None:
         raise VerifyError("the plan does not say how its batch is divided. Plan again.")
     ranks = ProcessRanks.of()
+    device, problem = own_place(plan, ranks, None)  # before anything is exchanged
+    if problem is not None:
+        raise problem
+    assert device is not None
     own = _own_rows(fresh(), plan, batch, work, ranks.rank)
     try:
         with CoarsestType() as types:
-            expected = dict(_original(fresh(), plan, batch, own, work))
+            expected = dict(_original(fresh(), plan, batch, own, work, ranks, device))
     except AutoshardError:
         raise
     except Exception as error:  # anything the user's forward may raise
@@ -70,7 +74,7 @@ def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes
         message = f"{type(error).__name__}: {error}"
         errors.first = Difference(during="forward", module="", output="", max_error=math.inf, message=message)
         errors.largest = errors.relative = math.inf
-    return _together(errors, work, notes)
+    return _together(errors, work, notes, ranks)
 
 
 def _own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: int) -> Call:
@@ -84,7 +88,9 @@ def _own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: 
     return part.args, part.kwargs
 
 
-def _original(model: nn.Module, plan: Plan, batch: BatchAxis, own: Call, work: Work) -> Iterator[tuple[Key, Result]]:
+def _original(
+    model: nn.Module, plan: Plan, batch: BatchAxis, own: Call, work: Work, ranks: ProcessRanks, device: torch.device
+) -> Iterator[tuple[Key, Result]]:
     """What a rank should have: outputs of its rows; gradients and parameters of all rows."""
     mesh = plan.mesh
     assert mesh is not None
@@ -97,10 +103,10 @@ def _original(model: nn.Module, plan: Plan, batch: BatchAxis, own: Call, work: W
     loss.backward()
     yield from _keyed(results_of("forward", "", "output", output))
     if mesh.data > 1:
-        weight = _weight(plan, _is_own(output))
+        weight = _weight(plan, _is_own(output), ranks.rank)
         for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
-            dist.all_reduce(gradient)
+            gradient = ranks.all_reduce(gradient.to(device)).to(parameter.device)
             parameter.grad = gradient / (mesh.pipeline * mesh.tensor) if parameter.requires_grad else None
     yield from _keyed(_trained(model, parameters, work))
 
@@ -169,7 +175,7 @@ def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
     return torch.stack([part.cpu() for part in parts]).sum()
 
 
-def _weight(plan: Plan, is_mean: bool) -> float:
+def _weight(plan: Plan, is_mean: bool, rank: int) -> float:
     """What the gradient of this replica counts in that of all: its share of the rows, or one of so many."""
     mesh = plan.mesh
     assert mesh is not None
@@ -177,7 +183,7 @@ def _weight(plan: Plan, is_mean: bool) -> float:
         return 1.0  # a sum over rows, which a schedule adds up
     if not mesh.shares:
         return 1.0 / mesh.data
-    return mesh.shares[mesh.place(dist.get_rank())[0]] / sum(mesh.shares)
+    return mesh.shares[mesh.place(rank)[0]] / sum(mesh.shares)
 
 
 def _key(one: Result) -> Key:
@@ -188,10 +194,9 @@ def _keyed(results: Any) -> Iterator[tuple[Key, Result]]:
     return ((_key(one), one) for one in results)
 
 
-def _together(errors: Errors, work: Work, notes: list[str]) -> Verification:
+def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:
     """The same verdict on all ranks: the first difference of the first rank that has one."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (errors.largest, errors.relative, errors.first))
+    rows: list[Any] = ranks.exchange((errors.largest, errors.relative, errors.first))
     first: Difference | None = None
     for rank, (_, _, found) in reversed(list(enumerate(rows))):
         if found is not None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import PlanError, RankError
 from autoshard.runtime.data_parallel import replica_record
+from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
 from tests.ranks import run_ranks
 from tests.runtime.test_lost_ranks import made
@@ -132,3 +134,77 @@ def sharded(path):
 
 def test_sharded_blocks_are_the_same_on_all_ranks(tmp_path):
     run_ranks(sharded, 2, tmp_path / "last")
+
+
+def own_norm():
+    """A norm that is one of a rank's parts: ranks scale what they have whole by other numbers."""
+    model, plan, given = made("columns")
+    autoshard.apply(model, plan)
+    _step_with_own_norm(model, given)
+
+
+def _step_with_own_norm(model, given):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**given)["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(0.01 / norm)
+    with pytest.raises(RankError, match=r"differ between the ranks.*use torch\.nn\.utils\.clip_grad_norm_"):
+        optimizer.step()
+
+
+def test_a_norm_of_parts_is_noticed():
+    run_ranks(own_norm, 2)
+    model, plan, given = made("columns")
+    devices = [dataclasses.replace(device, name=f"cpu:{rank}") for rank, device in enumerate(plan.devices)]
+    with autoshard.simulate("2x1GiB"):
+        autoshard.apply(model, dataclasses.replace(plan, devices=tuple(devices)))
+        _step_with_own_norm(model, given)
+
+
+class Reading(nn.Module):
+    """A layer whose code reads values, as another thread does meanwhile in one of the processes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.read = layer, []
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            thread = threading.Thread(target=lambda: self.read.append(torch.arange(3).tolist()))
+            thread.start()
+            thread.join()
+        return self.layer(x) * (len(x[0].tolist()) / 8)
+
+
+def reading_threads():
+    """What other threads read while a module of a pipeline is followed is theirs alone."""
+    model, plan, given = made("stages 2")
+    for index in (0, 3):
+        model.blocks[index] = Reading(model.blocks[index])
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(**given)["x"]
+        autoshard.apply(model, dataclasses.replace(plan, fingerprint=""))
+        for _ in range(2):
+            assert torch.allclose(model.eval()(**given)["x"], expected, atol=1e-6)
+    assert all(one == [0, 1, 2] for block in model.blocks for one in getattr(block, "read", ()))
+    assert not {"tolist", "numpy"} & vars(torch.Tensor).keys()
+
+
+def test_other_threads_read_for_themselves():
+    run_ranks(reading_threads, 2)
+
+
+def test_devices_of_several_machines_are_counted_on_each():
+    _, plan, _ = made("mesh")
+    hosts = [dataclasses.replace(plan.devices[0], name=f"cuda:{rank}", host=f"host{rank // 2}") for rank in range(4)]
+    assert [own_name(dataclasses.replace(plan, devices=tuple(hosts)), rank) for rank in range(4)] == [
+        "cuda:0", "cuda:1", "cuda:0", "cuda:1",
+    ]  # fmt: skip
+    alone = dataclasses.replace(plan, devices=(dataclasses.replace(hosts[3]),))
+    assert own_name(alone, 0) == "cuda:3"
