@@ -18,7 +18,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from published import RATES, Row, Unpriced, hardware_of, model_of, predicted, recipe_of
+from published import predicted
+from published_rows import THROUGHPUT, Row, Unpriced, dimensions_of, hardware_of, recipe_of, run_of, work_of
 from scipy.optimize import least_squares
 
 import autoshard.engine.efficiency as efficiency
@@ -37,22 +38,22 @@ BOUNDS = {
 
 def fitted_on(row: Row) -> bool:
     """Whether a run is one that is fitted on: half of them, by their names."""
-    return hashlib.sha256(row["id"].split(":")[0].encode()).digest()[0] % 2 == 0
+    return hashlib.sha256(run_of(row).encode()).digest()[0] % 2 == 0
 
 
 def cases_of(rows: Sequence[Row]) -> Mapping[tuple[str, str], list[tuple[Row, Any]]]:
     """(generation, stack) -> runs with what prices them; one throughput of each run."""
     found: dict[tuple[str, str], dict[str, tuple[Row, Any]]] = defaultdict(dict)
     for row in rows:
-        if row["metric"] not in (*RATES, "mfu", "hardware_tflops_per_gpu", "model_tflops_per_gpu"):
+        if row["metric"] not in THROUGHPUT:
             continue
         try:
-            recipe, work = recipe_of(row), model_of(row)
+            recipe, work = recipe_of(row), work_of(dimensions_of(row))
             card, topology = hardware_of(row)
         except (Unpriced, AutoshardError):
             continue
         key = (card.generation, recipe.stack)
-        found[key].setdefault(row["id"].split(":")[0], (row, (work, recipe, card, topology)))
+        found[key].setdefault(run_of(row), (row, (work, recipe, card, topology)))
     return {key: list(runs.values()) for key, runs in found.items()}
 
 
@@ -70,7 +71,7 @@ def fit(key: tuple[str, str], cases: Sequence[tuple[Row, Any]]) -> tuple[Efficie
         logs = []
         for row, (work, recipe, card, topology) in cases:
             try:
-                value = predicted(row, price_step(work, recipe, card, topology), work, recipe, card)
+                value = predicted(row, price_step(work, recipe, card, topology), work, recipe)
             except AutoshardError:
                 continue
             logs.append(log(value / float(row["value"])))

@@ -6,10 +6,10 @@ Every tensor of an op knows which mesh dimensions divide it: a tensor with sampl
 micro-batches and context parallelism, one that is cut by tensor parallelism has `cut`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.axes.batch import follow, walk_all
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
@@ -21,20 +21,14 @@ from autoshard.errors import PlanError
 Kind = Literal["matmul", "attention", "loss", "lookup", "other"]
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 LOSSES = ("cross_entropy_loss", "nll_loss", "_log_softmax", "log_softmax")
-# What autograd keeps for the backward of an op in eager mode: its derivative formula reads these
-# (tools/autograd/derivatives.yaml of torch).
-KEEPS_INPUTS = (
-    "div", "pow", "silu", "gelu", "relu", "softplus", "layer_norm", "rms_norm", "native_layer_norm", "matmul",
-    "bmm", "baddbmm", "linear", "addmm", "mm", "einsum", "conv", "square", "_grouped_mm", "grouped_mm",
-)  # fmt: skip
-KEEPS_OUTPUTS = ("softmax", "_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "log_softmax", "_log_softmax")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """A tensor as an op reads or makes it.
 
-    `storage`: which one it is in, so that views count once; `numel`: for the samples that were traced.
+    `storage`: which one it is in, so that views count once; `numel`: for the samples that were traced; `experts`: of
+    how many experts it is the weights, 0 otherwise.
     """
 
     storage: int
@@ -43,6 +37,7 @@ class TensorPart:
     batch: bool = False
     cut: bool = False
     weight: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +54,11 @@ class OpWork:
     outputs: tuple[TensorPart, ...] = ()
     free: bool = False
     causal: bool = False
+
+    @property
+    def experts(self) -> int:
+        """How many experts' weights it reads."""
+        return max((part.experts for part in self.inputs), default=0)
 
     @property
     def cut(self) -> bool:
@@ -78,8 +78,14 @@ class Block:
     Attributes:
         count: how many there are; trainable: elements of their parameters, of one of them; cut: those of them that
             tensor parallelism divides; most_shares: over how many ranks at most.
-        reduces: all-reduces of tensor parallelism in one forward of one layer; reduced: elements of each, in all.
+        shared: elements of parameters that an earlier block reads, too (tied weights).
+        experts: how many experts a token is routed to some of, 0 without; expert_elements: of all of them in one layer;
+            expert_cut: those of them that tensor parallelism divides; routed_elements: of what is sent to experts.
+        reduces: all-reduces of tensor parallelism in one forward of one layer; reduced_elements: of all of them;
+            gathered_elements: of what its ranks put together.
         input_elements: what the block before hands over, for the samples that were traced.
+        itemsize: bytes per element of most activations, as traced.
+        known: what was computed of it before.
     """
 
     path: str
@@ -91,6 +97,19 @@ class Block:
     reduces: int
     reduced_elements: int
     input_elements: int
+    gathered_elements: int = 0
+    shared: int = 0
+    experts: int = 0
+    expert_elements: int = 0
+    expert_cut: int = 0
+    routed_elements: int = 0
+    itemsize: int = 2
+    known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def layer(self) -> bool:
+        """Whether it is a layer, not what comes before or after all of them."""
+        return self.path not in ("first", "last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +123,7 @@ class ModelWork:
     @property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(block.count * block.trainable for block in self.blocks)
+        return sum(block.count * block.trainable - block.shared for block in self.blocks)
 
 
 def model_work(graph: ModelGraph, samples: int, tokens: int, *, causal: bool = True) -> ModelWork:
@@ -119,11 +138,11 @@ def model_work(graph: ModelGraph, samples: int, tokens: int, *, causal: bool = T
         raise PlanError("no input has a dimension for the batch: it can't be priced for other batches.")
     batch = {value for value in walk.axes if walk.cut_dims(value, rows.leaf)}
     found = find_groups(graph)
-    blocks = [
-        made
-        for path, count, indices in _sections(graph, found)
-        if (made := _block(graph, batch, _chosen(found, path), path, count, indices, causal)) is not None
-    ]
+    blocks: list[Block] = []
+    seen: set[int] = set()
+    for path, count, indices in _sections(graph, found):
+        if indices:
+            blocks.append(_block(graph, batch, _chosen(found, path), path, count, indices, causal, seen))
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens)
 
 
@@ -140,31 +159,52 @@ def _sections(graph: ModelGraph, found: AxisGroups) -> Iterator[tuple[str, int, 
 
 def _chosen(found: AxisGroups, path: str) -> list[AxisGroup]:
     """Groups of a section that are cut together: those that save most per collective, none that conflict."""
-    section = OUTSIDE if path in ("first", "last") else path
     chosen: list[AxisGroup] = []
-    candidates = [group for group in found.groups if section in group.blocks]
-    for group in sorted(candidates, key=lambda group: -group.nbytes / (1 + group.reductions + group.gathers)):
+    if path in ("first", "last"):  # modules outside of layers may be cut alone: a table, a head
+        layers = tuple(name for region in found.regions if region.path != OUTSIDE for name in region.paths)
+        candidates = [group for group in found.groups if not _within(group.blocks[0], layers)]
+    else:
+        candidates = [group for group in found.groups if path in group.blocks]
+    for group in sorted(candidates, key=lambda group: -group.nbytes / (1 + 2 * group.reduced_bytes + _gathered(group))):
         if all(group.index not in other.conflicts for other in chosen):
             chosen.append(group)
     return chosen
 
 
+def _within(path: str, layers: Sequence[str]) -> bool:
+    """Whether a module is a layer or inside of one."""
+    return any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+
+
+def _gathered(group: AxisGroup) -> int:
+    """Bytes that are put together in one forward of one block."""
+    return group.gathered_bytes + group.added_bytes
+
+
 def _block(
     graph: ModelGraph, batch: set[int], groups: Sequence[AxisGroup], path: str, count: int, indices: Sequence[int],
-    causal: bool,
-) -> Block | None:  # fmt: skip
-    if not indices:
-        return None
-    cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.leaf)}
+    causal: bool, earlier: set[int],
+) -> Block:  # fmt: skip
+    """One block; `earlier`: the parameters that blocks before it read, to which its own are added."""
     tensors = {tensor.value: tensor for tensor in graph.tensors}
+    stored = {graph.values[value].storage for value in tensors}
     read = {value for index in indices for value in graph.ops[index].inputs if value in tensors}
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
+    groups = [group for group in groups if any(group.walk.cut_dims(value, group.leaf) for value in read)]
+    cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.leaf)}
+    experts = {
+        graph.values[op.inputs[1]].storage: graph.values[op.inputs[1]].shape[0]
+        for op in (graph.ops[index] for index in indices)
+        if name_of(op).endswith("grouped_mm") and len(graph.values[op.inputs[1]].shape) == 3
+    }
 
     def part(value: int) -> TensorPart:
         seen = graph.values[value]
+        weight = seen.storage in stored
         return TensorPart(
             storage=seen.storage, numel=prod(seen.shape), itemsize=seen.dtype.itemsize,
-            batch=value in batch, cut=value in cut, weight=value in tensors,
+            batch=value in batch, cut=value in cut, weight=weight,
+            experts=experts.get(seen.storage, 0) if weight else 0,
         )  # fmt: skip
 
     ops = [_op(graph, graph.ops[index], part, causal) for index in indices]
@@ -175,6 +215,10 @@ def _block(
         for value in graph.ops[index].inputs
         if value in batch and value not in made and graph.values[value].dtype.is_floating_point
     ]
+    routed = [op.m * op.k for op in ops if op.experts]
+    of_experts = [tensor for tensor in parameters if graph.values[tensor.value].storage in experts]
+    tied = [tensor for tensor in parameters if tensor.value in earlier]
+    earlier.update(tensor.value for tensor in parameters)
     return Block(
         path=path,
         count=count,
@@ -184,7 +228,14 @@ def _block(
         most_shares=min((group.size for group in groups), default=1),
         reduces=sum(group.reductions for group in groups),
         reduced_elements=sum(group.reduced_bytes for group in groups) // _itemsize(ops),
+        gathered_elements=sum(_gathered(group) for group in groups) // _itemsize(ops),
         input_elements=max(given, default=0),
+        shared=sum(prod(tensor.shape) for tensor in tied),
+        experts=max(experts.values(), default=0),
+        expert_elements=sum(prod(tensor.shape) for tensor in of_experts),
+        expert_cut=sum(prod(tensor.shape) for tensor in of_experts if tensor.value in cut),
+        routed_elements=routed[0] if routed else 0,
+        itemsize=_itemsize(ops),
     )
 
 
@@ -218,75 +269,3 @@ def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], causal: bo
         name=name, kind=kind, flops=op.flops, m=m, n=n, k=k, inputs=inputs, outputs=outputs, free=free,
         causal=is_causal,
     )  # fmt: skip
-
-
-def kept_parts(block: Block, *, fused: bool) -> dict[int, TensorPart]:
-    """Activations of one layer that are kept for its backward, by storage.
-
-    `fused`: a compiler recomputes in backward what element-wise ops made, where what they read is kept anyway or is no
-    larger; else each op keeps what its derivative reads.
-    """
-    needed: dict[int, TensorPart] = {}
-    for op in block.ops:
-        for part in _read_by_derivative(op):
-            known = needed.get(part.storage)
-            if part.batch and not part.weight and part.itemsize > 1 and (known is None or known.numel < part.numel):
-                needed[part.storage] = part
-    if not fused:
-        return needed
-    made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
-    kept = {storage: part for storage, part in needed.items() if _is_source(made_by.get(storage))}
-    for storage, part in needed.items():
-        if storage not in kept:
-            missing = {one.storage: one for one in _sources(part, made_by) if one.storage not in kept}
-            if sum(one.numel for one in missing.values()) < part.numel:
-                kept.update(missing)
-            else:
-                kept[storage] = part
-    return kept
-
-
-def _read_by_derivative(op: OpWork) -> Iterator[TensorPart]:
-    """Tensors that the derivative of an op reads."""
-    if op.free:
-        return
-    if op.kind == "attention":
-        yield from (*op.inputs, *op.outputs)
-    elif op.kind == "loss":
-        yield from op.inputs
-    elif op.name == "mul":
-        for part, other in zip(op.inputs, reversed(op.inputs), strict=True):
-            if other.batch or other.weight:
-                yield part
-    elif op.name.startswith(KEEPS_INPUTS):
-        yield from op.inputs
-    elif op.name.startswith(KEEPS_OUTPUTS):
-        yield from op.outputs
-
-
-def _is_source(op: OpWork | None) -> bool:
-    """Whether an op is too dear to be run again: a product, or what another block did."""
-    return op is None or op.kind in ("matmul", "attention", "lookup")
-
-
-def _sources(part: TensorPart, made_by: Mapping[int, OpWork]) -> list[TensorPart]:
-    """What a tensor can be computed from again by element-wise ops."""
-    found: dict[int, TensorPart] = {}
-    seen: set[int] = set()
-    waiting = [part]
-    while waiting:
-        one = waiting.pop()
-        if one.storage in seen:
-            continue
-        seen.add(one.storage)
-        op = made_by.get(one.storage)
-        if _is_source(op):
-            found[one.storage] = one
-        elif op is not None:
-            waiting += [given for given in op.inputs if given.batch and not given.weight]
-    return list(found.values())
-
-
-def elements(parts: Mapping[int, TensorPart]) -> int:
-    """Elements of tensors in all, of the whole."""
-    return sum(part.numel for part in parts.values())

@@ -49,3 +49,7 @@ def efficiency_of(generation: str, stack: str) -> Efficiency:
     """The row of a generation and a stack; that of "any" generation where a card has none of its own."""
     table = efficiency_table()
     return table.get((generation, stack)) or table["any", stack]
+
+
+GRAPH_KERNEL_SECONDS = 1.5e-6
+"""Seconds between two kernels on the device, where the host has launched both long before (CUDA graphs, too)."""

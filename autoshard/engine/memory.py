@@ -1,34 +1,46 @@
-"""Bytes of one rank, by kind: states for good, activations as far as they are kept, and what comes and goes.
+"""Bytes of one rank over a training step, by kind.
 
-A step is fullest either where the loss is made, with the activations of all layers and some copies of the logits, or in
-the backward of a layer, with what it recomputes and the gradients of its parameters.
+    before │ forward ──▶ at the loss │ backward ──▶ its end │ optimizer
+           │ activations grow        │ gradients grow       │ gradients shrink
+           │ logits and their copies │ recomputed layer     │
+
+States are there for good. Peaks are where the loss is made, in the first backward of a layer, or at the end of it, when
+all gradients are there and the largest are reduced.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autoshard.engine.blocks import Block, kept_parts
+from autoshard.engine.blocks import Block
+from autoshard.engine.local import Share, sums_of
 from autoshard.engine.recipe import Recipe
-from autoshard.engine.timing import Share
 
 CONTEXT_BYTES = 768 * 2**20
 """Context and kernels of a process on a card, outside of torch's allocator."""
+COMMUNICATOR_BYTES = 256 * 2**20
+"""Buffers of the collectives' library for each mesh dimension of more than one rank, outside of the allocator."""
 WORKSPACE_BYTES = 64 * 2**20
 """Of the matrix library, inside of it."""
+RESERVED_PART, RESERVED_BYTES = 1.02, 512 * 2**20
+"""What the allocator holds: pieces that fit no tensor grow with what is allocated, and some are there in any case."""
 GATHERED_LAYERS = 2
 """Layers whose whole parameters lie on a rank at one time: the one that is computed, and the next."""
 
+Stage = Sequence[tuple[Block, int]]
+"""Blocks of one stage, and how many of each are in it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes at the peak of a step, by kind; `allocated` is what torch's allocator says, `reserved` what it holds."""
+class Moment:
+    """Bytes by kind at one moment of a step."""
 
+    name: str
     weights: float
-    gradients: float
     optimizer: float
-    activations: float
-    unsharded: float
-    transient: float
+    gradients: float = 0.0
+    activations: float = 0.0
+    unsharded: float = 0.0
+    transient: float = 0.0
 
     @property
     def kinds(self) -> Mapping[str, float]:
@@ -36,82 +48,170 @@ class Memory:
         return {
             "weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer,
             "activations": self.activations, "unsharded parameters": self.unsharded, "transient": self.transient,
+            "workspace": float(WORKSPACE_BYTES),
         }  # fmt: skip
 
     @property
     def allocated(self) -> float:
-        return sum(self.kinds.values()) + WORKSPACE_BYTES
+        """What torch's allocator has handed out."""
+        kinds = self.weights + self.gradients + self.optimizer + self.activations + self.unsharded + self.transient
+        return kinds + WORKSPACE_BYTES
 
 
-def local_elements(block: Block, recipe: Recipe) -> float:
-    """Elements of the parameters of one layer on a tensor-parallel rank, unsharded by FSDP."""
-    return block.trainable - block.cut_elements * (1 - 1 / recipe.tp)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of a rank over a step: `curve` has the moments between which they rise and fall.
+
+    `outside`: context and buffers of collectives, which torch's allocator does not see.
+    """
+
+    curve: tuple[Moment, ...]
+    outside: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment."""
+        return max(self.curve, key=lambda moment: moment.allocated)
+
+    @property
+    def kinds(self) -> Mapping[str, float]:
+        """By name, at the peak."""
+        return self.peak.kinds
+
+    @property
+    def allocated(self) -> float:
+        """What torch's allocator has handed out at the peak."""
+        return self.peak.allocated
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator holds of the device."""
+        return RESERVED_PART * self.allocated + RESERVED_BYTES
+
+    @property
+    def used(self) -> float:
+        """What is taken of the device, as a driver's tool shows it."""
+        return self.reserved + sum(self.outside.values())
+
+
+def outside_bytes(recipe: Recipe) -> dict[str, float]:
+    """Context of the process, and buffers of its communicators."""
+    groups = sum(degree > 1 for degree in recipe.mesh.values())
+    return {"context": float(CONTEXT_BYTES), "collectives' buffers": float(groups * COMMUNICATOR_BYTES)}
+
+
+def local_elements(block: Block, recipe: Recipe) -> tuple[float, float]:
+    """Elements of one layer on a rank before FSDP: (outside of experts, of its experts)."""
+    dense = float(block.trainable - block.expert_elements)
+    dense -= (block.cut_elements - block.expert_cut) * (1 - 1 / recipe.tp)
+    experts = float(block.expert_elements)
+    if recipe.expert_tp > 1:
+        experts -= block.expert_cut * (1 - 1 / recipe.expert_tp)
+    return dense, experts / recipe.ep
+
+
+def held_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
+    """The same for a whole stage; tied weights once where both ends are on it."""
+    dense = experts = 0.0
+    paths = {block.path for block, _ in stage}
+    for block, count in stage:
+        one, of_experts = local_elements(block, recipe)
+        if block.shared and ("first" in paths or block.path == "first"):
+            one -= block.shared / (recipe.tp if block.cut_elements else 1)
+        dense, experts = dense + count * one, experts + count * of_experts
+    return dense, experts
 
 
 def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of activations that one layer keeps for its backward."""
-    if recipe.recompute == "full" and block.count > 1:
+    sums = sums_of(block)
+    if recipe.recompute == "full" and block.layer:
         return _input_bytes(block, share, recipe)
-    parts = kept_parts(block, fused=recipe.stack != "eager")
-    if recipe.recompute == "selective" and block.count > 1:
-        # Kept are what attention makes, and every second product; the rest is computed again from the layer's input.
-        products = [part for op in block.ops if op.kind == "matmul" for part in op.outputs]
-        attention = [part for op in block.ops if op.kind == "attention" for part in op.outputs]
-        return _input_bytes(block, share, recipe) + share.nbytes(products[::2]) + share.nbytes(attention)
-    return share.nbytes(parts.values())
+    if recipe.recompute == "selective" and block.layer:
+        return _input_bytes(block, share, recipe) + sums.selective.on(share)
+    return _all_kept(block, share, recipe)
+
+
+def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
+    sums = sums_of(block)
+    if recipe.stack == "fused":
+        return sums.regathered.on(share)
+    return sums.kept_of(fused=recipe.stack == "compiled").on(share)
 
 
 def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
-    part = block.input_elements * share.samples / share.cp * recipe.precision.compute
+    part = block.input_elements * share.rows * recipe.precision.compute
     return part / (recipe.tp if recipe.sequence_parallel else 1)
 
 
-def step_memory(stage: Sequence[Block], share: Share, recipe: Recipe, in_flight: int) -> Memory:
-    """Bytes of a rank of one pipeline stage at the fullest moment of a training step."""
+def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) -> Memory:
+    """Bytes of a rank of one pipeline stage over a training step, `in_flight` micro-batches of activations at most."""
     precision = recipe.precision
-    held = sum(block.count * local_elements(block, recipe) for block in stage)
-    shard = held / recipe.fsdp
-    optimizer = shard * precision.optimizer_bytes / (recipe.dp if recipe.zero else 1)
-    largest = max((local_elements(block, recipe) for block in stage), default=0.0)
-    unsharded = 0.0
-    if recipe.fsdp > 1:
-        ordered = sorted(
-            (local_elements(block, recipe) for block in stage for _ in range(min(2, block.count))), reverse=True
-        )
-        unsharded = sum(ordered[:GATHERED_LAYERS]) * precision.compute
-    activations = in_flight * sum(block.count * kept_bytes(block, share, recipe) for block in stage)
-    gradients = shard * precision.gradients
-    if recipe.accumulate_unsharded and recipe.num_microbatches > 1:
-        gradients += held * precision.compute
-    at_loss = max((_loss_bytes(block, share, recipe) for block in stage), default=0.0)
-    in_backward = max((_backward_bytes(block, share, recipe) for block in stage), default=0.0)
-    if recipe.fsdp > 1:
-        in_backward += largest * (precision.compute + precision.reduce)
-    return Memory(
-        weights=shard * precision.parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        unsharded=unsharded,
-        transient=max(at_loss, in_backward),
+    dense, experts = held_elements(stage, recipe)
+    shard = dense / recipe.shards + experts / recipe.expert_shards
+    replicas = recipe.dp if recipe.zero else 1
+    optimizer = precision.optimizer_bytes * (
+        dense / recipe.shards / replicas + experts / recipe.expert_shards / max(1, replicas // recipe.ep)
     )
+    fixed = {"weights": shard * precision.parameters, "optimizer": optimizer}
+    sharded, whole = shard * precision.gradients, 0.0
+    if recipe.gathers_once and recipe.num_microbatches > 1:
+        whole = (dense + experts) * precision.reduce
+    # Gradients of a step before, or of micro-batches before, are there when the fullest micro-batch is.
+    earlier = whole or (sharded if recipe.num_microbatches > 1 or recipe.shards == 1 else 0.0)
+    largest, outer, at_loss = _unsharded(stage, recipe)
+    kept = in_flight * sum(count * kept_bytes(block, share, recipe) for block, count in stage)
+    loss = max((_loss_bytes(block, share, recipe) for block, _ in stage), default=0.0)
+    backward = max((_backward_bytes(block, share, recipe) for block, _ in stage if block.layer), default=0.0)
+    reducing = largest * (precision.compute + precision.reduce) if recipe.shards > 1 else 0.0
+    first_reducing = outer * (precision.compute + precision.reduce) if recipe.shards > 1 else 0.0
+    optimizer_copies = 0.0
+    curve = (
+        Moment(name="before", **fixed, gradients=earlier),
+        Moment(name="loss", **fixed, gradients=earlier, activations=kept, unsharded=at_loss, transient=loss),
+        Moment(
+            name="backward of a layer", **fixed, gradients=earlier, activations=kept, unsharded=at_loss,
+            transient=backward + reducing,
+        ),
+        Moment(
+            name="end of backward", **fixed, gradients=max(sharded, earlier),
+            unsharded=outer * precision.compute if recipe.shards > 1 else 0.0, transient=first_reducing,
+        ),
+        Moment(name="optimizer", **fixed, gradients=sharded, transient=optimizer_copies),
+    )  # fmt: skip
+    return Memory(curve=curve, outside=outside_bytes(recipe))
+
+
+def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
+    """Elements of the largest layer, of the largest block outside of layers; bytes that are whole at the loss."""
+    each = [(block, sum(local_elements(block, recipe)), count) for block, count in stage]
+    largest = max((elements for block, elements, _ in each if block.layer), default=0.0)
+    outer = [elements for block, elements, _ in each if not block.layer]
+    if recipe.shards < 2:
+        return largest, max(outer, default=0.0), 0.0
+    if recipe.gathers_once:
+        dense, experts = held_elements(stage, recipe)
+        return largest, max(outer, default=0.0), (dense + experts) * recipe.precision.compute
+    layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)
+    whole = sum(outer) + min(GATHERED_LAYERS, layers) * largest
+    return largest, max(outer, default=0.0), whole * recipe.precision.compute
 
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """What lies beside the kept activations where a loss is made: more copies of its input, and its gradient."""
-    inputs = [max(op.inputs, key=lambda part: part.numel) for op in block.ops if op.kind == "loss"]
-    if not inputs:
+    logits = sums_of(block).logits.on(share)
+    if not logits:
         return 0.0
-    logits = max(share.part(part) for part in inputs) * (1 if recipe.loss_parallel else share.tp)
+    # The loss reads 4 bytes per element, which are kept; sequence parallelism does not divide them, vocabulary does.
+    if recipe.sequence_parallel and recipe.tp > 1 and not recipe.loss_parallel:
+        logits *= recipe.tp
     copies = (4 + recipe.precision.compute) if recipe.stack != "eager" else (4 + 4 + recipe.precision.compute)
-    return logits * copies
+    return logits / (4 * share.scale) * copies
 
 
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """What the backward of one layer needs for a time: what it recomputes, and gradients of its largest tensors."""
-    if recipe.recompute == "none" or block.count == 1:
-        again = 0.0
-    else:
-        again = share.nbytes(kept_parts(block, fused=recipe.stack != "eager").values())
-    widest = sorted((share.nbytes([part]) for op in block.ops for part in op.outputs), reverse=True)
-    return again + sum(widest[:2])
+    again = 0.0
+    if recipe.recompute != "none":
+        again = _all_kept(block, share, recipe)
+    return again + sums_of(block).widest.on(share)

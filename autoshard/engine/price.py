@@ -1,22 +1,20 @@
 """Price a training step: model, recipe and cluster → seconds and bytes of every class of equal ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autoshard.cluster.topology import Group, Topology, group_of
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import Efficiency, efficiency_of
-from autoshard.engine.memory import CONTEXT_BYTES, Memory, local_elements, step_memory
-from autoshard.engine.programs import Layer, pass_program, play
+from autoshard.engine.local import Share, cache_elements
+from autoshard.engine.memory import Memory, Stage, held_elements, local_elements, step_memory
+from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
-from autoshard.engine.timing import Card, Share, layer_seconds
+from autoshard.engine.timing import Card, layer_seconds
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import Order, in_flight, make_order
-from autoshard.schedules.simulate import Times, simulate
+from autoshard.schedules.orders import check_schedule
 
-STEADY = 2
-"""Micro-batches, as a multiple of the stages, after which a schedule repeats itself."""
 OPTIMIZER_TRAFFIC = 2.0
 """Bytes read and written by a fused optimizer step for each byte of states, parameters and gradients."""
 
@@ -28,7 +26,9 @@ class StepEstimate:
     Attributes:
         seconds: of one step; compute_seconds: of the busiest rank's kernels; exposed_seconds: in which it waits for
             communication; bubble: part of the step in which the pipeline leaves ranks idle.
-        memory: of the fullest rank; reserved_bytes: what the allocator holds of the device; fits: within the card.
+        memory: of the fullest rank over the step; reserved_bytes: what the allocator holds of the device; fits: within
+            the card.
+        rank: of the fullest stage.
     """
 
     seconds: float
@@ -40,10 +40,11 @@ class StepEstimate:
     memory: Memory
     reserved_bytes: float
     fits: bool
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
+class Setting:
     """What the parts of the pricing share."""
 
     work: ModelWork
@@ -58,36 +59,35 @@ class _Setting:
         return group_of(self.network.topology, size, self.recipe.stride(axis))
 
 
-def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
-    """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
+def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology, *, length: float = 1.0) -> Setting:
+    """Put together what is priced. Raises `SpecError` where the mesh does not fit the cluster."""
     if recipe.devices != topology.devices:
         raise SpecError(f"the mesh has {recipe.devices} ranks, and the cluster {topology.devices} devices.")
     reached = efficiency_of(card.generation, recipe.stack)
     network = Network(topology=topology, local_efficiency=reached.local, network_efficiency=reached.network)
+    itemsize = next((block.itemsize for block in work.blocks if block.layer), recipe.precision.compute)
     share = Share(
-        samples=recipe.micro_batch / work.samples, cp=recipe.cp, tp=recipe.tp,
-        sequence_parallel=recipe.sequence_parallel,
+        samples=recipe.micro_batch / work.samples, cp=recipe.cp, tp=recipe.tp, length=length, ep=recipe.ep,
+        sequence_parallel=recipe.sequence_parallel, expert_tp=recipe.expert_tp,
+        scale=recipe.precision.compute / itemsize,
     )  # fmt: skip
-    setting = _Setting(work=work, recipe=recipe, card=card, network=network, reached=reached, share=share)
+    return Setting(work=work, recipe=recipe, card=card, network=network, reached=reached, share=share)
+
+
+def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
+    """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
+    setting = make_setting(work, recipe, card, topology)
     stages = split_stages(work, recipe.pp * recipe.stages_per_rank)
-    passes = [_stage_passes(setting, stage) for stage in stages]
+    passes = _all_passes(setting, stages)
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
-        flying = in_flight(_order(recipe, min(recipe.num_microbatches, STEADY * recipe.pp)))
     else:
         seconds, bubble = recipe.num_microbatches * (passes[0].forward + passes[0].backward), 0.0
-        flying = {0: 1}
-    synchronised = max(_synchronised(setting, stage) for stage in stages)
-    optimizer = max(_optimizer_seconds(setting, stage) for stage in stages)
+    ends = {0, len(stages) - 1}
+    synchronised = max(_synchronised(setting, stages[index]) for index in ends)
+    optimizer = max(_optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
-    memories = []
-    for rank in range(recipe.pp):
-        own = [stages[index] for index in range(rank, len(stages), recipe.pp)]
-        blocks = [block for stage in own for block in stage]
-        most = max(flying[index] for index in range(rank, len(stages), recipe.pp))
-        memories.append(step_memory(blocks, share, recipe, most))
-    memory = max(memories, key=lambda one: one.allocated)
-    reserved = memory.allocated * 1.04
+    memory, rank = _fullest(setting, stages)
     compute = max(one.compute for one in passes) * recipe.num_microbatches * recipe.stages_per_rank
     return StepEstimate(
         seconds=total,
@@ -97,38 +97,65 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
         optimizer_seconds=optimizer,
         bubble=bubble,
         memory=memory,
-        reserved_bytes=reserved,
-        fits=reserved + CONTEXT_BYTES <= card.memory_bytes,
+        reserved_bytes=memory.reserved,
+        fits=memory.used <= card.memory_bytes,
+        rank=rank,
     )
 
 
-def split_stages(work: ModelWork, count: int) -> list[list[Block]]:
+def split_stages(work: ModelWork, count: int) -> list[list[tuple[Block, int]]]:
     """Layers over stages, as evenly as whole layers allow; what is outside of them goes to the ends."""
-    if count == 1:
-        return [list(work.blocks)]
-    layers = [replace(block, count=1) for block in work.blocks if block.count > 1 for _ in range(block.count)]
-    if len(layers) < count:
-        raise SpecError(f"{len(layers)} layers can't be divided into {count} stages.")
-    stages: list[list[Block]] = [[] for _ in range(count)]
-    for index, layer in enumerate(layers):
-        stages[index * count // len(layers)].append(layer)
-    folded = [_folded(stage) for stage in stages]
-    alone = [block for block in work.blocks if block.count == 1]
-    folded[0] = [*(block for block in alone if block.path != "last"), *folded[0]]
-    folded[-1] = [*folded[-1], *(block for block in alone if block.path == "last")]
-    return folded
+    layers = sum(block.count for block in work.blocks if block.layer)
+    if count > 1 and layers < count:
+        raise SpecError(f"{layers} layers can't be divided into {count} stages.")
+    borders = [-(-index * layers // count) for index in range(count + 1)]
+    stages: list[list[tuple[Block, int]]] = []
+    for index in range(count):
+        stage, begin = [], 0
+        for block in work.blocks:
+            if not block.layer:
+                if index == (count - 1 if block.path == "last" else 0):
+                    stage.append((block, 1))
+                continue
+            inside = min(borders[index + 1], begin + block.count) - max(borders[index], begin)
+            begin += block.count
+            if inside > 0:
+                stage.append((block, inside))
+        stages.append(stage)
+    return stages
 
 
-def _folded(stage: Sequence[Block]) -> list[Block]:
-    found: dict[str, Block] = {}
-    for block in stage:
-        known = found.get(block.path)
-        found[block.path] = block if known is None else replace(known, count=known.count + 1)
-    return list(found.values())
+def _fullest(setting: Setting, stages: Sequence[Stage]) -> tuple[Memory, int]:
+    """Memory of the fullest rank, and which stage it has."""
+    recipe = setting.recipe
+    known: dict[tuple[object, ...], Memory] = {}
+    best: tuple[Memory, int] | None = None
+    for rank in range(recipe.pp):
+        own = [pair for index in range(rank, len(stages), recipe.pp) for pair in stages[index]]
+        flying = in_flight(recipe, rank)
+        key = (flying, *((id(block), count) for block, count in own))
+        if key not in known:
+            known[key] = step_memory(own, setting.share, recipe, flying)
+        if best is None or known[key].allocated > best[0].allocated:
+            best = known[key], rank
+    assert best is not None
+    return best
+
+
+def in_flight(recipe: Recipe, rank: int) -> float:
+    """Micro-batches whose activations a rank of the pipeline has at most, for all of its layers."""
+    pp, count, chunks = recipe.pp, recipe.num_microbatches, recipe.stages_per_rank
+    if pp == 1:
+        return 1
+    if recipe.schedule == "gpipe":
+        return count
+    if chunks == 1:
+        return min(count, pp - rank)
+    return min(count, (2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
+class Passes:
     """Seconds of one micro-batch through one stage."""
 
     forward: float
@@ -136,27 +163,45 @@ class _Passes:
     compute: float
 
 
-def _stage_passes(setting: _Setting, stage: Sequence[Block]) -> _Passes:
-    recipe = setting.recipe
-    forward: list[Layer] = []
-    backward: list[Layer] = []
-    for block in stage:
-        seconds = layer_seconds(block, setting.share, recipe, setting.card, setting.reached)
-        again = seconds.recompute if block.count > 1 or len(stage) == 1 else 0.0
-        gather, reduce = _sharding_seconds(setting, block)
-        tensor = _tensor_seconds(setting, block)
-        slow = setting.reached.overlap
-        ahead = _slowed(seconds.forward, gather, slow) + tensor
-        repeated = tensor if recipe.recompute == "full" and block.count > 1 else 0.0
-        back = _slowed(seconds.backward + again, gather + reduce, slow) + tensor + repeated
-        for _ in range(block.count):
-            forward.append(Layer(name=block.path, compute=ahead, gather=gather))
-            backward.append(
-                Layer(name=block.path, compute=back, gather=gather if recipe.reshard else 0.0, reduce=reduce)
-            )
-    ran, back_ran = play(pass_program(forward)), play(pass_program(backward[::-1]))
-    return _Passes(
-        forward=ran.seconds, backward=back_ran.seconds, compute=ran.compute_seconds + back_ran.compute_seconds
+def _all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
+    """Of every stage; equal ones once."""
+    layers: dict[int, tuple[Layer, Layer]] = {}
+    known: dict[tuple[tuple[int, int], ...], Passes] = {}
+    passes = []
+    for stage in stages:
+        key = tuple((id(block), count) for block, count in stage)
+        if key not in known:
+            for block, _ in stage:
+                if id(block) not in layers:
+                    layers[id(block)] = _layer_passes(setting, block)
+            known[key] = _stage_passes([(layers[id(block)], count) for block, count in stage])
+        passes.append(known[key])
+    return passes
+
+
+def _stage_passes(stage: Sequence[tuple[tuple[Layer, Layer], int]]) -> Passes:
+    forward = pass_seconds([(ahead, count) for (ahead, _), count in stage])
+    backward = pass_seconds([(back, count) for (_, back), count in reversed(stage)])
+    compute = sum((ahead.compute + back.compute) * count for (ahead, back), count in stage)
+    return Passes(forward=forward, backward=backward, compute=compute)
+
+
+def _layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
+    """Forward and backward of one layer for one micro-batch."""
+    recipe, slow = setting.recipe, setting.reached.overlap
+    seconds = layer_seconds(block, setting.share, recipe, setting.card, setting.reached)
+    again = seconds.recompute if block.layer else 0.0
+    gather, reduce = _sharding_seconds(setting, block)
+    inner = tensor_seconds(setting, block) + context_seconds(setting, block)
+    routed = expert_seconds(setting, block)
+    busiest = recipe.imbalance if block.experts and recipe.ep > 1 else 1.0
+    ahead = _slowed(seconds.forward * busiest, gather, slow) + inner + routed
+    repeated = inner + routed if recipe.recompute == "full" and block.layer else 0.0
+    kept = recipe.pp > 1 or not recipe.reshard or not block.layer
+    back = _slowed((seconds.backward + again) * busiest, gather + reduce, slow) + inner + routed + repeated
+    return (
+        Layer(name=block.path, compute=ahead, gather=gather),
+        Layer(name=block.path, compute=back, gather=0.0 if kept else gather, reduce=reduce),
     )
 
 
@@ -165,80 +210,109 @@ def _slowed(compute: float, network: float, part: float) -> float:
     return compute + part * min(compute, network)
 
 
-def _sharding_seconds(setting: _Setting, block: Block) -> tuple[float, float]:
+def _sharding_seconds(setting: Setting, block: Block) -> tuple[float, float]:
     """Gathering the parameters of one layer, and reducing its gradients, for one micro-batch."""
-    recipe = setting.recipe
-    if recipe.fsdp < 2:
+    recipe, network = setting.recipe, setting.network
+    if recipe.shards < 2:
         return 0.0, 0.0
-    group = setting.group("fsdp", recipe.fsdp)
-    elements = local_elements(block, recipe)
-    gather = setting.network.all_gather(group, elements * recipe.precision.compute)
-    reduce = setting.network.reduce_scatter(group, elements * recipe.precision.reduce)
+    dense, experts = local_elements(block, recipe)
+    dense -= block.shared
+    group = group_of(network.topology, recipe.shards, recipe.stride("cp"))
+    gather = network.all_gather(group, dense * recipe.precision.compute)
+    reduce = network.reduce_scatter(group, dense * recipe.precision.reduce)
+    if experts and recipe.expert_shards > 1:
+        apart = group_of(network.topology, recipe.expert_shards, recipe.stride("cp") * recipe.ep)
+        gather += network.all_gather(apart, experts * recipe.precision.compute)
+        reduce += network.reduce_scatter(apart, experts * recipe.precision.reduce)
     if recipe.dp > 1:
-        across = setting.group("dp", recipe.dp)
-        reduce += setting.network.all_reduce(across, elements * recipe.precision.reduce / recipe.fsdp)
-    if recipe.pp > 1:  # once per step, not for each micro-batch
-        return gather / recipe.num_microbatches, reduce / recipe.num_microbatches
-    return gather, reduce
+        nbytes = (dense / recipe.shards + experts / recipe.expert_shards) * recipe.precision.reduce
+        reduce += network.all_reduce(setting.group("dp", recipe.dp), nbytes)
+    once = recipe.num_microbatches
+    return (gather / once if recipe.pp > 1 else gather), (reduce / once if recipe.gathers_once else reduce)
 
 
-def _tensor_seconds(setting: _Setting, block: Block) -> float:
+def tensor_seconds(setting: Setting, block: Block) -> float:
     """Collectives of tensor parallelism in one forward of one layer; its backward has as many."""
-    recipe = setting.recipe
-    if recipe.tp < 2 or not block.reduces:
+    recipe, share = setting.recipe, setting.share
+    if recipe.tp < 2 or not (block.reduces or block.gathered_elements):
         return 0.0
     group = setting.group("tp", recipe.tp)
-    nbytes = block.reduced_elements / block.reduces * setting.share.samples / recipe.cp * recipe.precision.compute
-    return block.reduces * setting.network.all_reduce(group, nbytes)
+    itemsize = share.rows * recipe.precision.compute
+    seconds = 0.0
+    if block.reduces:
+        nbytes = block.reduced_elements / block.reduces * itemsize
+        seconds += block.reduces * setting.network.all_reduce(group, nbytes)
+    if block.gathered_elements and not (block.path == "last" and recipe.loss_parallel):
+        seconds += setting.network.all_gather(group, block.gathered_elements * itemsize)
+    return seconds
 
 
-def _pipelined(setting: _Setting, passes: Sequence[_Passes]) -> tuple[float, float]:
-    """Seconds of all micro-batches through all stages, and the part of it that is bubble."""
-    recipe, topology = setting.recipe, setting.network.topology
-    block = next(block for block in setting.work.blocks if block.count > 1)
-    nbytes = block.input_elements * setting.share.samples / recipe.cp * recipe.precision.compute
+def context_seconds(setting: Setting, block: Block) -> float:
+    """Keys and values of the other ranks of context parallelism, in one forward of one layer."""
+    recipe, share = setting.recipe, setting.share
+    kept = cache_elements(block)
+    if recipe.cp < 2 or not kept:
+        return 0.0
+    nbytes = kept * share.rows * recipe.cp / recipe.tp * recipe.precision.compute
+    return setting.network.all_gather(setting.group("cp", recipe.cp), nbytes)
+
+
+def expert_seconds(setting: Setting, block: Block) -> float:
+    """Sending tokens to their experts and back, in one forward of one layer."""
+    recipe, share = setting.recipe, setting.share
+    if recipe.ep < 2 or not block.routed_elements:
+        return 0.0
+    nbytes = block.routed_elements * share.rows * recipe.precision.compute * recipe.imbalance
     if recipe.sequence_parallel:
         nbytes /= recipe.tp
-    across = recipe.stride("pp") >= topology.devices_per_host
-    send = setting.network.send(nbytes, between_hosts=across)
-    times = Times(
-        forward=[one.forward for one in passes],
-        backward=[one.backward for one in passes],
-        weight=[one.backward / 2 for one in passes],
-        sends=[send] * (len(passes) - 1),
-        returns=[send] * (len(passes) - 1),
-    )
-    count, folded = recipe.num_microbatches, 0
-    if count > 2 * STEADY * recipe.pp:  # every further round of `pp` micro-batches takes as long as the last one
-        folded = (count - STEADY * recipe.pp) // recipe.pp
-        count -= folded * recipe.pp
-    seconds = simulate(_order(recipe, count), times).seconds
-    if folded:
-        seconds += folded * (seconds - simulate(_order(recipe, count - recipe.pp), times).seconds)
-    busy = recipe.num_microbatches * sum(times.forward[i] + times.backward[i] for i in range(len(passes)))
-    return seconds, 1 - busy / (recipe.pp * seconds)
+    stride = recipe.tp if recipe.expert_tp == recipe.tp else 1
+    return 2 * setting.network.all_to_all(group_of(setting.network.topology, recipe.ep, stride), nbytes)
 
 
-def _order(recipe: Recipe, count: int) -> Order:
-    return make_order(recipe.schedule, recipe.pp, count, stages_per_device=recipe.stages_per_rank)
+def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float]:
+    """Seconds of all micro-batches through all stages, and the part of it that is bubble.
+
+    The busiest rank computes every micro-batch; before and after it waits for one to pass through the others, in
+    pieces of a rank's part where stages are interleaved. Halves of backward fill a part of that with "zero-bubble".
+    """
+    recipe, topology = setting.recipe, setting.network.topology
+    count, chunks = recipe.num_microbatches, recipe.stages_per_rank
+    check_schedule(recipe.schedule, recipe.pp, count, stages_per_device=chunks)
+    block = next(block for block in setting.work.blocks if block.layer)
+    nbytes = block.input_elements * setting.share.rows * recipe.precision.compute
+    if recipe.sequence_parallel:
+        nbytes /= recipe.tp
+    send = setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
+    ranks = [passes[rank :: recipe.pp] for rank in range(recipe.pp)]
+    each = [sum(one.forward + one.backward for one in own) for own in ranks]
+    busiest = max(range(recipe.pp), key=each.__getitem__)
+    waits = [
+        sum(one.forward if recipe.schedule == "zero-bubble" else one.forward + one.backward for one in own)
+        for index, own in enumerate(ranks)
+        if index != busiest
+    ]
+    seconds = count * each[busiest] + sum(waits) / chunks + 2 * (recipe.pp * chunks - 1) * send
+    return seconds, 1 - count * sum(each) / (recipe.pp * seconds)
 
 
-def _synchronised(setting: _Setting, stage: Sequence[Block]) -> float:
+def _synchronised(setting: Setting, stage: Stage) -> float:
     """Gradients of replicas at the end of a step, as far as backward does not hide them."""
-    recipe = setting.recipe
-    if recipe.dp < 2 or recipe.fsdp > 1:
+    recipe, network = setting.recipe, setting.network
+    if recipe.dp * recipe.cp < 2 or recipe.fsdp > 1:
         return 0.0
-    group = setting.group("dp", recipe.dp)
-    elements = sum(block.count * local_elements(block, recipe) for block in stage)
+    group = group_of(network.topology, recipe.dp * recipe.cp, recipe.stride("cp"))
+    dense, experts = held_elements(stage, recipe)
+    elements = dense + experts / min(recipe.ep, group.size)
     if recipe.zero:
-        reduced = setting.network.reduce_scatter(group, elements * recipe.precision.reduce)
-        return reduced + setting.network.all_gather(group, elements * recipe.precision.compute)
-    return 0.5 * setting.network.all_reduce(group, elements * recipe.precision.reduce)
+        reduced = network.reduce_scatter(group, elements * recipe.precision.reduce)
+        return reduced + network.all_gather(group, elements * recipe.precision.compute)
+    return 0.5 * network.all_reduce(group, elements * recipe.precision.reduce)
 
 
-def _optimizer_seconds(setting: _Setting, stage: Sequence[Block]) -> float:
+def _optimizer_seconds(setting: Setting, stage: Stage) -> float:
     recipe, precision = setting.recipe, setting.recipe.precision
-    elements = sum(block.count * local_elements(block, recipe) for block in stage) / recipe.fsdp
+    dense, experts = held_elements(stage, recipe)
+    elements = dense / recipe.shards + experts / recipe.expert_shards
     if recipe.zero:
         elements /= recipe.dp
     nbytes = elements * (precision.parameters + precision.gradients + precision.optimizer_bytes)

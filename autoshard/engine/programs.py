@@ -98,3 +98,18 @@ def pass_program(layers: Sequence[Layer]) -> list[Task]:
                 Task(name=f"reduce {layer.name}", stream="network", seconds=layer.reduce, after=(computed[index],))
             )
     return program
+
+
+FOLDED = 4
+"""Equal layers that are played one by one; every further one takes as long as the busier stream."""
+
+
+def pass_seconds(runs: Sequence[tuple[Layer, int]]) -> float:
+    """Seconds of one pass through runs of equal layers."""
+    if not any(layer.gather or layer.reduce for layer, _ in runs):
+        return sum(layer.compute * count for layer, count in runs)
+    played = [layer for layer, count in runs for _ in range(min(count, FOLDED))]
+    folded = sum(
+        max(layer.compute, layer.gather + layer.reduce) * (count - FOLDED) for layer, count in runs if count > FOLDED
+    )
+    return play(pass_program(played)).seconds + folded

@@ -10,26 +10,28 @@ Recompute = Literal["none", "selective", "full"]
 Stack = Literal["eager", "compiled", "fused"]
 """Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels."""
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
-"""Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of fsdp and cp."""
+"""Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp, and out of tp where
+those do not suffice: a rank of it has whole experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Bytes per element of what training keeps and sends.
 
-    `parameters`: of what is kept; `compute`: of what kernels read, also of activations and of gathered parameters;
-    `master`: of a second copy of the parameters for the optimizer, 0 without; `moments`: of each of two moments.
+    `parameters`: of what is kept, less than one where they are quantised (scales included); `compute`: of what kernels
+    read, also of activations and of gathered parameters; `master`: of a second copy of the parameters for the
+    optimizer, 0 without; `moments`: of each of two moments.
     """
 
-    parameters: int = 4
+    parameters: float = 4
     compute: int = 2
     gradients: int = 4
     reduce: int = 4
     master: int = 0
-    moments: int = 4
+    moments: float = 4
 
     @property
-    def optimizer_bytes(self) -> int:
+    def optimizer_bytes(self) -> float:
         """Bytes per parameter that only the optimizer reads."""
         return self.master + 2 * self.moments
 
@@ -45,7 +47,9 @@ class Recipe:
         reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
         loss_parallel: tensor-parallel ranks keep their parts of the logits; else each gathers the whole.
-        accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then.
+        accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
+            so it does in a pipeline, where parameters are gathered once per step, too.
+        imbalance: tokens of the busiest rank's experts over those of the mean.
     """
 
     dp: int = 1
@@ -66,11 +70,14 @@ class Recipe:
     sequence_parallel: bool = True
     zero: int = 0
     reshard: bool = True
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         for axis, degree in self.mesh.items():
             if degree < 1:
                 raise SpecError(f"a mesh has at least one rank along {axis}, not {degree}.")
+        if self.devices // self.pp % self.ep:
+            raise SpecError(f"{self.devices // self.pp} ranks of a stage can't be divided over ep={self.ep}.")
         if self.micro_batch < 1 or self.num_microbatches < 1:
             raise SpecError("a step has at least one micro-batch of at least one sample.")
 
@@ -93,6 +100,28 @@ class Recipe:
     def global_batch(self) -> int:
         """Samples of one step of all replicas."""
         return self.micro_batch * self.num_microbatches * self.replicas
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks `fsdp` divides parameters: ranks of context parallelism have the same ones, too."""
+        return self.fsdp * self.cp if self.fsdp > 1 else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks each expert is cut: as the rest of a layer, or not where `ep` needs those ranks."""
+        return self.tp if self.dp * self.fsdp * self.cp % self.ep == 0 else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Over how many ranks `fsdp` divides the experts that one rank computes with."""
+        if self.fsdp == 1:
+            return 1
+        return max(1, self.shards * self.tp // self.expert_tp // self.ep)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether whole gradients are kept until the last micro-batch."""
+        return self.shards > 1 and (self.pp > 1 or self.accumulate_unsharded)
 
     def stride(self, axis: str) -> int:
         """How many ranks lie between two neighbours along a mesh dimension."""

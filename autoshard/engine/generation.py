@@ -1,0 +1,205 @@
+"""Price an answer: the prompt in one forward, then one forward per new token with a growing cache.
+
+A forward for few tokens reads every weight that it needs once, and the cache:
+
+    seconds of a token = max(host, max(weights / bandwidth, FLOPs / peak) + cache / bandwidth + gaps between kernels)
+                         + all-reduces of tensor parallelism, which are as long as their latency
+
+Of a mixture of experts, only the experts are read that a token is sent to: 1 - (1 - k / E)^tokens of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from autoshard.cluster.topology import Topology
+from autoshard.engine.blocks import Block, ModelWork
+from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
+from autoshard.engine.local import Share, cache_elements, sums_of
+from autoshard.engine.memory import RESERVED_BYTES, RESERVED_PART, WORKSPACE_BYTES, Stage, local_elements, outside_bytes
+from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
+from autoshard.engine.recipe import Recipe
+from autoshard.engine.timing import Card, host_seconds, layer_seconds
+from autoshard.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEstimate:
+    """Answers of the whole machine.
+
+    Attributes:
+        prompt_seconds: until the first token; token_seconds: for each further token of every sequence; seconds: of all.
+        tokens_per_second: new tokens of all sequences over all of the time; decode_tokens_per_second: after the prompt.
+        parts: seconds of a token by cause, on the busiest rank.
+        memory: bytes of the fullest rank by kind, at the end of the answer; reserved_bytes: what the allocator holds;
+            fits: within the card.
+    """
+
+    prompt_seconds: float
+    token_seconds: float
+    seconds: float
+    tokens_per_second: float
+    decode_tokens_per_second: float
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    reserved_bytes: float
+    fits: bool
+
+
+def price_generation(
+    work: ModelWork, recipe: Recipe, card: Card, topology: Topology, *, batch: int, prompt_tokens: int, new_tokens: int
+) -> GenerationEstimate:
+    """Price `new_tokens` tokens for each of `batch` sequences, divided over the replicas of `recipe.dp`.
+
+    With pipeline stages a replica's sequences are divided into `recipe.num_microbatches` groups that take turns.
+    Raises `SpecError` where the mesh does not fit the cluster or the model, or shards parameters.
+    """
+    if recipe.fsdp > 1 or recipe.cp > 1:
+        raise SpecError("generation is priced with dp, tp, pp and ep, not with fsdp or cp: use dp for replicas.")
+    if batch < 1 or prompt_tokens < 1 or new_tokens < 0:
+        raise SpecError("an answer has at least one sequence and one token of a prompt, and new tokens from 0 up.")
+    sequences = ceil(batch / recipe.dp)
+    groups = min(recipe.num_microbatches if recipe.pp > 1 else 1, sequences)
+    rows = ceil(sequences / groups)
+    recipe = replace(recipe, micro_batch=rows, num_microbatches=groups, recompute="none")
+    setting = make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens)
+    stages = split_stages(work, recipe.pp)
+    prompts = [_prompt_seconds(setting, stage, rows) for stage in stages]
+    prompt = sum(prompts) + (groups - 1) * max(prompts)
+    middle = prompt_tokens + new_tokens / 2
+    tokens = [token_parts(setting, stage, rows, middle) for stage in stages]
+    seconds = [sum(parts.values()) for parts in tokens]
+    busiest = max(range(len(stages)), key=seconds.__getitem__)
+    token = max(sum(seconds), groups * seconds[busiest])
+    total = prompt + max(0, new_tokens - 1) * token
+    memory = max((_memory(setting, stage, sequences, rows, prompt_tokens + new_tokens) for stage in stages), key=_sum)
+    reserved = RESERVED_PART * _sum(memory) + RESERVED_BYTES
+    return GenerationEstimate(
+        prompt_seconds=prompt,
+        token_seconds=token,
+        seconds=total,
+        tokens_per_second=batch * new_tokens / total,
+        decode_tokens_per_second=batch / token,
+        parts=tokens[busiest],
+        memory=memory,
+        reserved_bytes=reserved,
+        fits=reserved + sum(outside_bytes(recipe).values()) <= card.memory_bytes,
+    )
+
+
+def _sum(memory: Mapping[str, float]) -> float:
+    return sum(memory.values())
+
+
+def _last_tokens(setting: Setting, rows: float) -> Setting:
+    """The same for one token of each sequence."""
+    length = 1 / setting.work.tokens
+    return replace(setting, share=replace(setting.share, samples=rows / setting.work.samples, length=length))
+
+
+def _prompt_seconds(setting: Setting, stage: Stage, rows: int) -> float:
+    """Seconds of the prompt of `rows` sequences on one stage; logits of their last tokens only."""
+    total = 0.0
+    for block, count in stage:
+        part = _last_tokens(setting, rows) if block.path == "last" else setting
+        seconds = layer_seconds(block, part.share, part.recipe, part.card, part.reached).forward
+        total += count * (seconds + tensor_seconds(part, block) + expert_seconds(part, block))
+    return total + _send_seconds(setting, stage, setting.share)
+
+
+def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> dict[str, float]:
+    """Seconds of one token of `rows` sequences on one stage, by cause, with `context` tokens in the cache."""
+    recipe, reached, card = setting.recipe, setting.reached, setting.card
+    one = _last_tokens(setting, rows)
+    pace = card.bytes_per_second * reached.memory
+    parts = dict.fromkeys(("weights", "arithmetic", "cache", "launches", "communication"), 0.0)
+    host = 0.0
+    for block, count in stage:
+        sums = sums_of(block)
+        weights = weight_bytes(block, recipe, rows)
+        flops = sum(_flops(product.flops, product.experts, product.cut, one.share) for product in sums.products)
+        read, computed = weights / pace, flops / (card.flops_per_second * reached.matmul)
+        cache = _cache_bytes(block, setting, rows, context) / pace
+        kernels = len(sums.products) + len(sums.attentions)
+        kernels += sums.fused.kernels if recipe.stack != "eager" else sums.eager.kernels
+        parts["weights" if read > computed else "arithmetic"] += count * max(read, computed)
+        parts["cache"] += count * cache
+        parts["launches"] += count * kernels * GRAPH_KERNEL_SECONDS
+        parts["communication"] += count * (tensor_seconds(one, block) + expert_seconds(one, block))
+        if recipe.stack == "eager":
+            host += count * host_seconds(block, recipe, reached)
+    parts["communication"] += _send_seconds(setting, stage, one.share)
+    device = sum(parts.values())
+    parts["launches"] += max(0.0, host - device)
+    return parts
+
+
+def _flops(flops: float, experts: int, cut: str, share: Share) -> float:
+    flops *= share.rows
+    if experts:
+        return flops / share.ep / share.expert_tp if share.ep > 1 else flops / share.expert_tp
+    return flops / share.tp if cut else flops
+
+
+def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
+    """Bytes of weights that a forward of `tokens` tokens of a replica reads on one rank: of experts, those hit."""
+    dense = experts = routed = 0.0
+    for product in sums_of(block).products:
+        if product.experts:
+            experts += product.weight_elements / recipe.ep / (recipe.expert_tp if product.cut else 1)
+            routed = product.m / product.experts
+        else:
+            dense += product.weight_elements / (recipe.tp if product.cut else 1)
+    hit = 1.0
+    if experts:
+        # A token goes to k of E experts; m rows of all experts came from the rows that the router read.
+        chosen = min(1.0, routed / max(1, _router_rows(block)))
+        replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
+        hit = 1 - (1 - chosen) ** (tokens * max(1, replicas))
+    quantised = recipe.precision.parameters if block.layer else max(recipe.precision.parameters, 1.0)
+    return (dense + experts * hit) * quantised
+
+
+def _router_rows(block: Block) -> int:
+    """Tokens that were traced: rows of the products outside of experts."""
+    return max((product.m for product in sums_of(block).products if not product.experts), default=1)
+
+
+def cache_bytes_per_token(block: Block, work: ModelWork, recipe: Recipe) -> float:
+    """Bytes of keys and values of one token of one layer on one rank; heads are divided as far as there are any."""
+    shares = min(recipe.tp, block.most_shares) if any(one.cut for one in sums_of(block).attentions) else 1
+    return cache_elements(block) / (work.samples * work.tokens) / shares * recipe.precision.compute
+
+
+def _cache_bytes(block: Block, setting: Setting, rows: float, context: float) -> float:
+    return rows * context * cache_bytes_per_token(block, setting.work, setting.recipe)
+
+
+def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
+    """Seconds until the next stage has what this one made."""
+    recipe, topology = setting.recipe, setting.network.topology
+    layers = [block for block, _ in stage if block.layer]
+    if recipe.pp < 2 or not layers:
+        return 0.0
+    nbytes = layers[0].input_elements * share.rows * recipe.precision.compute
+    return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
+
+
+def _memory(setting: Setting, stage: Stage, sequences: int, rows: int, context: int) -> dict[str, float]:
+    """Bytes of one rank: all of its weights, the cache of all sequences, activations of one forward of the prompt."""
+    recipe = setting.recipe
+    weights = 0.0
+    for block, count in stage:
+        itemsize = recipe.precision.parameters if block.layer else max(recipe.precision.parameters, 1.0)
+        tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
+        weights += (count * sum(local_elements(block, recipe)) - tied) * itemsize
+    cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
+    widest = max((_working_bytes(setting, block, rows) for block, _ in stage), default=0.0)
+    return {"weights": weights, "cache": cache, "activations": widest, "workspace": float(WORKSPACE_BYTES)}
+
+
+def _working_bytes(setting: Setting, block: Block, rows: int) -> float:
+    """Bytes of the tensors that one layer has at the same time in a forward of the prompt."""
+    share = _last_tokens(setting, rows).share if block.path == "last" else setting.share
+    inputs = block.input_elements * share.rows * setting.recipe.precision.compute
+    return 2 * inputs + sums_of(block).widest.on(share)

@@ -1,0 +1,98 @@
+"""What autograd keeps of a layer for its backward, and what a compiler makes again instead."""
+
+from collections.abc import Iterator, Mapping
+
+from autoshard.engine.blocks import Block, OpWork, TensorPart
+
+# What autograd keeps for the backward of an op in eager mode: its derivative formula reads these
+# (tools/autograd/derivatives.yaml of torch).
+KEEPS_INPUTS = (
+    "div", "pow", "silu", "gelu", "relu", "softplus", "layer_norm", "rms_norm", "native_layer_norm", "matmul",
+    "bmm", "baddbmm", "linear", "addmm", "mm", "einsum", "conv", "square", "_grouped_mm", "grouped_mm",
+)  # fmt: skip
+KEEPS_OUTPUTS = ("softmax", "_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "log_softmax", "_log_softmax")
+
+
+def kept_parts(block: Block, *, fused: bool) -> dict[int, TensorPart]:
+    """Activations of one layer that are kept for its backward, by storage.
+
+    `fused`: a compiler recomputes in backward what element-wise ops made, where what they read is kept anyway or is no
+    larger; else each op keeps what its derivative reads.
+    """
+    needed: dict[int, TensorPart] = {}
+    for op in block.ops:
+        for part in _read_by_derivative(op):
+            known = needed.get(part.storage)
+            if part.batch and not part.weight and part.itemsize > 1 and (known is None or known.numel < part.numel):
+                needed[part.storage] = part
+    if not fused:
+        return needed
+    made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
+    kept = {storage: part for storage, part in needed.items() if _is_source(made_by.get(storage))}
+    for storage, part in needed.items():
+        if storage not in kept:
+            missing = {one.storage: one for one in _sources(part, made_by) if one.storage not in kept}
+            if sum(one.numel for one in missing.values()) < part.numel:
+                kept.update(missing)
+            else:
+                kept[storage] = part
+    return kept
+
+
+def _read_by_derivative(op: OpWork) -> Iterator[TensorPart]:
+    """Tensors that the derivative of an op reads."""
+    if op.free:
+        return
+    if op.kind == "attention":
+        yield from (*op.inputs, *op.outputs)
+    elif op.kind == "loss":
+        yield from op.inputs
+    elif op.name == "mul":
+        for part, other in zip(op.inputs, reversed(op.inputs), strict=True):
+            if other.batch or other.weight:
+                yield part
+    elif op.name.startswith(KEEPS_INPUTS):
+        yield from op.inputs
+    elif op.name.startswith(KEEPS_OUTPUTS):
+        yield from op.outputs
+
+
+def _is_source(op: OpWork | None) -> bool:
+    """Whether an op is too dear to be run again: a product, or what another block did."""
+    return op is None or op.kind in ("matmul", "attention", "lookup")
+
+
+def _sources(part: TensorPart, made_by: Mapping[int, OpWork]) -> list[TensorPart]:
+    """What a tensor can be computed from again by element-wise ops."""
+    found: dict[int, TensorPart] = {}
+    seen: set[int] = set()
+    waiting = [part]
+    while waiting:
+        one = waiting.pop()
+        if one.storage in seen:
+            continue
+        seen.add(one.storage)
+        op = made_by.get(one.storage)
+        if _is_source(op):
+            found[one.storage] = one
+        elif op is not None:
+            waiting += [given for given in op.inputs if given.batch and not given.weight]
+    return list(found.values())
+
+
+def selective_parts(block: Block) -> list[TensorPart]:
+    """What a layer keeps whose cheap ops are computed again: what attention makes, and every second product."""
+    products = [part for op in block.ops if op.kind == "matmul" for part in op.outputs]
+    attention = [part for op in block.ops if op.kind == "attention" for part in op.outputs[:1]]
+    return [*products[::2], *attention]
+
+
+def column_inputs(block: Block) -> dict[int, TensorPart]:
+    """Activations that tensor-parallel products read whole: each rank gathers them and keeps them for its weights."""
+    return {
+        part.storage: part
+        for op in block.ops
+        if op.kind == "matmul" and any(one.weight and one.cut for one in op.inputs)
+        for part in op.inputs
+        if part.batch and not part.cut and not part.weight and any(one.cut for one in op.outputs)
+    }

@@ -1,0 +1,254 @@
+"""What one rank has of a block: volumes of tensors by what divides them, summed up once per block.
+
+A search prices thousands of recipes of the same blocks. All that depends on the ops alone is computed the first time; a
+recipe then costs a few multiplications per matrix product.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.engine.blocks import Block, OpWork, TensorPart
+from autoshard.engine.kept import column_inputs, kept_parts, selective_parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What part of the traced work one rank has at once: `samples` of it, and the degrees that divide the rest.
+
+    Attributes:
+        length: tokens of a sample, as a multiple of those that were traced.
+        expert_tp: of how many ranks each has a part of every expert; ep: over how many ranks experts are divided.
+        scale: bytes of an activation over those that were traced.
+    """
+
+    samples: float
+    cp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
+    length: float = 1.0
+    ep: int = 1
+    expert_tp: int = 1
+    scale: float = 1.0
+
+    @property
+    def rows(self) -> float:
+        """Tokens of the rank, as a multiple of all that were traced."""
+        return self.samples * self.length / self.cp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """Bytes of tensors, by what divides them; all for the samples that were traced.
+
+    Attributes:
+        rows: they grow with the samples, and sequence parallelism divides them; gathered: it does not.
+        cut_rows: tensor parallelism divides them as well; cut: weights that it divides; whole: neither.
+        experts: weights of experts.
+    """
+
+    rows: float = 0.0
+    gathered: float = 0.0
+    cut_rows: float = 0.0
+    cut: float = 0.0
+    whole: float = 0.0
+    experts: float = 0.0
+
+    def on(self, share: Share) -> float:
+        """Bytes on one rank."""
+        rows = self.rows / (share.tp if share.sequence_parallel else 1) + self.gathered + self.cut_rows / share.tp
+        fixed = self.cut / share.tp + self.whole + self.experts / (share.ep * share.expert_tp)
+        return (rows * share.rows + fixed) * share.scale
+
+
+def volume_of(parts: Iterable[TensorPart], gathered: Iterable[TensorPart] = ()) -> Volume:
+    """Sum tensors up; `gathered`: those that are put together from the parts of sequence parallelism."""
+    sums = dict.fromkeys(("rows", "gathered", "cut_rows", "cut", "whole", "experts"), 0.0)
+    for part in parts:
+        if part.experts:
+            kind = "experts"
+        elif part.batch:
+            kind = "cut_rows" if part.cut else "rows"
+        else:
+            kind = "cut" if part.cut else "whole"
+        sums[kind] += part.numel * part.itemsize
+    sums["gathered"] = float(sum(part.numel * part.itemsize for part in gathered))
+    return Volume(**sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A matrix product of m x k with k x n; `cut`: which of n and k tensor parallelism divides."""
+
+    flops: float
+    m: int
+    n: int
+    k: int
+    batch: bool
+    cut: Literal["", "n", "k"]
+    experts: int
+    weight_elements: int
+    moved: Volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """`tokens`: keys for each query; `cache_elements`: of keys and values, before they are repeated for all heads."""
+
+    flops: float
+    cut: bool
+    causal: bool
+    tokens: float
+    cache_elements: float
+    moved: Volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Kernels that only move memory: how many, and what they read and write in all."""
+
+    kernels: int
+    moved: Volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """A layer summed up.
+
+    Attributes:
+        views: ops that make no kernel; eager, fused: of element-wise ops.
+        kept, kept_fused: of its activations, all that backward reads; selective: without what is computed again.
+        widest: the two largest activations that are made; logits: elements of what the loss reads.
+    """
+
+    products: tuple[Product, ...]
+    attentions: tuple[Attention, ...]
+    views: int
+    eager: Stream
+    fused: Stream
+    kept: Volume
+    kept_fused: Volume
+    selective: Volume
+    regathered: Volume
+    widest: Volume
+    logits: Volume
+    lookups: int
+
+    def kept_of(self, *, fused: bool) -> Volume:
+        """What a layer keeps without recomputation."""
+        return self.kept_fused if fused else self.kept
+
+
+def sums_of(block: Block) -> Sums:
+    """Sum a block up, once."""
+    found = block.known.get("sums")
+    if found is None:
+        found = block.known["sums"] = _sums(block)
+    return found
+
+
+def cache_elements(block: Block) -> float:
+    """Keys and values of one layer for all tokens that were traced."""
+    return sum(attention.cache_elements for attention in sums_of(block).attentions)
+
+
+def _sums(block: Block) -> Sums:
+    made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
+    columns = column_inputs(block)
+    kept, kept_fused = kept_parts(block, fused=False), kept_parts(block, fused=True)
+    made = [part for op in block.ops if not op.free for part in op.outputs if part.batch]
+    losses = [max(op.inputs, key=lambda part: part.numel) for op in block.ops if op.kind == "loss"]
+    largest = sorted(losses, key=lambda part: -part.numel)[:1]
+    plain = [op for op in block.ops if op.kind in ("other", "loss", "lookup") and not op.free]
+    groups = _fused_groups(block.ops)
+    return Sums(
+        products=tuple(_product(op) for op in block.ops if op.kind == "matmul"),
+        attentions=tuple(_attention(op, made_by) for op in block.ops if op.kind == "attention"),
+        views=sum(op.free for op in block.ops),
+        eager=Stream(kernels=len(plain), moved=volume_of(part for op in plain for part in _streamed(op))),
+        fused=Stream(kernels=len(groups), moved=volume_of(part for parts in groups for part in parts)),
+        kept=volume_of((part for key, part in kept.items() if key not in columns), columns.values()),
+        kept_fused=volume_of((part for key, part in kept_fused.items() if key not in columns), columns.values()),
+        selective=volume_of(selective_parts(block)),
+        regathered=volume_of(kept_fused.values()),
+        widest=volume_of(sorted(made, key=lambda part: -part.numel * part.itemsize)[:2]),
+        logits=volume_of(largest),
+        lookups=sum(part.numel for op in block.ops if op.kind == "lookup" for part in op.inputs if part.weight),
+    )
+
+
+def _product(op: OpWork) -> Product:
+    cut: Literal["", "n", "k"] = ""
+    if op.cut:
+        cut = "n" if any(part.cut for part in op.outputs) else "k"
+    return Product(
+        flops=op.flops, m=op.m, n=op.n, k=op.k, batch=op.batch, cut=cut, experts=op.experts,
+        weight_elements=sum(part.numel for part in op.inputs if part.weight),
+        moved=volume_of((*op.inputs, *op.outputs)),
+    )  # fmt: skip
+
+
+def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
+    width = max(1, op.outputs[0].numel)
+    return Attention(
+        flops=op.flops, cut=op.cut, causal=op.causal,
+        tokens=op.flops / (4 * width),  # 4 x queries x keys x width
+        cache_elements=sum(_smallest(part, made_by) for part in op.inputs[1:3]),
+        moved=volume_of((*op.inputs[:3], *op.outputs[:1])),
+    )  # fmt: skip
+
+
+def _smallest(part: TensorPart, made_by: dict[int, OpWork]) -> int:
+    """Elements of keys or values where they are fewest, between their projection and attention."""
+    least, seen = part.numel, {part.storage}
+    while (op := made_by.get(part.storage)) is not None and op.kind == "other":
+        before = [one for one in op.inputs if one.batch and not one.weight and one.storage not in seen]
+        if not before:
+            break
+        part = max(before, key=lambda one: one.numel)
+        seen.add(part.storage)
+        least = min(least, part.numel)
+    return least
+
+
+def _streamed(op: OpWork) -> list[TensorPart]:
+    if op.kind == "lookup":  # of the table, only the rows that are looked up
+        return [part for part in (*op.inputs, *op.outputs) if not part.weight] + list(op.outputs)
+    if op.kind == "loss":  # the logarithm of the softmax is written and read
+        return [*op.inputs, *op.inputs, *op.inputs]
+    return [*op.inputs, *op.outputs]
+
+
+def _fused_groups(ops: Sequence[OpWork]) -> list[list[TensorPart]]:
+    """Element-wise ops that one makes of what another made are one kernel: what each reads and writes."""
+    number: dict[int, int] = {}
+    made: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if op.kind in ("matmul", "attention"):
+            continue
+        before = [number[made[part.storage]] for part in op.inputs if part.storage in made]
+        number[index] = min(before, default=index)
+        for other, current in list(number.items()):
+            if current in before:
+                number[other] = number[index]
+        for part in op.outputs:
+            made[part.storage] = index
+    members: dict[int, list[OpWork]] = {}
+    for index, kernel in number.items():
+        if not ops[index].free:
+            members.setdefault(kernel, []).append(ops[index])
+    return [_outer_parts(kernel, ops) for kernel in members.values()]
+
+
+def _outer_parts(kernel: Sequence[OpWork], ops: Sequence[OpWork]) -> list[TensorPart]:
+    """What a fused kernel reads from others, and what others read of it."""
+    inside = {part.storage: part for op in kernel for part in op.outputs}
+    members = set(map(id, kernel))
+    later = {part.storage for op in ops if id(op) not in members and not op.free for part in op.inputs}
+    everything = {part.storage for op in ops for part in op.inputs}
+    read = {
+        part.storage: part for op in kernel for part in _streamed(op)
+        if part.storage not in inside and not (op.kind == "lookup" and part.weight)
+    }  # fmt: skip
+    written = [part for storage, part in inside.items() if storage in later or storage not in everything]
+    return [*read.values(), *written]
