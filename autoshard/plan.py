@@ -28,11 +28,13 @@ PLAN_VARIABLE = "AUTOSHARD_PLAN"
 class PlanDevice:
     """A device a plan was made for: enough to rebuild its cluster entry from the hardware table.
 
-    `memory_bytes` is 0 where nobody said how much there is (a device map that was imported).
+    `memory_bytes` is 0 where nobody said how much there is (a device map that was imported). `network`: how its host
+    differs from a usual one, in the words of a device spec ("4x100Gb/s, no nvlink").
     """
 
     name: str
     memory_bytes: int
+    network: str = ""
     kind: str = "generic"
     host: str = "host0"
 
@@ -229,7 +231,10 @@ class Plan:
         for item in fields(self):
             data[item.name] = getattr(self, item.name)
         data["workload"] = self.workload.to_dict()
-        data["devices"] = [{part.name: getattr(d, part.name) for part in fields(d)} for d in self.devices]
+        data["devices"] = [
+            {part.name: getattr(d, part.name) for part in fields(d) if part.name != "network" or d.network}
+            for d in self.devices
+        ]
         data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
         for name in ("cuts", "whole", "results", "stages"):
             rows = [asdict(row) for row in data.pop(name)]

@@ -98,8 +98,12 @@ def _read_devices(data: Any) -> tuple[PlanDevice, ...]:
     devices = []
     for entry in data:
         expect(
-            set(entry) == {item.name for item in fields(PlanDevice)}, "devices", "name, memory_bytes, kind, host", entry
+            {*entry, "network"} == {item.name for item in fields(PlanDevice)},
+            "devices",
+            "name, memory_bytes, kind, host",
+            entry,
         )
+        expect(isinstance(entry.get("network", ""), str), "devices", "a network such as '1600Gb/s'", entry)
         expect(
             all(isinstance(entry[k], str) and entry[k] for k in ("name", "kind", "host")), "devices", "strings", entry
         )

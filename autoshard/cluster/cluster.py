@@ -25,6 +25,7 @@ class Device:
         overhead_bytes: taken before the first tensor: context, workspaces. 0 on CPU and simulated devices.
         block_bytes: the allocator's rounding, 512 on CUDA, 1 where allocations are exact.
         host: machine it is in.
+        network: how that differs from a usual one, in the words of a device spec ("4x100Gb/s, no nvlink").
         measured: figures come from a calibration, not from the table.
     """
 
@@ -37,6 +38,7 @@ class Device:
     overhead_bytes: int = 0
     block_bytes: int = 1
     host: str = "host0"
+    network: str = ""
     measured: bool = False
 
     def flops(self, dtype: str) -> float:
@@ -214,4 +216,6 @@ class Cluster:
 
 def plan_device(device: Device) -> PlanDevice:
     """A device as a plan writes it down."""
-    return PlanDevice(name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host)
+    return PlanDevice(
+        name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host, network=device.network
+    )

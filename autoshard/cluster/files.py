@@ -18,13 +18,14 @@ from typing import Any
 from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
 from autoshard.cluster.hardware import LINK_EFFICIENCY, find_hardware, hardware_table, make_device
 from autoshard.cluster.links import make_links, usual_host
+from autoshard.cluster.network import with_networks
 from autoshard.errors import SpecError
 from autoshard.files import write_whole
 from autoshard.sizes import parse_bytes
 
 VERSION = 1
 MAX_DEVICES = 1024
-_DEVICE_KEYS = {field.name for field in fields(Device)}
+_DEVICE_KEYS = tuple(field.name for field in fields(Device) if field.name != "network")  # that is said of hosts
 _HOST_KEYS = {field.name for field in fields(Host)}
 _NUMBERS = {"bytes_per_second": 0.0, "launch_seconds": 0.0, "overhead_bytes": 0, "block_bytes": 1}
 """Figures of a device that a file may give, with the least value of each."""
@@ -40,7 +41,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         "version": VERSION,
         "spec": cluster.spec,
         "devices": [
-            {**asdict(replace(d, flops_per_second={})), "flops_per_second": dict(d.flops_per_second)}
+            {**{key: getattr(d, key) for key in _DEVICE_KEYS}, "flops_per_second": dict(d.flops_per_second)}
             for d in cluster.devices
         ],
         "hosts": hosts,
@@ -71,7 +72,9 @@ def cluster_from_dict(data: Any) -> Cluster:
     notes = data.get("notes", [])
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise SpecError('"notes" of a cluster must be a list of texts.')
-    links = make_links(devices, _hosts(data, devices), _links(data, devices))
+    hosts = _hosts(data, devices)
+    devices = with_networks(devices, hosts)
+    links = make_links(devices, hosts, _links(data, devices))
     return Cluster(devices=tuple(devices), links=links, spec=str(data.get("spec", "")), notes=tuple(notes))
 
 
@@ -99,7 +102,7 @@ def _device(entry: Any, position: int) -> Device:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise SpecError(f'{where} must be an object with a "name" such as "cuda:0".')
     where = f"device {entry['name'][:40]!r} of the cluster"
-    unknown = set(entry) - _DEVICE_KEYS - {"memory"}
+    unknown = set(entry) - {*_DEVICE_KEYS} - {"memory"}
     if unknown:
         raise SpecError(
             f"{where} has an unknown entry {sorted(map(str, unknown))[0]!r}. "

@@ -115,6 +115,33 @@ def make_hosts(devices: Sequence[Device], words: HostWords) -> list[Host]:
     return hosts
 
 
+def with_networks(devices: Sequence[Device], hosts: Sequence[Host]) -> list[Device]:
+    """Return the devices, each with how its host differs from a usual one."""
+    members: dict[str, list[Device]] = {}
+    for device in devices:
+        members.setdefault(device.host, []).append(device)
+    words = {}
+    for host in hosts:
+        usual, said = usual_host(host.name, members[host.name]), []
+        if (host.nics, host.nic_bytes_per_second) != (usual.nics, usual.nic_bytes_per_second):
+            said.append(f"{host.nics}x{host.nic_bytes_per_second * 8 / 1e9:.12g}Gb/s")
+        words[host.name] = ", ".join([*said, *([] if host.peer_links else ["no nvlink"])])
+    return [replace(device, network=words[device.host]) for device in devices]
+
+
+def hosts_of(devices: Sequence[Device]) -> list[Host]:
+    """Return the hosts that devices say they are in. Raises `SpecError` if a `network` makes no sense."""
+    hosts = []
+    for name in dict.fromkeys(device.host for device in devices):
+        inside = [device for device in devices if device.host == name]
+        text = inside[0].network
+        left, words = _split(text.split(",")) if text else ([], HostWords())
+        if left:
+            raise SpecError(f"{shown(text)} is not the network of a host. Write for example '8x400Gb/s, no nvlink'.")
+        hosts += make_hosts(inside, words)
+    return hosts
+
+
 def network_note(devices: Sequence[Device], hosts: Sequence[Host], words: HostWords) -> list[str]:
     """What is assumed of the network between hosts, in a sentence."""
     if len(hosts) < 2 or words.bytes_per_second is not None:

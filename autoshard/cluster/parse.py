@@ -30,7 +30,16 @@ from autoshard.cluster.detect import accelerator_names, accelerator_type, detect
 from autoshard.cluster.files import read_cluster
 from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
 from autoshard.cluster.links import make_links, with_known
-from autoshard.cluster.network import HostWords, even_hosts, even_note, make_hosts, network_note, split_words
+from autoshard.cluster.network import (
+    HostWords,
+    even_hosts,
+    even_note,
+    hosts_of,
+    make_hosts,
+    network_note,
+    split_words,
+    with_networks,
+)
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
 from autoshard.sizes import format_bytes, parse_bytes, shown
@@ -94,9 +103,10 @@ def cluster_of(devices: Iterable[PlanDevice]) -> Cluster:
         row = table.get(item.kind, table["generic"])
         plain = item.memory_bytes != row.memory_bytes
         device = make_device(row, name=item.name, memory_bytes=item.memory_bytes, host=item.host, plain_size=plain)
+        device = replace(device, network=item.network)
         # "cpu:1" is a simulated device or the plain CPU: exact either way.
         built.append(replace(device, overhead_bytes=0, block_bytes=1) if item.name.startswith("cpu") else device)
-    return Cluster(devices=tuple(built), links=make_links(built), spec="the devices of the plan")
+    return Cluster(devices=tuple(built), links=make_links(built, hosts_of(built)), spec="the devices of the plan")
 
 
 def canonical_name(name: Any) -> str:
@@ -263,6 +273,7 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
         if active is None and item.memory_bytes is None:
             notes += detected_notes(device.name)
     hosts = make_hosts(devices, words)
+    devices = with_networks(devices, hosts)
     notes += _assumptions(wanted, devices) + network_note(devices, hosts, words)
     links: Sequence[Link] = make_links(devices, hosts)
     if active is not None:

@@ -1,14 +1,16 @@
 """Devices and the hardware table as tables for a terminal of 80 columns or more."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster, Device, Host, Links
 from autoshard.cluster.hardware import hardware_table
-from autoshard.cluster.links import link_groups
+from autoshard.cluster.links import cards_of, link_groups
+from autoshard.cluster.network import speed_text
 from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
 from autoshard.sizes import format_bytes, format_seconds
 
@@ -41,6 +43,8 @@ def print_devices(console: Console, cluster: Cluster) -> None:
             "measured" if device.measured else "",
         ])  # fmt: skip
     print_table(console, columns, rows)
+    if hosts:
+        _print_hosts(console, cluster)
     if len(cluster.devices) > 1:
         _print_links(console, cluster)
     print_sentences(console, "Notes", cluster.notes)
@@ -80,6 +84,23 @@ def print_hardware(console: Console) -> None:
     print_table(console, columns, rows)
     remark = "Peaks, dense, in TFLOP/s; links one way. * not verified in a source."
     console.print(Text(INDENT + remark, style="bright_black"))
+
+
+def _print_hosts(console: Console, cluster: Cluster) -> None:
+    """The network of hosts, those that are alike in one line."""
+    if not isinstance(cluster.links, Links):
+        return
+    count = Counter(device.host for device in cards_of(cluster.devices))
+    alike: dict[Host, list[str]] = {}
+    for name, host in cluster.links.hosts.items():
+        alike.setdefault(replace(host, name=str(count[name])), []).append(name)
+    print_section(console, "Hosts")
+    rows = []
+    for host, names in alike.items():
+        named = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if len(names) > 2 else ", ".join(names)
+        peers = "" if host.peer_links else ", no links between cards"
+        rows.append([named, f"{host.name} cards each", f"network {speed_text(host)}{peers}"])
+    print_table(console, [Column(), Column(right=True), Column(flexible=True)], rows, INDENT)
 
 
 def _print_links(console: Console, cluster: Cluster) -> None:
