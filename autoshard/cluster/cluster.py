@@ -87,6 +87,10 @@ class Host:
     peer_links: bool = True
 
 
+Pace = tuple[float, float]
+"""Latency in seconds, and bytes per second."""
+
+
 class Links(Sequence[Link]):
     """The link of every ordered pair of devices: known for some, implied by the hardware for the others.
 
@@ -102,9 +106,9 @@ class Links(Sequence[Link]):
     def between(self, source: str, destination: str) -> Link:
         """The link of one pair; raises `KeyError` if there is none."""
 
-
-Pace = tuple[float, float]
-"""Latency in seconds, and bytes per second."""
+    @abstractmethod
+    def pace(self, source: str, destination: str) -> Pace:
+        """Latency and bytes per second of one pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +196,9 @@ class Cluster:
         return {}
 
     def _pace(self, source: str, destination: str) -> Pace:
-        link = self.link(source, destination)
+        if isinstance(self.links, Links):
+            return self.links.pace(source, destination)
+        link = self._links[source, destination]
         return link.latency_seconds, link.bytes_per_second
 
     def to_dict(self) -> dict[str, Any]:

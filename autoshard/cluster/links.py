@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
+from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links, Pace
 from autoshard.cluster.hardware import LINK_EFFICIENCY, Hardware, hardware_table
 
 ASSUMED_NIC_BYTES_PER_SECOND = 100e9 / 8
@@ -53,31 +53,34 @@ class ImpliedLinks(Links):
         return found
 
     def _implied(self, source: str, destination: str) -> Link:
+        rate = self._implied_rate(source, destination)
+        return Link(source=source, destination=destination, bytes_per_second=rate[0], latency_seconds=rate[1])
+
+    def _implied_rate(self, source: str, destination: str) -> Rate:
         if source == destination:
             raise KeyError((source, destination))
         (host, kind, slot), (other_host, other_kind, other_slot) = self._ends[source], self._ends[destination]
         if host != other_host:
-            rate = _network_rate(self.hosts[host], self.hosts[other_host])
-        else:
-            rate = _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
-        return Link(source=source, destination=destination, bytes_per_second=rate[0], latency_seconds=rate[1])
+            return _network_rate(self.hosts[host], self.hosts[other_host])
+        return _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
 
     def groups(self) -> "dict[Rate, Group]":
         """Pairs that are alike, without a link made for each."""
         found: dict[Rate, Group] = {}
-        for source, (host, kind, slot) in self._ends.items():
-            for destination, (other_host, other_kind, other_slot) in self._ends.items():
-                if source == destination:
-                    continue
-                known = self.known.get((source, destination))
-                if known is not None:
-                    rate = known.bytes_per_second, known.latency_seconds
-                elif host != other_host:
-                    rate = _network_rate(self.hosts[host], self.hosts[other_host])
-                else:
-                    rate = _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
-                _count(found, rate, (source, destination))
+        for source in self._ends:
+            for destination in self._ends:
+                if source != destination:
+                    latency, rate = self.pace(source, destination)
+                    _count(found, (rate, latency), (source, destination))
         return found
+
+    def pace(self, source: str, destination: str) -> Pace:
+        """Latency and bytes per second of one pair."""
+        known = self.known.get((source, destination))
+        if known is not None:
+            return known.latency_seconds, known.bytes_per_second
+        rate, latency = self._implied_rate(source, destination)
+        return latency, rate
 
     def __len__(self) -> int:
         return len(self._ends) * (len(self._ends) - 1)
