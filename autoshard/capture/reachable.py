@@ -445,7 +445,7 @@ def _same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     if tensor.shape != alias.shape or tensor.stride() != alias.stride() or tensor.dtype != alias.dtype:
         return False
     same = tensor.untyped_storage()._cdata == alias.untyped_storage()._cdata
-    return same and tensor.storage_offset() == alias.storage_offset()
+    return bool(same and tensor.storage_offset() == alias.storage_offset())
 
 
 def _package(table: dict[str, Any]) -> str:

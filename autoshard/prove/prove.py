@@ -357,15 +357,21 @@ def _run_first_rank(question: Question, cut: Cut, given: Arguments, shapes_only:
         return run_watched(local, args, kwargs, watch)
 
     engine = FakeFloats(lambda _: None)  # as in the run that was recorded: code takes the same branches
+    recorder = Recorder(engine)
 
     def fake(spec: TensorSpec) -> torch.Tensor:
         if spec.value is not None:
             return spec.value.clone()
-        return engine.shapes.stand_in(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        tensor = engine.shapes.stand_in(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        recorder.enter(tensor, "input", "")
+        return tensor
 
     as_fake(local, engine.shapes.mode)
+    for kind, state in (("parameter", local.named_parameters()), ("buffer", local.named_buffers())):
+        for name, tensor in state:
+            recorder.enter(tensor, kind, name)
     args, kwargs = fill_specs(given, fake)
-    with silenced(), Recorder(engine):
+    with silenced(), recorder:
         return run_watched(local, args, kwargs, watch)
 
 
