@@ -13,7 +13,7 @@ What is state is read off the signature: a field of the output that `forward` ta
 """
 
 import inspect
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(item, torch.Tensor):
             if id(item) not in plain:
                 yield item
-        elif isinstance(item, (dict, list, tuple, set)):
+        elif isinstance(item, (dict, list, tuple, set, frozenset, deque)):
             for part in item.values() if isinstance(item, dict) else item:
                 yield from walk(part)
         elif not callable(item):

@@ -77,6 +77,8 @@ def record_run(
     try:
         # What the model sets in context variables stays in there.
         graph = contextvars.copy_context().run(_recorded, run, recorder, elsewhere, make, level, decode)
+        if run.tape is not None:
+            run.tape.let_go()
         elsewhere.refuse()
     except Exception as error:
         clear_frames(error)

@@ -6,7 +6,7 @@ read out of tensors on the way.
     with torch.no_grad(): x * 2        an op without gradients
     Function.apply(x)                  TapedCall    of a function of the user's: its backward is not in any graph
 
-A `Ref` stands for a tensor: it is the number of its value.
+A `Ref` stands for a tensor: it is the number of its value. An `Opaque` stands for an object that has tensors.
 """
 
 import random
@@ -21,6 +21,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import nested
+from autoshard.capture.decode import opaque_tensors
 from autoshard.capture.record import Recorder
 from autoshard.torch_private import Interceptor, intercept, no_modes, release
 
@@ -35,6 +36,15 @@ class Ref:
 
     def __repr__(self) -> str:
         return f"Ref({self.value})"
+
+
+class Opaque:
+    """Stands for an object in which there are tensors, a cache say: what is noted of a run keeps none of them."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +153,11 @@ class Tape:
         recorder = self._recorder
         self.readings.append(Reading(row=recorder.calls.current, begin=recorder.ledger.now, assumed=what))
 
+    def let_go(self) -> None:
+        """The run is over: keep none of its tensors, which objects among the arguments and outputs have by now."""
+        for call in (*self.calls.values(), *self.functions):
+            call.args, call.kwargs, call.output = map(_without_tensors, (call.args, call.kwargs, call.output))
+
     @contextmanager
     def watching_functions(self) -> Iterator[None]:
         """Note the calls of autograd functions that are not torch's own."""
@@ -191,6 +206,20 @@ class _Functions(Interceptor):
 
     def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return self.tape.call_function(function, apply, args, kwargs)
+
+
+def _without_tensors(value: Any) -> Any:
+    """The same with `Opaque` for objects that have tensors."""
+
+    def stand_in(_: str, leaves: list[Any]) -> Any:
+        return Opaque(type(leaves[0])) if _has_tensors(leaves[0]) else leaves[0]
+
+    held = any(_has_tensors(leaf) for _, leaf in nested.leaves_in(value))
+    return nested.join_leaves([value], stand_in) if held else value
+
+
+def _has_tensors(leaf: Any) -> bool:
+    return not isinstance(leaf, Ref) and next(opaque_tensors(leaf), None) is not None
 
 
 def _generators() -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.batching import BatchAxis
+from autoshard.capture.tape import Opaque
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
 from autoshard.runtime.chunks import PLAIN, Part
@@ -114,6 +115,7 @@ def _kept(output: Any) -> Any:
     def light(path: str, leaves: list[Any]) -> Any:
         leaf = leaves[0]
         known = isinstance(leaf, (torch.Tensor, *PLAIN, Unmerged))
-        return leaf if known else Unmerged(path, type(leaf).__name__)
+        kind = leaf.kind if isinstance(leaf, Opaque) else type(leaf)
+        return leaf if known else Unmerged(path, kind.__name__)
 
     return join_leaves([output], light)

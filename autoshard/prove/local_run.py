@@ -7,10 +7,9 @@ from torch import nn
 
 from autoshard.capture.capture import calls_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.inputs import Call
 from autoshard.nested import flat_tensors
 from autoshard.prove.ranks import LoneRank
-from autoshard.prove.shrink import on_meta
+from autoshard.prove.shrink import Arguments, on_meta
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut
 from autoshard.workload import Workload
@@ -28,7 +27,7 @@ def record_rank(
     return record(local)
 
 
-def call_of(model: nn.Module, inputs: Any, workload: Workload, whole: ModelGraph) -> Call:
+def call_of(model: nn.Module, inputs: Any, workload: Workload, whole: ModelGraph) -> Arguments:
     """The arguments with which the whole model was recorded; where none were given, those of its own configuration."""
     shapes = [whole.values[value].shape for value in whole.inputs]
     calls = calls_of(model, inputs, workload)

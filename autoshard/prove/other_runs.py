@@ -22,11 +22,11 @@ from autoshard.axes.axis import leaves
 from autoshard.axes.groups import AxisGroup, find_groups
 from autoshard.capture.capture import capture, record_forward
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.inputs import Call
 from autoshard.capture.run import own_random_numbers
 from autoshard.capture.tape import Tape
 from autoshard.errors import AutoshardError
 from autoshard.prove.expected import numbers_in
+from autoshard.prove.shrink import Arguments
 from autoshard.workload import Workload
 
 LONGEST = 128
@@ -42,33 +42,42 @@ class Seen:
 
     Attributes:
         what: the run in words, "" for that of the plan.
-        groups: what can be cut by it.
+        groups: what can be cut by it, by size and parameters.
         record: a model -> its graph in such a run.
         tape: what the graph doesn't tell of the run, if it was noted.
     """
 
     what: str
     graph: ModelGraph
-    groups: Mapping[Key, AxisGroup]
+    groups: Mapping[Key, Sequence[AxisGroup]]
     record: Callable[[nn.Module], ModelGraph]
     tape: Tape | None = None
 
-    def of(self, group: AxisGroup) -> AxisGroup | None:
-        """The group of this run that cuts the same, None if there is none."""
-        return self.groups.get(key_of(group))
+    def of(self, group: AxisGroup) -> list[AxisGroup]:
+        """The groups of this run that cut the same, [] if there are none.
+
+        Blocks that are alike in one run may differ in another: some of them keep a window of the last tokens only.
+        """
+        alike = self.groups.get(_key_of(group), ())
+        same = {one.blocks: one for one in alike if set(one.blocks) <= set(group.blocks)}
+        blocks = [block for one in same for block in one]
+        return list(same.values()) if sorted(blocks) == sorted(group.blocks) else []
 
 
-def key_of(group: AxisGroup) -> Key:
-    """What a group cuts, whatever the run was."""
-    return group.blocks, group.size, group.shards
+def _key_of(group: AxisGroup) -> Key:
+    """What a group cuts in each of its blocks, whatever the run was."""
+    return group.size, group.shards
 
 
-def by_key(groups: Sequence[AxisGroup]) -> dict[Key, AxisGroup]:
+def _by_key(groups: Sequence[AxisGroup]) -> dict[Key, list[AxisGroup]]:
     """Groups by what they cut."""
-    return {key_of(group): group for group in groups}
+    found: dict[Key, list[AxisGroup]] = {}
+    for group in groups:
+        found.setdefault(_key_of(group), []).append(group)
+    return found
 
 
-def other_runs(model: nn.Module, call: Call, workload: Workload, groups: Sequence[AxisGroup]) -> list[Seen]:
+def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Sequence[AxisGroup]) -> list[Seen]:
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
     half, heads, most = _sizes(groups)
     runs = {
@@ -96,7 +105,7 @@ def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
     return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
 
 
-def _recorded(model: nn.Module, calls: Sequence[Call], record: Callable[[Call], Seen]) -> Seen | None:
+def _recorded(model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], Seen]) -> Seen | None:
     """The first of several calls that the model takes; None if it takes none of them."""
     for call in calls:
         with suppress(AutoshardError), own_random_numbers():
@@ -104,25 +113,25 @@ def _recorded(model: nn.Module, calls: Sequence[Call], record: Callable[[Call], 
     return None
 
 
-def _with_gradients(model: nn.Module, call: Call) -> Seen:
+def _with_gradients(model: nn.Module, call: Arguments) -> Seen:
     args, kwargs = call
 
     def record(local: nn.Module) -> ModelGraph:
         return record_forward(local, args, kwargs, grad=True)[0]
 
     graph, tape = record_forward(model, args, kwargs, grad=True)
-    groups = by_key(find_groups(graph).groups)
+    groups = _by_key(find_groups(graph).groups)
     return Seen(what=f"with gradients and inputs {_shapes(call)}", graph=graph, groups=groups, record=record, tape=tape)
 
 
-def _with_cache(model: nn.Module, workload: Workload, call: Call) -> Seen:
+def _with_cache(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
     """A forward and, where the model keeps a cache, one more token."""
     run = _plain(model, replace(workload, new_tokens=1), call)
     decoded = any(name == "decode" for name, _, _ in run.graph.phases)
     return replace(run, what=f"{run.what} and one more token") if decoded else run
 
 
-def _plain(model: nn.Module, workload: Workload, call: Call) -> Seen:
+def _plain(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
     """A forward without gradients; a model that is trained is evaluated, too."""
     args, kwargs = call
     asked = replace(workload, mode="inference")
@@ -132,7 +141,7 @@ def _plain(model: nn.Module, workload: Workload, call: Call) -> Seen:
             return capture(local, kwargs or args, workload=asked, level=level, composite=True)
 
     graph = record(model)
-    groups = by_key(find_groups(graph).groups)
+    groups = _by_key(find_groups(graph).groups)
     same = partial(record, level=graph.level)
     return Seen(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
 
@@ -150,7 +159,7 @@ def _evaluated(model: nn.Module, wanted: bool) -> Iterator[None]:
             module.training = training
 
 
-def _calls(call: Call, length: int, rows: int, masked: bool = False) -> list[Call]:
+def _calls(call: Arguments, length: int, rows: int, masked: bool = False) -> list[Arguments]:
     """Arguments to try: of another length with other rows, of another length, and those given."""
     tensors = [tensor for _, tensor in nested.tensors_in(call) if tensor.dim()]
     ids = next((one for one in tensors if one.dim() > 1 and not one.is_floating_point()), None)
@@ -180,5 +189,5 @@ def _is_ones(tensor: torch.Tensor) -> bool:
     return known and bool((tensor == 1).all())
 
 
-def _shapes(call: Call) -> str:
+def _shapes(call: Arguments) -> str:
     return ", ".join(str(list(tensor.shape)) for _, tensor in nested.tensors_in(call))

@@ -161,14 +161,16 @@ class Prover:
         shares = [cut.shares for cut in cuts]
         ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
         for run in self._all_runs():
-            theirs = [self._in_run(run, group) for group in groups]
-            if None in theirs:
-                missing = groups[theirs.index(None)]
+            found = [self._in_run(run, group) for group in groups]
+            if [] in found:
+                missing = groups[found.index([])]
                 return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
+            theirs = [group for same in found for group in same]
+            its_shares = [share for same, share in zip(found, shares, strict=True) for _ in same]
             try:
                 for rank in ranks:
                     with own_random_numbers():
-                        due = due_on(run.graph, theirs, shares, rank)  # type: ignore[arg-type]
+                        due = due_on(run.graph, theirs, its_shares, rank)
                         find_misuse(self._model, run.graph, run.tape, due)
                         follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
             except Differs as error:
@@ -177,9 +179,9 @@ class Prover:
                 return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
         return None
 
-    def _in_run(self, run: Seen, group: AxisGroup) -> AxisGroup | None:
-        """What cuts the same in another run; None if nothing does."""
-        return group if run is self._runs[0] else run.of(group)
+    def _in_run(self, run: Seen, group: AxisGroup) -> list[AxisGroup]:
+        """What cuts the same in another run; [] if nothing does."""
+        return [group] if run is self._runs[0] else run.of(group)
 
     def _all_runs(self) -> Iterator[Seen]:
         """The run of the plan, then the others, which are recorded when they are needed first."""
@@ -198,8 +200,8 @@ class Prover:
         places = list(range(len(groups)))
         own = [self._in_run(run, group) for group in groups]
         at = [
-            place for place, (group, cut) in enumerate(zip(own, cuts, strict=True))
-            if group is None or error.op in due_on(run.graph, [group], [cut.shares], 0)
+            place for place, (same, cut) in enumerate(zip(own, cuts, strict=True))
+            if not same or error.op in due_on(run.graph, same, [cut.shares] * len(same), 0)
         ]  # fmt: skip
         if len(groups) == 1 or len(at) == 1:
             return {(at or places)[0]: _said(found)}

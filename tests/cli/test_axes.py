@@ -87,7 +87,10 @@ def test_axes_are_printed_in_words(file):
 
 def test_the_batch_is_among_the_axes(file, tmp_path):
     printed = command("profile", file, "--axes").stdout
-    assert "The batch\n  2 rows of ids can be divided: the output put together\n    equal in parts" in printed
+    assert (
+        "The batch\n  2 rows of ids can be divided: the output put together\n    checked op by op, compared in parts"
+        in printed
+    )
     mixing = tmp_path / "mixing.py"
     mixing.write_text(MODEL.replace("return x * self", "return (x - x.mean(0)) * self"))
     assert "the model's own forward mixes its rows (mean in the model itself)" in " ".join(

@@ -26,10 +26,12 @@ class Attention(nn.Module):
             nn.Linear(64, 16),
         )
 
-    def forward(self, x):
+    def forward(self, x, keep=False):
         q, k, v = self.mix(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-        self.maps = torch.softmax(q @ k.mT / 2, -1)
-        x = x + self.out((self.maps @ v).transpose(1, 2).flatten(2))
+        maps = torch.softmax(q @ k.mT / 2, -1)
+        if keep:
+            self.maps = maps
+        x = x + self.out((maps @ v).transpose(1, 2).flatten(2))
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -39,10 +41,10 @@ class Inner(nn.Module):
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
         self.last = nn.Linear(16, 32)
 
-    def forward(self, x):
+    def forward(self, x, keep=False):
         between = [x]
         for block in self.blocks:
-            between.append(block(between[-1]))
+            between.append(block(between[-1], keep))
         return self.last(between[-1]), between
 
 
@@ -53,7 +55,7 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 8)
 
     def forward(self, x, maps=False, between=False, loss=False):
-        wide, seen = self.inner(x)
+        wide, seen = self.inner(x, keep=maps)
         made = {"out": self.head(torch.tanh(wide))}
         if loss:
             made["loss"] = made["out"].square().mean()

@@ -77,7 +77,8 @@ def request_of(seed: int, count: int, processes: int = 0) -> Request:
         size=ROWS, inputs=(BatchInput(path="x", **row),), outputs=(BatchOutput(path="", how="cat", **row),)
     )
     asked = Request(
-        model=nn.Identity(), inputs=None, profile=profile, cluster=cluster_of(rng, count, profile.peak_bytes),
+        model=nn.Identity(), inputs=torch.zeros(ROWS, 1), profile=profile,
+        cluster=cluster_of(rng, count, profile.peak_bytes),
         objective=str(rng.choice(["latency", "throughput", "memory"])), processes=processes,
     )  # fmt: skip
     asked.__dict__.update(batch=batch)
