@@ -345,6 +345,9 @@ def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
         rate, bandwidth = generic.flops_per_second["bfloat16"] / 1e12, generic.bytes_per_second / 1e9
         peaks = f"{rate:g} bf16 TFLOP/s, {bandwidth:g} GB/s, {generic.host_link}"
         notes.append(f"Where only the memory of a device is known, peaks are assumed: {peaks}.")
+        cards = Counter(device.host for device in devices if device.kind == "generic")
+        if len(cards) == 1 and (count := cards.total()) > MACHINE:
+            notes.append(f"All {count} devices are taken to be in one host; say otherwise as in '2 hosts of 8x24GiB'.")
     return notes
 
 

@@ -48,6 +48,8 @@ def test_every_name_finds_its_own_row():
         ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40"),
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
