@@ -31,9 +31,7 @@ def parse_bytes(text: str | int) -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
         if match is not None and not match[2]:
-            raise SpecError(
-                f"the size {shown(text)} has no unit. Write for example {match[1][:12]}GiB."
-            )
+            raise SpecError(f"the size {shown(text)} has no unit. Write for example {match[1][:12]}GiB.")
         if match is None or match[2].upper() not in _UNITS:
             raise SpecError(f"{shown(text)} is not a size. Write for example 24GiB, 80GB or 512MiB.")
         size = int(min(float(match[1]) * _UNITS[match[2].upper()], 2.0 * MAX_BYTES))
