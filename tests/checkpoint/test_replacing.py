@@ -208,10 +208,11 @@ def test_an_exception_in_the_middle(stop, tmp_path, monkeypatch):
 
 
 def save_cut_on_a_full_disk(path):
-    """The first rank can't write; all ranks must hear of it."""
+    """The first rank can't write what is larger than the file over which ranks agree; all ranks must hear of it."""
     model = CASES["words"].make()
+    model.register_buffer("ballast", torch.zeros(1 << 20))
     apply_cuts(model, CASES["words"].cuts(2), ProcessRanks.of())
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     with pytest.raises((CheckpointError, RankError), match=r"could not write .*File too large"):
         autoshard.save(model, path)
 
