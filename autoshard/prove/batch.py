@@ -42,6 +42,7 @@ MANY = (4, 5, 3)
 """Rows of the parts where something works along the batch."""
 TOKENS = 4
 """What other dimensions of inputs are shortened to where the model is large."""
+WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,9 @@ def find_batch_axis(
             except NotRun as error:
                 refused = refused or f"with other rows the model could not be run: {error}"
                 packed = packed or _packed(question, batch)
-    name = type(model).__name__
-    raise PlanError(f"the batch of {name} can't be divided: {refused or 'no input has a dimension for it'}{packed}.")
+    refused = f"{refused or 'no input has a dimension for it'}{packed}".rstrip(".")
+    advice = "" if INDEPENDENT in refused else f" {WHOLE}"
+    raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
 
 
 def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
@@ -253,11 +255,9 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
             ran = ran or division
     if ran is None or known is None:
         raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
-    if apart is not None and any(one.hooked for one in checked):
-        raise Mixed(
-            f"{type(question.model).__name__} hangs hooks on gradients in its forward, which may mix rows. "
-            f"{INDEPENDENT}"
-        )
+    hooked = next((one.hooked for one in checked if one.hooked), "")
+    if apart is not None and hooked:
+        raise Mixed(f"its forward hangs a hook on gradients at {hooked}, which may mix rows. {INDEPENDENT}")
     outputs = tuple(_permitted(ways, apart) for ways in known.ways.values())
     changed = {name for one in checked for name in one.attributes}
     compared = f"compared in parts with random values, {'forward and backward' if trial.training else 'forward'}"

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput
+from autoshard.capture.user_code import calling_line, place
 from autoshard.errors import PlanError
 from autoshard.prove.copied import Trial
 from autoshard.prove.differences import difference, off_by
@@ -49,25 +50,24 @@ class Mixed(Exception):
 class Result:
     """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew.
 
-    `left`: the tensors that it put into attributes of modules; `hooked`: it hung hooks on gradients.
+    `left`: the tensors that it put into attributes of modules; `hooked`: where it hung hooks on gradients.
     """
 
     output: Any
     written: Mapping[str, torch.Tensor]
     draws: int
     left: Mapping[str, torch.Tensor]
-    hooked: bool
+    hooked: str
 
 
 class Hooks(TorchFunctionMode):
-    """Sees whether a forward hangs hooks on the gradients of what it computes."""
+    """Sees at which line a forward hangs a hook on the gradients of what it computes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
+    found = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.found |= func is torch.Tensor.register_hook
+        if func is torch.Tensor.register_hook:
+            self.found = self.found or calling_line()
         return func(*args, **(kwargs or {}))
 
 
@@ -137,7 +137,7 @@ class Checked:
     attributes: frozenset[str]
     tracked: frozenset[str]
     cached: frozenset[str]
-    hooked: bool
+    hooked: str
 
 
 def check_parts(division: Division, known: Checked | None = None) -> Checked:
@@ -237,8 +237,8 @@ def find_outputs(
     """How every tensor of an output may be made from those of the parts. Raises `Mixed` for one that can't be."""
     tensors = dict(nested.tensors_in(whole))
     pieces = [dict(nested.tensors_in(output)) for output in outputs]
-    if any(set(piece) != set(tensors) for piece in pieces):
-        raise Mixed("parts have other outputs than the whole")
+    if others := [path for piece in pieces for path in sorted(set(piece) ^ set(tensors))]:
+        raise Mixed(f"the output {others[0]} is not there for every number of rows")
     if known is not None and not set(known) >= set(tensors):
         raise Mixed("the outputs are others for other rows")
     _check_plain(whole, outputs)
@@ -256,12 +256,13 @@ def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
     for output in outputs:
         leaves, others = dict(nested.leaves_in(whole)), dict(nested.leaves_in(output))
         if leaves.keys() != others.keys():
-            raise Mixed(f"parts have other outputs than the whole ({sorted(leaves.keys() ^ others.keys())[0]})")
+            raise Mixed(f"the output {min(leaves.keys() ^ others.keys())} is not there for every number of rows")
         for path, leaf in leaves.items():
             shared = leaf is others[path] and not isinstance(leaf, PLAIN)
             what = "" if shared else of_rows(leaf)
             if what or (isinstance(leaf, PLAIN) and leaf != others[path]):
-                raise Mixed(f"{path or 'its output'} is {what or f'{leaf!r}, and another value in parts'}")
+                name = f"the output {path}" if path else "its output"
+                raise Mixed(f"{name} is {what or f'{leaf!r}, and another value in parts'}")
 
 
 def _below_others(whole: Any, output: Any) -> set[str]:
@@ -443,4 +444,4 @@ def _cast(dtype: torch.dtype) -> Any:
 
 
 def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')} (at {place(error)})"

@@ -309,15 +309,20 @@ REMEDY = re.compile(
 
 
 def unhelpful(build: Callable[[], nn.Module], inputs: Inputs, message: str) -> str:
-    """What a refusal lacks: the module, parameter, input, output or op that it is about, or something that works."""
+    """What a refusal lacks: the module, parameter, input, output or op that it is about, or something that works.
+
+    Outputs have a name in a dict, a number in a tuple; that of a model which gives one is "its output".
+    """
     model = build()
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     names |= {name for name, _ in model.named_buffers()} | set(inputs)
     output = model(**inputs)
-    names |= set(output) if isinstance(output, dict) else set()
+    outputs = set(output) if isinstance(output, dict) else {str(at) for at in range(len(output))}
     words = {word.rstrip(".") for word in re.findall(r"[\w.]+", message)}
+    found = bool((names - {""}) & words) or any(re.search(rf"\boutput {name}\b", message) for name in outputs)
+    found |= isinstance(output, torch.Tensor) and "its output" in message
     lacks = []
-    if not (names - {""}) & words and not re.search(r"\baten\b|\b\w+ in the model itself|\w\.py:\d", message):
+    if not found and not re.search(r"\baten\b|\b\w+ in the model itself|\w\.py:\d", message):
         lacks.append("no module, parameter, input, output or op")
     if not REMEDY.search(message):
         lacks.append("nothing that works")

@@ -123,12 +123,12 @@ class Spread(nn.Module):
         return x
 
 
-def test_an_auxiliary_loss_that_parts_do_not_give_is_refused_where_it_can_be_trained():
+@pytest.mark.parametrize("workload", [autoshard.Workload(mode="training"), autoshard.Workload()])
+def test_a_statistic_of_all_rows_that_is_kept_is_refused(workload):
     model, rows = nn.Sequential(Spread(), nn.Linear(16, 16)), torch.randn(8, 16)
     devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
-    with pytest.raises(PlanError, match=r"0\.spread is neither a sum nor a mean of what parts give"):
-        planned(model, rows, devices, "pipeline")
-    planned(model, rows, devices, "pipeline", autoshard.Workload())
+    with pytest.raises(PlanError, match=r"0 \(Spread\) keeps what mixes its rows \(std in 0\)"):
+        planned(model, rows, devices, "pipeline", workload)
 
 
 def a_loss_of_stages():
