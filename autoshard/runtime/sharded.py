@@ -132,12 +132,17 @@ class _Gather(_Named):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         self.order.add(self.number)
-        return self._call(dist.all_gather_into_tensor, output_tensor, input_tensor, **options)
+        return self._call(_all_gather, output_tensor, input_tensor, **options)
 
 
 class _ReduceScatter(_Named):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        return self._call(dist.reduce_scatter_tensor, output_tensor, input_tensor, **options)
+        return self._call(_reduce_scatter, output_tensor, input_tensor, **options)
+
+
+# Their names since torch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_shardable(model: nn.Module, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import PlanError, RankError
+from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
@@ -134,6 +135,36 @@ def sharded(path):
 
 def test_sharded_blocks_are_the_same_on_all_ranks(tmp_path):
     run_ranks(sharded, 2, tmp_path / "last")
+
+
+def half_sharded():
+    """Where one rank fails while blocks are sharded, all have the model as it was, and can apply a plan to it."""
+    model, plan, given = made("sharded")
+    expected, before = model(**given)["loss"], dict(model.named_parameters())
+    classes, usual, made_so_far = [type(module) for module in model.modules()], sharded_replicas._ReduceScatter, []
+
+    def failing(ranks):
+        made_so_far.append(ranks)
+        if dist.get_rank() == 1 and len(made_so_far) == 3:
+            raise ValueError("the third block")
+        return usual(ranks)
+
+    sharded_replicas._ReduceScatter = failing
+    with pytest.raises((RankError, ValueError), match=r"(rank 1 can't take part: )?the third block"):
+        autoshard.apply(model, plan)
+    sharded_replicas._ReduceScatter = usual
+    assert [type(module) for module in model.modules()] == classes
+    assert all(one is before[name] for name, one in model.named_parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert torch.equal(model(**given)["loss"], expected)
+    autoshard.apply(model, plan)
+    assert torch.allclose(model(**given)["loss"], expected)
+    autoshard.remove(model)
+    assert all(one is before[name] for name, one in model.named_parameters())
+
+
+def test_a_model_that_is_half_sharded_is_put_together_again():
+    run_ranks(half_sharded, 2)
 
 
 def own_norm():
