@@ -18,8 +18,10 @@ from autoshard.plan_cuts import Whole
 from autoshard.sharding import Cut, Results
 from autoshard.workload import Workload
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 PLAN_FORMAT = "autoshard plan"
+PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "precision", "compiled")
+"""Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
 
@@ -39,35 +41,67 @@ class PlanDevice:
     host: str = "host0"
 
 
+MESH_AXES = ("dp", "fsdp", "pp", "cp", "tp")
+"""Dimensions of a mesh that multiply to its devices; `ep` takes its ranks out of fsdp, cp and tp."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Devices in three dimensions: replicas of the model x its stages x the ranks that share a stage's parameters.
-
-    Device (d, p, t) is `Plan.devices[(d * pipeline + p) * tensor + t]`.
+    """How many devices there are along each dimension of a mesh.
 
     Attributes:
-        sharded: replicas keep 1 / data of parameters, gradients and optimizer state each, and gather them to compute.
-        shares: parts of the batch per replica, in proportion; empty: all alike.
+        dp: replicas that keep all parameters of their stage and rank.
+        fsdp: replicas of which each keeps 1 / fsdp of parameters, gradients and optimizer state, and gathers the rest.
+        pp: pipeline ranks. tp: tensor-parallel ranks of a stage. cp: parts of every sequence.
+        ep: groups of experts, among ranks that are replicas otherwise.
+        shares: samples of the batch per replica, in proportion; empty: all alike.
     """
 
-    data: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-    sharded: bool = False
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
     shares: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
         """How many devices it has."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """How many replicas there are, sharded or not."""
+        return self.dp * self.fsdp
+
+    @property
+    def pipeline(self) -> int:
+        """The number of pipeline ranks."""
+        return self.pp
+
+    @property
+    def tensor(self) -> int:
+        """The number of tensor-parallel ranks of a stage."""
+        return self.tp
+
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas keep parts of the parameters."""
+        return self.fsdp > 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """All six degrees by name."""
+        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
 
     def rank(self, *, data: int = 0, pipeline: int = 0, tensor: int = 0) -> int:
-        """The number of a device in `Plan.devices`, and of its process."""
-        return (data * self.pipeline + pipeline) * self.tensor + tensor
+        """The number of a device in `Plan.devices`, and of its process, where sequences are not divided."""
+        return (data * self.pp + pipeline) * self.tp + tensor
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """The (replica, stage position, tensor rank) of a device."""
-        return rank // self.tensor // self.pipeline, rank // self.tensor % self.pipeline, rank % self.tensor
+        """The (replica, pipeline rank, tensor-parallel rank) of a device, where sequences are not divided."""
+        return rank // self.tp // self.pp, rank // self.tp % self.pp, rank % self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +149,12 @@ class Plan:
         reasons: why this plan, in sentences, for people.
         fingerprint: of the model's names, shapes and dtypes; apply refuses another model.
         target: what the command line was given to plan for, so that other commands find the model again.
+        launch: "processes" for a plan that is carried out by one process per device (torchrun) alone, with the
+            precision, recomputation and compilation that it names; else "".
+        micro_batch: samples that a replica computes at once, 0 where nobody chose.
+        recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
+        precision: a key of `engine.precision.PRECISIONS`, "" where the model is run as it is.
+        compiled: the modules are to be compiled.
     """
 
     strategy: str
@@ -139,6 +179,11 @@ class Plan:
     batch: BatchAxis | None = None
     stages: tuple[Stage, ...] = ()
     target: str = ""
+    launch: str = ""
+    micro_batch: int = 0
+    recompute: str = "none"
+    precision: str = ""
+    compiled: bool = False
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -244,10 +289,15 @@ class Plan:
             row = data.pop(name)
             if row is not None:
                 data[name] = asdict(row)
+        if self.mesh is not None and not self.mesh.shares:
+            del data["mesh"]["shares"]
         if self.batch is not None and not self.batch.assumed:  # checked batches look as they always did
             del data["batch"]["assumed"]
         if not self.target:
             del data["target"]
+        if not self.launch:
+            for name in PROCESS_FIELDS:
+                del data[name]
         if self.streamed:  # so do plans that keep everything in place
             data["streamed"] = dict(data.pop("streamed"))
         else:

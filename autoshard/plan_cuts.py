@@ -75,9 +75,14 @@ def read_mesh(data: Any, kind: type, devices: int) -> Any:
     """Check and build the mesh of a plan, a `kind`, over so many devices; None for none. Raises `PlanError`."""
     if data is None:
         return None
+    if isinstance(data, Mapping) and "data" in data:  # as version 1 of the format had it
+        old = dict(data)
+        sharded = old.pop("sharded", False)
+        names = {"data": "fsdp" if sharded else "dp", "pipeline": "pp", "tensor": "tp"}
+        data = {names.get(key, key): value for key, value in old.items()}
     mesh = _read(kind, data, "mesh")
-    sizes = (mesh.data, mesh.pipeline, mesh.tensor)
-    expect(min(sizes) >= 1 and mesh.size == devices, "mesh", f"three sizes with a product of {devices}", sizes)
+    sizes = tuple(mesh.degrees.values())
+    expect(min(sizes) >= 1 and mesh.size == devices, "mesh", f"degrees with a product of {devices}", sizes)
     good = len(mesh.shares) in (0, mesh.data) and all(share > 0 for share in mesh.shares)
     expect(good, "mesh.shares", f"{mesh.data} positive numbers", mesh.shares)
     return mesh

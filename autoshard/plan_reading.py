@@ -12,7 +12,8 @@ from autoshard.workload import Workload
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
-             "batch": None, "stages": [], "target": ""}  # fmt: skip
+             "batch": None, "stages": [], "target": "", "launch": "", "micro_batch": 0, "recompute": "none",
+             "precision": "", "compiled": False}  # fmt: skip
 
 
 def read_plan(text: str) -> Plan:
@@ -37,8 +38,15 @@ def read_plan(text: str) -> Plan:
         problem = f"unknown {', '.join(map(repr, unknown))}" if unknown else f"without {', '.join(map(repr, missing))}"
         raise PlanError(f"this is not a plan that this version understands: {problem}. Make the plan again.")
     data = {**_OPTIONAL, **data}
-    for name in ("strategy", "objective", "schedule", "fingerprint", "target"):
+    data["version"] = PLAN_VERSION
+    for name in ("strategy", "objective", "schedule", "fingerprint", "target", "launch", "recompute", "precision"):
         expect(isinstance(data[name], str), name, "a string", data[name])
+    expect(data["launch"] in ("", "processes"), "launch", '"processes" or nothing', data["launch"])
+    expect(
+        data["recompute"] in ("none", "selective", "full"), "recompute", "none, selective or full", data["recompute"]
+    )
+    expect(isinstance(data["compiled"], bool), "compiled", "true or false", data["compiled"])
+    expect(_is_int(data["micro_batch"]) and data["micro_batch"] >= 0, "micro_batch", "a number", data["micro_batch"])
     count: Any = data["num_microbatches"]
     expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
     for name in ("aligned", "unfolded", "written_back", "reasons"):

@@ -69,7 +69,7 @@ def plan_by_hand(profile, spec: str, groups, *, microbatches: int = 4, schedule:
         strategy="pipeline", objective="latency", workload=profile.workload,
         devices=tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind) for d in cluster.devices),
         placements={path: names[i % len(names)] for i, paths in enumerate(groups) for path in paths},
-        mesh=Mesh(pipeline=len(names)), batch=batch_of(training=profile.workload.training),
+        mesh=Mesh(pp=len(names)), batch=batch_of(training=profile.workload.training),
         stages=tuple(Stage(paths=tuple(paths)) for paths in groups), num_microbatches=microbatches, schedule=schedule,
         fingerprint=profile.graph.fingerprint,
     )  # fmt: skip

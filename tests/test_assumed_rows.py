@@ -40,7 +40,7 @@ def test_a_plan_keeps_what_was_assumed_in_its_file(tmp_path):
     )  # fmt: skip
     plan = plan_of(nn.Linear(8, 8), torch.randn(8, 8), strategy="sequential")
     placed = {"": "cpu:0"}
-    plan = replace(plan, mesh=Mesh(data=2), batch=batch, placements=placed, strategy="data-parallel")
+    plan = replace(plan, mesh=Mesh(dp=2), batch=batch, placements=placed, strategy="data-parallel")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     checked = replace(plan, batch=replace(batch, assumed=False))

@@ -41,7 +41,7 @@ def divided(model, inputs, how):
         return plan
     placements = {"": plan.devices[0].name}
     return replace(
-        plan, strategy="data-parallel", mesh=Mesh(data=3), stages=(), num_microbatches=1, schedule="none",
+        plan, strategy="data-parallel", mesh=Mesh(dp=3), stages=(), num_microbatches=1, schedule="none",
         placements=placements,
     )  # fmt: skip
 

@@ -109,7 +109,7 @@ def cuts_of(profile, cluster, groups, degree):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_alone_are_a_pipeline(profiles, mode, schedule):
     cluster = parse_devices("2xA100-40GB")
-    plan = plan_on(cluster, profiles[mode], Mesh(pipeline=2), microbatches=4, schedule=schedule)
+    plan = plan_on(cluster, profiles[mode], Mesh(pp=2), microbatches=4, schedule=schedule)
     one, other = (
         combined(plan, profiles[mode], cluster),
         estimate_pipeline(plan, profiles[mode], cluster, processes=True),
@@ -132,7 +132,7 @@ def test_ranks_alone_are_a_plan_with_cuts(mode, links):
     if links == "slow":
         cluster = slow(cluster)
     cuts = cuts_of(profile, cluster, groups, 4)
-    plan = plan_on(cluster, profile, Mesh(tensor=4), cuts=cuts)
+    plan = plan_on(cluster, profile, Mesh(tp=4), cuts=cuts)
     one = combined(plan, profile, cluster)
     other = estimate_cuts(replace(plan, mesh=None), profile, cluster)
     assert cuts and one.latency_seconds == pytest.approx(other.latency_seconds, rel=1e-9)
@@ -146,12 +146,12 @@ def test_ranks_alone_are_a_plan_with_cuts(mode, links):
 def test_replicas_add_the_sum_of_their_gradients(profiles):
     """Two replicas of two stages, in two hosts: each as a pipeline of half the batch, then the slow link."""
     cluster, profile = parse_devices("2 hosts of 2xA100-40GB"), profiles["training"]
-    plan = plan_on(cluster, profile, Mesh(data=2, pipeline=2), microbatches=4, schedule="1f1b")
+    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2), microbatches=4, schedule="1f1b")
     both = combined(plan, profile, cluster)
     assert len({(d.peak_bytes, d.compute_seconds) for d in both.devices}) == 2  # one row per stage
     half = part_of_batch(profile, batch(), BATCH // 2)
     rows = replace(batch(), size=BATCH // 2)
-    one = replace(plan, devices=plan.devices[:2], mesh=Mesh(pipeline=2), batch=rows)
+    one = replace(plan, devices=plan.devices[:2], mesh=Mesh(pp=2), batch=rows)
     alone = combined(one, half, cluster)
     nbytes = profile.parameter_bytes // 2
     sum_seconds = all_reduce_seconds(cluster, [cluster.names[0], cluster.names[2]], nbytes)
@@ -162,7 +162,7 @@ def test_replicas_add_the_sum_of_their_gradients(profiles):
 def test_three_dimensions(profiles, groups, mode):
     cluster, profile = parse_devices("2 hosts of 4xA100-40GB"), profiles[mode]
     cuts = cuts_of(profile, cluster, groups, 2)
-    plan = plan_on(cluster, profile, Mesh(data=2, pipeline=2, tensor=2), cuts=cuts, microbatches=4)
+    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2, tp=2), cuts=cuts, microbatches=4)
     found = estimate_mesh(plan, profile, cluster)
     assert found.fits and len(found.devices) == 8
     whole = sum(d.parameter_bytes for d in found.devices)
@@ -182,7 +182,7 @@ def test_unequal_replicas_have_unequal_rows(profiles):
     fast, slow = parse_devices("2xA100-40GB"), parse_devices("2xT4")
     devices = (*fast.devices, *(replace(d, name=f"cuda:{i + 2}") for i, d in enumerate(slow.devices)))
     cluster = _linked(devices)
-    plan = plan_on(cluster, profiles["training"], Mesh(data=2, pipeline=2, shares=(3, 1)), microbatches=2)
+    plan = plan_on(cluster, profiles["training"], Mesh(dp=2, pp=2, shares=(3, 1)), microbatches=2)
     found = combined(plan, profiles["training"], cluster)
     assert found.devices[0].activation_bytes > 2 * found.devices[2].activation_bytes
 
@@ -198,11 +198,11 @@ def test_no_plan_is_below_the_bound(profiles):
 
 def test_what_cannot_be_priced_is_refused(profiles):
     cluster = parse_devices("4xA100-40GB")
-    plan = plan_on(cluster, profiles["training"], Mesh(data=2, pipeline=2), microbatches=2)
+    plan = plan_on(cluster, profiles["training"], Mesh(dp=2, pp=2), microbatches=2)
     with pytest.raises(PlanError, match="does not say how the batch is divided"):
         estimate_mesh(replace(plan, batch=None), profiles["training"], cluster)
     with pytest.raises(PlanError, match="can't have stages"):
-        estimate_mesh(replace(plan, mesh=Mesh(data=2, pipeline=2, sharded=True)), profiles["training"], cluster)
+        estimate_mesh(replace(plan, mesh=Mesh(fsdp=2, pp=2)), profiles["training"], cluster)
     with pytest.raises(PlanError, match="a batch of 8 can't be divided into 9"):
         estimate_mesh(replace(plan, num_microbatches=9), profiles["training"], cluster)
 
@@ -217,7 +217,7 @@ def _linked(devices):
     return Cluster(devices=devices, links=make_links(devices))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pipeline=2), Mesh(data=2)])
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp=2)])
 def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     cluster = _linked([_device("cuda:0", 1e12), _device("cuda:1", 1e12)])
     profile = profiles["inference"]

@@ -17,7 +17,7 @@ def plan_of_four():
         workload=Workload(batch_size=8),
         devices=tuple(PlanDevice(name=f"cuda:{i}", memory_bytes=1 << 30) for i in range(4)),
         placements={"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"},
-        mesh=Mesh(data=2, pipeline=2, shares=(2, 1)),
+        mesh=Mesh(dp=2, pp=2, shares=(2, 1)),
         stages=(Stage(paths=("embed", "layers.0")), Stage(paths=("layers.1", "head"), recompute=True)),
         batch=BatchAxis(
             size=8,
@@ -38,16 +38,24 @@ def test_json_round_trip():
 
 
 def test_mesh_numbers_its_devices():
-    mesh = Mesh(data=2, pipeline=3, tensor=4)
+    mesh = Mesh(dp=2, pp=3, tp=4)
     places = [(d, p, t) for d in range(2) for p in range(3) for t in range(4)]
     assert [mesh.rank(data=d, pipeline=p, tensor=t) for d, p, t in places] == [*range(24)]
     assert [mesh.place(rank) for rank in range(24)] == places
 
 
+def test_a_mesh_of_version_1_is_read():
+    data = json.loads(plan_of_four().to_json())
+    data["version"], data["mesh"] = 1, {"data": 2, "pipeline": 2, "tensor": 1, "sharded": False, "shares": [2, 1]}
+    assert Plan.from_json(json.dumps(data)) == plan_of_four()
+    data["mesh"], data["stages"] = {"data": 4, "pipeline": 1, "tensor": 1, "sharded": True, "shares": []}, []
+    assert Plan.from_json(json.dumps(data)).mesh == Mesh(fsdp=4)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data["mesh"].update(data=3), "a product of 4"),
+        (lambda data: data["mesh"].update(dp=3), "a product of 4"),
         (lambda data: data["mesh"].update(shares=[1]), "mesh.shares"),
         (lambda data: data["batch"].update(inputs=[]), "what is divided"),
         (lambda data: data["batch"]["inputs"][0].update(axis="*9"), "batch.axis"),

@@ -169,7 +169,7 @@ def test_replicas_are_equal_to_rounding():
     plan = Plan(
         strategy="data-parallel", objective="latency", workload=autoshard.Workload(mode="training", batch_size=8),
         devices=tuple(PlanDevice(name=name, memory_bytes=1 << 24) for name in names), placements={"": "cuda:0"},
-        mesh=Mesh(data=2, shares=(5, 3)), batch=pipeline(model, inputs).batch,
+        mesh=Mesh(dp=2, shares=(5, 3)), batch=pipeline(model, inputs).batch,
     )  # fmt: skip
     found = verify(model, plan, inputs)
     assert found.ok and 0 < found.max_error < 1e-5
@@ -190,7 +190,7 @@ def test_peaks_of_replicas_are_predicted():
         strategy="data-parallel", objective="latency",
         workload=autoshard.Workload(mode="training", batch_size=9, optimizer="none"),
         devices=tuple(PlanDevice(name=f"cuda:{i}", memory_bytes=1 << 24) for i in range(3)),
-        placements={"": "cuda:0"}, mesh=Mesh(data=3), batch=batch,
+        placements={"": "cuda:0"}, mesh=Mesh(dp=3), batch=batch,
     )  # fmt: skip
     found = verify(model, plan, inputs)
     assert found.ok, found.first_difference

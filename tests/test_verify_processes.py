@@ -51,7 +51,7 @@ def on_two():
 
 
 def replicas(plan, sharded=False):
-    mesh = Mesh(data=2, sharded=sharded)
+    mesh = Mesh(fsdp=2) if sharded else Mesh(dp=2)
     return replace(plan, mesh=mesh, stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none")
 
 

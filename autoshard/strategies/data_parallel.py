@@ -98,7 +98,11 @@ def data_parallel(
         workload=profile.workload,
         devices=tuple(plan_device(d) for d in best.devices),
         placements={"": best.devices[0].name},
-        mesh=Mesh(data=len(best.devices), sharded=best.sharded, shares=() if even else best.rows),
+        mesh=Mesh(
+            dp=1 if best.sharded else len(best.devices),
+            fsdp=len(best.devices) if best.sharded else 1,
+            shares=() if even else best.rows,
+        ),  # fmt: skip
         batch=batch,
         stages=tuple(Stage(paths=(block.path,)) for block in task.blocks[:-1]) if best.sharded else (),
         reasons=_reasons(task, best, tried, devices, objective),

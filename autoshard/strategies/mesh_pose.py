@@ -254,7 +254,7 @@ class Poser:
 def mesh_of(shape: Shape, rows: Sequence[int]) -> Mesh:
     """The mesh of a shape whose replicas have these rows."""
     even = len(set(rows)) == 1
-    return Mesh(data=shape.data, pipeline=shape.pipeline, tensor=shape.tensor, shares=() if even else tuple(rows))
+    return Mesh(dp=shape.data, pp=shape.pipeline, tp=shape.tensor, shares=() if even else tuple(rows))
 
 
 def _spans(units: Units) -> dict[str, tuple[int, int]]:

@@ -215,7 +215,7 @@ def write_plan(
         num_microbatches=choice.microbatches,
         schedule=choice.schedule,
         fingerprint=graph.fingerprint,
-        mesh=Mesh(pipeline=choice.positions),
+        mesh=Mesh(pp=choice.positions),
         batch=batch,
         stages=tuple(
             Stage(paths=tuple(own), recompute=again) for own, again in zip(paths, found.recompute, strict=True)

@@ -60,7 +60,7 @@ def everything(folder):
     return {name: loaded(folder, mesh) for name, mesh in MESHES.items()}, refused(folder)
 
 
-MESHES = {"stages": Mesh(pipeline=2), "replicas": Mesh(data=2), "sharded": Mesh(data=2, sharded=True)}
+MESHES = {"stages": Mesh(pp=2), "replicas": Mesh(dp=2), "sharded": Mesh(fsdp=2)}
 
 
 def refused(folder):

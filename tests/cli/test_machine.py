@@ -59,7 +59,7 @@ def test_a_script_runs_plainly_and_its_status_comes_back(script):
 
 
 def test_a_plan_decides_how_many_processes_run(script, tmp_path):
-    plan_for(2, mesh=Mesh(data=2)).save(tmp_path / "plan.json")
+    plan_for(2, mesh=Mesh(dp=2)).save(tmp_path / "plan.json")
     done = autoshard_run("--plan", tmp_path / "plan.json", script, "plan")
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
@@ -67,7 +67,7 @@ def test_a_plan_decides_how_many_processes_run(script, tmp_path):
 
 
 def test_the_command_for_several_machines(script, tmp_path):
-    plan_for(4, hosts=2, mesh=Mesh(pipeline=4)).save(tmp_path / "plan.json")
+    plan_for(4, hosts=2, mesh=Mesh(pp=4)).save(tmp_path / "plan.json")
     with pytest.raises(SpecError, match="--node-rank 0 to 1"):
         launch_of(script, [], plan_file=tmp_path / "plan.json")
     launch = launch_of(script, ["a"], plan_file=tmp_path / "plan.json", node_rank=1, rendezvous="first:29500")
@@ -77,7 +77,7 @@ def test_the_command_for_several_machines(script, tmp_path):
 
 
 def test_what_makes_no_sense_is_refused(script, tmp_path, monkeypatch):
-    plan_for(2, mesh=Mesh(data=2)).save(tmp_path / "plan.json")
+    plan_for(2, mesh=Mesh(dp=2)).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="for 2 processes"):
         launch_of(script, [], plan_file=tmp_path / "plan.json", processes=3)
     with pytest.raises(SpecError, match="no file"):

@@ -132,8 +132,8 @@ def test_all_devices_that_hold_a_module_are_named():
     devices = tuple(PlanDevice(name=f"cuda:{i}", kind="generic", memory_bytes=1) for i in range(8))
     plan = replace(plan_of({"": "cuda:0"}), devices=devices)
     assert holders(plan, "cuda:0") == "cuda:0"
-    assert holders(replace(plan, mesh=Mesh(data=2, pipeline=2)), "cuda:1") == "cuda:1 and cuda:3"
-    assert holders(replace(plan, mesh=Mesh(data=2, pipeline=2, tensor=2)), "cuda:0") == "cuda:0 and 3 more"
+    assert holders(replace(plan, mesh=Mesh(dp=2, pp=2)), "cuda:1") == "cuda:1 and cuda:3"
+    assert holders(replace(plan, mesh=Mesh(dp=2, pp=2, tp=2)), "cuda:0") == "cuda:0 and 3 more"
 
 
 @given(st.integers(1, 6), st.data())

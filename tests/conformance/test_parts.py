@@ -36,7 +36,7 @@ def in_parts(case, inputs, workload, **stage):
         batch=batch,
         num_microbatches=PARTS,
         schedule="gpipe",
-        mesh=Mesh(pipeline=len(stages)),
+        mesh=Mesh(pp=len(stages)),
         devices=tuple(device for device in plan.devices if device.name in stages),
         stages=tuple(Stage(paths=tuple(paths), **stage) for paths in stages.values()),
     )

@@ -37,7 +37,7 @@ def rows_in(tensor, rows):
 def plan_of(model, stages, positions, inputs, *, parts=2, schedule="gpipe", recompute=False, mesh=None, cuts=()):
     """A plan with `stages` (lists of paths) over `positions` devices for keyword inputs."""
     batch = batch_of(model, inputs)
-    mesh = mesh or Mesh(pipeline=positions)
+    mesh = mesh or Mesh(pp=positions)
     devices = tuple(PlanDevice(name=f"cpu:{index}", memory_bytes=1 << 34) for index in range(mesh.size))
     placements = {path: f"cpu:{number % positions}" for number, paths in enumerate(stages) for path in paths}
     return Plan(

@@ -111,7 +111,7 @@ def test_peaks_of_sharded_replicas(training):
     cluster = parse_devices({"cpu:0": "1GiB", "cpu:1": "1GiB"})
     plan = data_parallel(profile, cluster, find_batch_axis(model, inputs, workload), processes=2)
     blocks = tuple(Stage(paths=(f"layers.{index}",)) for index in range(4))
-    plan = replace(plan, mesh=replace(plan.mesh, sharded=True), stages=blocks)
+    plan = replace(plan, mesh=replace(plan.mesh, dp=1, fsdp=plan.mesh.dp), stages=blocks)
     figures = estimate_mesh(plan, profile, cluster, processes=True)
     for device, peak in zip(figures.devices, run_ranks(peak_of_replicas, 2, plan.to_json(), training), strict=True):
         assert 0.99 * peak <= device.peak_bytes <= 1.01 * peak, device.name

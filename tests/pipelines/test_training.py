@@ -206,7 +206,7 @@ def refused():
     attempt(
         "ranks", lambda: autoshard.apply(model, plan_of(model, [["embed"], ["first"], ["second", "head"]], 3, inputs))
     )
-    halves = dataclasses.replace(plan, mesh=Mesh(data=2, pipeline=2, sharded=True), devices=plan.devices * 2)
+    halves = dataclasses.replace(plan, mesh=Mesh(fsdp=2, pp=2), devices=plan.devices * 2)
     attempt("sharded", lambda: check_stages(halves, named_tensors(model)))
     said["rank"] = rank
     said["unknown"] = unknown_output()

@@ -67,7 +67,7 @@ class Keeping(Net):
 
 
 STAGED = {"schedule": "gpipe", "microbatches": 4}
-ONE, TWO = {"mesh": Mesh(pipeline=2)}, "2xA100-40GB"
+ONE, TWO = {"mesh": Mesh(pp=2)}, "2xA100-40GB"
 CASES = {
     "one process, inference": (TWO, {**ONE, **STAGED, "mode": "inference"}),
     "one process, one part": (TWO, {**ONE, **STAGED, "microbatches": 1}),
@@ -78,22 +78,22 @@ CASES = {
     "interleaved": (TWO, {**ONE, **STAGED, "schedule": "interleaved", "stages": 4}),
     "zero-bubble": ("1xA100-40GB,1xH100-80GB", {**ONE, **STAGED, "schedule": "zero-bubble"}),
     "replicas of stages of ranks": (
-        "2 hosts of 4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(data=2, pipeline=2, tensor=2)},
+        "2 hosts of 4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(dp=2, pp=2, tp=2)},
     ),
     "recomputed stages of ranks": (
         slow(parse_devices("8xA100-40GB")),
-        {**STAGED, "microbatches": 2, "mesh": Mesh(pipeline=2, tensor=4), "recompute": True},
+        {**STAGED, "microbatches": 2, "mesh": Mesh(pp=2, tp=4), "recompute": True},
     ),
     "uneven replicas of stages": (
-        "4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(data=2, pipeline=2, shares=(3, 1))},
+        "4xA100-40GB", {**STAGED, "microbatches": 2, "mesh": Mesh(dp=2, pp=2, shares=(3, 1))},
     ),
-    "replicas": ("3x1GiB", {"mesh": Mesh(data=3)}),
-    "uneven replicas": ("1xA100-40GB,1xH100-80GB", {"mesh": Mesh(data=2, shares=(1, 3))}),
-    "replicas, inference": (TWO, {"mesh": Mesh(data=2), "mode": "inference"}),
-    "replicas with a cache": ("3x1GiB", {"mesh": Mesh(data=3), "mode": "training, keeping"}),
-    "replicas with a cache, inference": (TWO, {"mesh": Mesh(data=2), "mode": "inference, keeping"}),
-    "replicas of processes": ("2 hosts of 1xA100-40GB", {"mesh": Mesh(data=2)}),
-    "sharded replicas": (TWO, {"mesh": Mesh(data=2, sharded=True), "stages": 4}),
+    "replicas": ("3x1GiB", {"mesh": Mesh(dp=3)}),
+    "uneven replicas": ("1xA100-40GB,1xH100-80GB", {"mesh": Mesh(dp=2, shares=(1, 3))}),
+    "replicas, inference": (TWO, {"mesh": Mesh(dp=2), "mode": "inference"}),
+    "replicas with a cache": ("3x1GiB", {"mesh": Mesh(dp=3), "mode": "training, keeping"}),
+    "replicas with a cache, inference": (TWO, {"mesh": Mesh(dp=2), "mode": "inference, keeping"}),
+    "replicas of processes": ("2 hosts of 1xA100-40GB", {"mesh": Mesh(dp=2)}),
+    "sharded replicas": (TWO, {"mesh": Mesh(fsdp=2), "stages": 4}),
     "ranks in two hosts": ("2 hosts of 2xA100-40GB", {"tensor": 4, "mode": "inference"}),
     "streamed": ({"cpu:0": "480KiB", **STORE}, {"streams": True, "mode": "inference"}),
     "streamed to two": (

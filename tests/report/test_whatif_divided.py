@@ -62,7 +62,11 @@ def test_any_number_of_replicas_is_the_estimate_of_so_many(case, spec):
     plan, _, data, mode = divided(case)
     for count in (1, 4, 5):
         cluster = parse_devices(spec.format(count))
-        more = replace(plan, devices=tuple(map(plan_device, cluster.devices)), mesh=replace(plan.mesh, data=count))
+        more = replace(
+            plan,
+            devices=tuple(map(plan_device, cluster.devices)),
+            mesh=replace(plan.mesh, **{"fsdp" if plan.mesh.sharded else "dp": count}),
+        )
         want = autoshard.estimate(more, profile_of(mode, *BASE), cluster)
         found = predict(data, *BASE, 0, count=count)
         assert found["latency"] == pytest.approx(want.latency_seconds, rel=NEAR)

@@ -49,7 +49,7 @@ def plan_in_stages(model: nn.Module, count: int, *, each: int = 1) -> Plan:
         devices=tuple(PlanDevice(name=f"cpu:{number}", memory_bytes=1 << 34) for number in range(count)),
         placements={path: f"cpu:{number % count}" for number, paths in enumerate(divided) for path in paths},
         stages=tuple(Stage(paths=paths) for paths in divided),
-        mesh=Mesh(pipeline=count),
+        mesh=Mesh(pp=count),
         fingerprint=fingerprint(model),
     )
 

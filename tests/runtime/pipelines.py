@@ -95,7 +95,7 @@ def pipeline(
     return replace(
         plan,
         strategy="pipeline",
-        mesh=Mesh(pipeline=devices),
+        mesh=Mesh(pp=devices),
         stages=tuple(Stage(paths=tuple(paths), recompute=recompute) for paths in stages.values()),
         batch=batch,
         num_microbatches=count,

@@ -111,7 +111,7 @@ def plan_for(model, given, count, shares=(), sharded=False, stages=()):
     return Plan(
         strategy="data-parallel", objective="throughput", workload=TRAINING,
         devices=tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=1 << 30) for rank in range(count)),
-        placements={"": "cpu:0"}, mesh=Mesh(data=count, shares=shares, sharded=sharded), stages=stages,
+        placements={"": "cpu:0"}, mesh=Mesh(shares=shares, **{"fsdp" if sharded else "dp": count}), stages=stages,
         batch=BatchAxis(size=rows, inputs=inputs, outputs=()),
     )  # fmt: skip
 
@@ -336,7 +336,7 @@ def cut_replicas(names):
         torch.manual_seed(1)
         batches = [tuple(more_rows(tensor) for tensor in case.inputs) for _ in range(3)]
         plan = plan_for(model, {"x": batches[0][0]}, 4)
-        plan = dataclasses.replace(plan, mesh=Mesh(data=2, tensor=2), cuts=case.cuts(2))
+        plan = dataclasses.replace(plan, mesh=Mesh(dp=2, tp=2), cuts=case.cuts(2))
         autoshard.apply(model, plan)
         results = []
         for one, parts, own in ((alone, 1, 0), (model, 2, replica)):
@@ -378,7 +378,7 @@ def refusals():
     plan = plan_for(model, make(8), 2)
     said = {}
     for name, wrong in {
-        "count": dataclasses.replace(plan, devices=plan.devices * 2, mesh=Mesh(data=4)),
+        "count": dataclasses.replace(plan, devices=plan.devices * 2, mesh=Mesh(dp=4)),
         "batch": dataclasses.replace(plan, batch=None),
         "model": dataclasses.replace(plan, fingerprint="other"),
     }.items():

@@ -77,10 +77,10 @@ def made(kind):
         stages = [PATHS[number * 4 // count : (number + 1) * 4 // count] for number in range(count)]
         return model, plan_of(model, stages, count, given, schedule="1f1b", parts=4), given
     mesh = {
-        "replicas": Mesh(data=2),
-        "sharded": Mesh(data=2, sharded=True),
-        "columns": Mesh(tensor=2),
-        "mesh": Mesh(data=2, tensor=2),
+        "replicas": Mesh(dp=2),
+        "sharded": Mesh(fsdp=2),
+        "columns": Mesh(tp=2),
+        "mesh": Mesh(dp=2, tp=2),
     }[kind]
     plan = plan_of(model, [PATHS], 1, given, parts=1, mesh=mesh)
     cuts = [dataclasses.replace(cut, blocks=tuple(PATHS)) for cut in cut_perceptron(2)] if mesh.tensor > 1 else []

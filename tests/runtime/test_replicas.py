@@ -76,7 +76,7 @@ def plan_for(model, given, devices, workload, shares=()):
         workload=workload,
         devices=tuple(PlanDevice(name=name, memory_bytes=64 << 20) for name in devices),
         placements={"": next(iter(devices))},
-        mesh=Mesh(data=len(devices), shares=shares),
+        mesh=Mesh(dp=len(devices), shares=shares),
         batch=find_batch_axis(model, given, workload),
     )
 

@@ -62,7 +62,7 @@ def pipelines(draw):
         devices=tuple(PlanDevice(name=name, memory_bytes=1 << 24) for name in stages),
         placements={path: name for name, paths in stages.items() for path in paths},
         stages=tuple(Stage(paths=tuple(paths), recompute=recompute) for paths in stages.values()),
-        mesh=Mesh(pipeline=len(stages)), batch=ROWS, num_microbatches=draw(st.integers(1, 4)),
+        mesh=Mesh(pp=len(stages)), batch=ROWS, num_microbatches=draw(st.integers(1, 4)),
         schedule=draw(st.sampled_from(["gpipe", "1f1b"])), aligned=("",),
     )  # fmt: skip
     return model, plan

@@ -98,7 +98,7 @@ def replicas(request: Request) -> Iterator[Plan]:
             common = {"devices": tuple(map(plan_device, used)), "placements": {"": used[0].name}}
             for shares in compositions(size, count):
                 even = len(set(shares)) == 1
-                mesh = Mesh(data=count, shares=() if even else shares)
+                mesh = Mesh(dp=count, shares=() if even else shares)
                 yield bare(request, "data-parallel", mesh=mesh, batch=request.batch, **common)
 
 
@@ -133,6 +133,6 @@ def _staged(request: Request, count: int, per_device: int, schedule: str, m: int
         yield bare(
             request, "pipeline", devices=tuple(map(plan_device, used)),
             placements={path: used[i % count].name for i, paths in enumerate(own) for path in paths},
-            num_microbatches=m, schedule=schedule, mesh=Mesh(pipeline=count), batch=request.batch,
+            num_microbatches=m, schedule=schedule, mesh=Mesh(pp=count), batch=request.batch,
             stages=tuple(Stage(paths=paths, recompute=yes) for paths, yes in zip(own, again, strict=True)),
         )  # fmt: skip
