@@ -7,12 +7,22 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 from torch import nn
 
-from autoshard.choices import Objective, ScheduleName, Strategy, check_choices
+from autoshard.choices import (
+    Launch,
+    Objective,
+    PrecisionName,
+    Recompute,
+    ScheduleName,
+    Strategy,
+    check_choices,
+    strategy_named,
+)
 from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
     from autoshard.runtime.schedule import LocalSchedule
+    from autoshard.search.choose import Chosen
     from autoshard.simulate.devices import SimulatedDevices
     from autoshard.verify import Verification
 
@@ -51,8 +62,9 @@ def profile(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workl
     """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
     from autoshard.profile.measure import profile_graph
 
+    asked = workload or Workload(assumed=True)
     graph = capture(model, inputs, workload=workload)
-    return profile_graph(graph, workload or Workload(assumed=True))
+    return replace(profile_graph(graph, asked), source=(model, inputs))
 
 
 def plan(
@@ -70,6 +82,13 @@ def plan(
     schedule: ScheduleName | None = None,
     tp_plan: Mapping[str, str] | None = None,
     assume_independent_rows: bool = False,
+    launch: Launch | None = None,
+    mesh: "str | Mapping[str, int] | None" = None,
+    micro_batch: int | None = None,
+    recompute: Recompute | None = None,
+    precision: PrecisionName = "auto",
+    dtype: str = "auto",
+    compiled: bool = False,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
@@ -79,7 +98,13 @@ def plan(
     pipelines, and chosen where they are not given. `tp_plan`: with "column-parallel", a dict as Transformers has it;
     exactly what it names is cut, once it was checked. `assume_independent_rows`: divide the batch though the check
     refuses it, on your word that no row depends on another; the plan says so. `profile`: what `profile()` gave for this
-    model and these inputs; saves taking it again for every set of devices. Raises `SpecError`, `CaptureError`, or
+    model and these inputs; saves taking it again for every set of devices.
+
+    With a process per device (torchrun): `launch`: "processes", "one-process", or None for both where the devices are
+    another machine's. `mesh`: degrees such as "fsdp=8,tp=2" or {"fsdp": 8, "tp": 2}; then only the rest is chosen.
+    `micro_batch`: samples that a replica computes at once. `recompute`: "none", "selective" or "full". `precision` of
+    training: "mixed", "pure", "master" or "full". `dtype` of weights: a torch dtype's name, "int8" or "int4".
+    `compiled`: the modules will be compiled. Raises `SpecError`, `CaptureError`, or
     `PlanError` if nothing fits.
     """
     return _planned(
@@ -87,21 +112,47 @@ def plan(
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
         num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
         assume_independent_rows=assume_independent_rows,
+        wishes={"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute,
+                "precision": precision, "dtype": dtype, "compiled": compiled},
     )  # fmt: skip
 
 
 def _planned(
     model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, known: "Profile | None" = None, *,
-    max_memory: "Mapping[Any, Size] | None", **settings: Any,
+    max_memory: "Mapping[Any, Size] | None", wishes: Mapping[str, Any] | None = None, **settings: Any,
 ) -> Plan:  # fmt: skip
     """Find the devices, profile the model without allocating it, and plan; `settings` are those of `plan_measured`.
 
     `known`: the profile, where it was taken already.
     """
+    settings["strategy"] = strategy_named(settings["strategy"])
     check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
     cluster = cluster_for(devices, max_memory)
+    chosen = chosen_for(
+        model, inputs, workload or Workload(assumed=True), cluster, max_memory=max_memory, wishes=wishes, **settings
+    )
+    if chosen is not None:
+        return chosen.plan
     measured = measured_for(model, inputs, workload, known)
     return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+
+
+def chosen_for(
+    model: nn.Module, inputs: Any, workload: Workload, cluster: "Cluster", *, strategy: str, objective: str,
+    max_memory: "Mapping[Any, Size] | None" = None, pins: "DeviceMap | None" = None,
+    num_microbatches: int | None = None, schedule: str | None = None, tp_plan: Mapping[str, str] | None = None,
+    assume_independent_rows: bool = False, in_memory: Collection[str] = (), wishes: Mapping[str, Any] | None = None,
+) -> "Chosen | None":  # fmt: skip
+    """Plan for one process per device where that is asked for or worth it; None where one process is planned."""
+    from autoshard.planning import limited_to
+    from autoshard.search.choose import Wishes, choose
+
+    alone = "a pin" if pins else "a tp_plan" if tp_plan is not None else ""
+    return choose(
+        model, inputs, workload, limited_to(cluster, max_memory), strategy=strategy, objective=objective,
+        wishes=Wishes(**(wishes or {})), num_microbatches=num_microbatches, schedule=schedule,
+        assume_independent_rows=assume_independent_rows, one_process_alone=alone,
+    )  # fmt: skip
 
 
 def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known: "Profile | None") -> "Profile":
@@ -180,7 +231,18 @@ def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | N
 
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
+    if plan.launch:
+        return _estimate_processes(plan, profile, cluster)
     return Pricer(profile, cluster, processes=count_processes() > 1 or None)(plan)
+
+
+def _estimate_processes(plan: Plan, profile: "Profile", cluster: "Cluster") -> Estimate:
+    from autoshard.search.estimates import estimate_processes
+    from autoshard.search.traced import trace
+
+    if profile.source is None:
+        raise SpecError("this profile does not have its model any more: take it again with autoshard.profile().")
+    return estimate_processes(plan, trace(*profile.source, plan.workload), cluster)
 
 
 def apply(

@@ -10,10 +10,19 @@ from autoshard.errors import SpecError
 from autoshard.sizes import shown
 
 Strategy = Literal[
-    "auto", "sequential", "balanced", "balanced_low_0", "column-parallel", "pipeline", "data-parallel", "hybrid"
-]
+    "auto", "sequential", "balanced", "balanced_low_0", "column-parallel", "pipeline", "data-parallel", "hybrid",
+    "ddp", "fsdp",
+]  # fmt: skip
+STRATEGY_WORDS = {
+    "tp": "column-parallel", "tensor-parallel": "column-parallel", "tensor": "column-parallel", "pp": "pipeline",
+    "zero3": "fsdp", "fsdp2": "fsdp", "dp": "data-parallel",
+}  # fmt: skip
+"""Words that people type -> strategies."""
 Objective = Literal["latency", "throughput", "memory"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Launch = Literal["one-process", "processes"]
+Recompute = Literal["none", "selective", "full"]
+PrecisionName = Literal["auto", "mixed", "pure", "master", "full"]
 Optimizer = Literal["none", "sgd", "momentum", "adam", "adamw"]
 
 DeviceName = str | int | torch.device
@@ -32,6 +41,11 @@ def check_choices(*, strategy: Any = "auto", objective: Any = "latency", schedul
     _check("objective", objective, get_args(Objective))
     if schedule is not None:
         _check("schedule", schedule, get_args(ScheduleName))
+
+
+def strategy_named(name: Any) -> Any:
+    """The strategy that a word means: "tp" is "column-parallel"."""
+    return STRATEGY_WORDS.get(name.lower(), name) if isinstance(name, str) else name
 
 
 def _check(what: str, name: Any, known: Sequence[str]) -> None:

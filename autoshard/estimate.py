@@ -1,5 +1,6 @@
 """Estimate: the consequences of a plan. Data only; `cost.py` computes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.sizes import format_bytes, format_seconds
@@ -134,6 +135,14 @@ class Pipelining:
     events: tuple[Event, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Bytes by kind on the fullest rank at one moment of a step."""
+
+    name: str
+    bytes: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
@@ -150,6 +159,13 @@ class Estimate:
             `bottleneck_seconds` the busiest device's part of it.
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
             `all_reduces` and `all_gathers` of them in one pass.
+
+    Of plans that the engine prices (`Plan.launch`), `latency_seconds` is a training step or the whole answer, and:
+
+        tokens_per_second: of the whole machine: those trained on, those generated, else those of the prompt.
+        prompt_seconds: until the first token; token_seconds: for each further token of every sequence.
+        exposed_seconds: of a step, in which ranks wait for communication; bubble: part of it in which stages are idle.
+        curve: bytes over a step.
     """
 
     devices: tuple[DeviceEstimate, ...]
@@ -167,6 +183,12 @@ class Estimate:
     all_gathers: int = 0
     streaming: Streaming | None = None
     pipelining: Pipelining | None = None
+    tokens_per_second: float = 0.0
+    prompt_seconds: float = 0.0
+    token_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bubble: float = 0.0
+    curve: tuple[Moment, ...] = ()
 
     def __repr__(self) -> str:
         peaks = ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in self.devices[:4])

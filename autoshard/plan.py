@@ -149,11 +149,11 @@ class Plan:
         reasons: why this plan, in sentences, for people.
         fingerprint: of the model's names, shapes and dtypes; apply refuses another model.
         target: what the command line was given to plan for, so that other commands find the model again.
-        launch: "processes" for a plan that is carried out by one process per device (torchrun) alone, with the
-            precision, recomputation and compilation that it names; else "".
+        launch: "processes" for a plan that one process per device carries out (torchrun), "one-process" for one of a
+            single device, both with the precision, recomputation and compilation that they name; "" for all others.
         micro_batch: samples that a replica computes at once, 0 where nobody chose.
         recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
-        precision: a key of `engine.precision.PRECISIONS`, "" where the model is run as it is.
+        precision: of training, a key of `engine.precision.PRECISIONS`; else the dtype of weights; "" as the model is.
         compiled: the modules are to be compiled.
     """
 

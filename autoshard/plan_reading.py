@@ -41,7 +41,8 @@ def read_plan(text: str) -> Plan:
     data["version"] = PLAN_VERSION
     for name in ("strategy", "objective", "schedule", "fingerprint", "target", "launch", "recompute", "precision"):
         expect(isinstance(data[name], str), name, "a string", data[name])
-    expect(data["launch"] in ("", "processes"), "launch", '"processes" or nothing', data["launch"])
+    launches = ("", "one-process", "processes")
+    expect(data["launch"] in launches, "launch", '"one-process", "processes" or nothing', data["launch"])
     expect(
         data["recompute"] in ("none", "selective", "full"), "recompute", "none, selective or full", data["recompute"]
     )

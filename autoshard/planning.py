@@ -64,10 +64,7 @@ class Request:
     @cached_property
     def limited(self) -> Cluster:
         """The cluster with the memory that may be used."""
-        limits, _ = _limits_and_pins(self.cluster, self.max_memory, None)
-        return self.cluster.with_memory(
-            {name: min(n, self.cluster.device(name).memory_bytes) for name, n in limits.items()}
-        )
+        return limited_to(self.cluster, self.max_memory)
 
     @cached_property
     def batch(self) -> "BatchAxis":
@@ -124,6 +121,12 @@ class Request:
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
         return make_prover(self.model, self.inputs, forward, self.composite, self.groups)
+
+
+def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
+    """The cluster with the memory that may be used."""
+    limits, _ = _limits_and_pins(cluster, max_memory, None)
+    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
 
 
 def plan_measured(

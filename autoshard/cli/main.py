@@ -16,16 +16,23 @@ from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.options import (
     AssumeOption,
     BatchOption,
+    CompileOption,
     DevicesOption,
+    DtypeOption,
     JsonOption,
+    LaunchOption,
     MaxBatchOption,
     MaxMemoryOption,
     MaxSeqOption,
+    MeshOption,
+    MicroBatchOption,
     MicroBatchesOption,
     NewTokensOption,
     ObjectiveOption,
     OptimizerOption,
     PinOption,
+    PrecisionOption,
+    RecomputeOption,
     ScheduleOption,
     SeqOption,
     StrategyOption,
@@ -43,6 +50,7 @@ from autoshard.cli.steps import (
     profile_of,
     workload_of,
 )
+from autoshard.choices import strategy_named
 from autoshard.errors import PlanError, SpecError
 from autoshard.start import end_quietly
 
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
     from autoshard.batching import BatchAxis
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
+    from autoshard.estimate import Estimate
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
 
@@ -94,34 +103,52 @@ def plan_command(
     assume_independent_rows: AssumeOption = False,
     max_batch: MaxBatchOption = False,
     max_seq: MaxSeqOption = False,
+    launch: LaunchOption = None,
+    mesh: MeshOption = None,
+    micro_batch: MicroBatchOption = None,
+    recompute: RecomputeOption = None,
+    precision: PrecisionOption = "auto",
+    dtype: DtypeOption = "auto",
+    compiled: CompileOption = False,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
+    from autoshard.api import chosen_for
     from autoshard.planning import plan_measured
 
+    strategy = strategy_named(strategy)
     check_before(out, strategy, objective, schedule)
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
     cluster = devices_of(devices, limits)
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
+    wishes = {"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute}
+    wishes |= {"precision": precision, "dtype": dtype, "compiled": compiled}
     settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
     settings |= {"num_microbatches": micro_batches, "schedule": schedule}
     settings |= {"assume_independent_rows": assume_independent_rows}
+    estimated: Estimate | None = None
     if max_batch or max_seq:
         from autoshard.cli.growing import plan_largest
 
         plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, max_seq, settings)
     else:
         loaded = load(target, workload)
-        profile = profile_of(loaded)
-        with step("planning"):
-            plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+        with capturing(loaded):
+            asked = replace(loaded.workload, batch_size=batch or (workload.batch_size if loaded.inputs is None else None))
+            chosen = chosen_for(loaded.model, loaded.inputs, asked, cluster, wishes=wishes, **settings)
+        if chosen is not None:
+            plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate
+        else:
+            profile = profile_of(loaded)
+            with step("planning"):
+                plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     plan = replace(plan, target=target)
     if out is not None:
         plan.save(out)
     # The plan's devices have the limits in them.
     limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
-    _show_plan(plan, profile, limited, loaded, as_json)
+    _show_plan(plan, profile, limited, loaded, as_json, estimated)
     if out is not None:
         errors().print(f"written to {out}", style="bright_black", soft_wrap=True)
 
@@ -349,11 +376,15 @@ def _show_axes(target: "Target", as_json: bool) -> None:
         print_axes(output(), profile, found, batch=batch, title=target.title, notes=target.notes)
 
 
-def _show_plan(plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool) -> None:
+def _show_plan(
+    plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool,
+    estimated: "Estimate | None" = None,
+) -> None:  # fmt: skip
     from autoshard.api import estimate
 
-    with step("estimating"):
-        estimated = estimate(plan, profile, cluster)
+    if estimated is None:
+        with step("estimating"):
+            estimated = estimate(plan, profile, cluster)
     notes = (*target.notes, *cluster.notes)
     if as_json:
         from autoshard.report.document import plan_document

@@ -28,7 +28,8 @@ StrategyOption = Annotated[
         "--strategy",
         "-s",
         metavar="NAME",
-        help="auto, sequential, balanced, balanced_low_0, column-parallel, pipeline, data-parallel or hybrid.",
+        help="auto, sequential, balanced, balanced_low_0, column-parallel (tp), pipeline (pp), data-parallel (ddp, fsdp, "
+        "zero3) or hybrid.",
     ),
 ]
 ObjectiveOption = Annotated[str, typer.Option("--objective", metavar="NAME", help="latency, throughput or memory.")]
@@ -85,3 +86,53 @@ AssumeOption = Annotated[
 MaxBatchOption = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits, and plan it.")]
 MaxSeqOption = Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits, and plan it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+LaunchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--launch",
+        metavar="HOW",
+        help="one-process, or processes: one per device (torchrun). Default: what the devices suggest.",
+        show_default=False,
+    ),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="DEGREES",
+        help="Of processes, as in fsdp=8,tp=2; of dp, fsdp, tp, pp, cp and ep, those left out are 1. Default: chosen.",
+        show_default=False,
+    ),
+]
+MicroBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-batch",
+        metavar="N",
+        min=1,
+        help="Samples that a replica computes at once. Default: chosen.",
+        show_default=False,
+    ),
+]
+RecomputeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute",
+        metavar="MODE",
+        help="Of processes that train: none, selective or full. Default: the least that fits.",
+        show_default=False,
+    ),
+]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="Of processes that train: mixed (float32 kept, bfloat16 computed), pure (all 16 bits), master or full.",
+    ),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option("--dtype", metavar="NAME", help="Of weights: auto is the model's; bfloat16, float32, int8, int4, …"),
+]
+CompileOption = Annotated[bool, typer.Option("--compile", help="The modules will be compiled (torch.compile).")]

@@ -1,6 +1,7 @@
 """Profile: memory and compute of every module, measured on a ModelGraph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.notebook import profile_html
@@ -38,7 +39,8 @@ class ModuleProfile:
 class Profile:
     """The graph, the workload it was captured for, and per-module and whole-model figures on one device.
 
-    `op_bytes[i]` is what op i reads and writes; `dtype` is the dtype most FLOPs run in.
+    `op_bytes[i]` is what op i reads and writes; `dtype` is the dtype most FLOPs run in. `source`: the model and its
+    inputs, so that other runs of it can be recorded.
     """
 
     graph: ModelGraph
@@ -56,6 +58,7 @@ class Profile:
     peak_bytes: int
     flops: int
     bytes_moved: int
+    source: tuple[Any, Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         weights, peak = format_bytes(self.parameter_bytes + self.buffer_bytes), format_bytes(self.peak_bytes)

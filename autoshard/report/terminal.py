@@ -25,6 +25,7 @@ from autoshard.report.layout import (
     table_width,
 )
 from autoshard.report.pipelined import print_pipelining
+from autoshard.report.processes import print_curve, print_mesh, process_times
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
@@ -95,7 +96,9 @@ def print_plan(
     sentence = f"{how}: {len(used)} of {len(estimate.devices)} devices used"
     print_section(console, "Plan", sentence if estimate.fits else f"{sentence}, and it does not fit")
     _print_bars(console, estimate, kinds or {d.name: d.kind for d in plan.devices})
-    if plan.cuts:
+    if plan.launch:
+        print_mesh(console, plan)
+    elif plan.cuts:
         print_cuts(console, plan, profile)
     elif plan.streamed:
         print_streamed(console, plan, profile, estimate.streaming)
@@ -105,7 +108,12 @@ def print_plan(
     if estimate.pipelining is not None:
         print_pipelining(console, estimate.pipelining)
     print_section(console, "Predicted")
-    _print_times(console, estimate, profile)
+    if plan.launch:
+        columns = [Column(), Column(right=True), Column(flexible=True)]
+        print_table(console, columns, process_times(plan, estimate), INDENT)
+        print_curve(console, estimate)
+    else:
+        _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
     print_sentences(console, "Why", [as_sentence(reason) for reason in plan.reasons])
     print_sentences(console, "Notes", [*capture_notes(profile), *estimate_notes(estimate), *notes])

@@ -1,0 +1,47 @@
+"""Precision by name: bytes per element of what training and inference keep."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autoshard.engine.recipe import Precision
+from autoshard.errors import SpecError
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        # Parameters, gradients and moments in float32; computed and gathered in bfloat16, as FSDP2's policy has it.
+        "mixed": Precision(parameters=4, compute=2, gradients=4, reduce=4, moments=4),
+        # All in 16 bits: half of the bytes, and updates below one part in 256 of a weight are lost.
+        "pure": Precision(parameters=2, compute=2, gradients=2, reduce=2, moments=2),
+        # 16-bit parameters with a float32 copy for the optimizer, as Megatron and DeepSpeed keep them.
+        "master": Precision(parameters=2, compute=2, gradients=4, reduce=4, master=4, moments=4),
+        "full": Precision(parameters=4, compute=4, gradients=4, reduce=4, moments=4),
+    }
+)
+STORED_BYTES: Mapping[str, float] = MappingProxyType(
+    # Quantised weights with the scales of their groups: one of 2 bytes for 64 values of 4 bits, one for 128 of 8 bits.
+    {"int8": 1 + 2 / 128, "fp8": 1.0, "int4": 0.5 + 2 / 64, "4bit": 0.5 + 2 / 64, "nf4": 0.5 + 2 / 64}
+)
+
+COMPUTED_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
+
+
+def training_precision(name: str, dtype: str) -> tuple[str, Precision]:
+    """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for others. Raises `SpecError`."""
+    if name in ("", "auto"):
+        name = "mixed" if dtype in ("bfloat16", "float16") else "full"
+    if name not in PRECISIONS:
+        raise SpecError(f"unknown precision {name!r}: use auto, {', '.join(PRECISIONS)}.")
+    return name, PRECISIONS[name]
+
+
+def inference_precision(dtype: str) -> Precision:
+    """Bytes of weights and of what is computed for a dtype such as "bfloat16", "int8" or "int4".
+
+    Raises `SpecError` for another.
+    """
+    if dtype in STORED_BYTES:
+        return Precision(parameters=STORED_BYTES[dtype], compute=2, gradients=0, reduce=0, moments=0)
+    if dtype not in COMPUTED_BYTES:
+        raise SpecError(f"unknown dtype {dtype!r}: use auto, {', '.join((*COMPUTED_BYTES, *STORED_BYTES))}.")
+    itemsize = COMPUTED_BYTES[dtype]
+    return Precision(parameters=itemsize, compute=itemsize, gradients=0, reduce=0, moments=0)

@@ -1,0 +1,95 @@
+"""A plan for one process per device on the terminal: its mesh, what it predicts, and memory over a step."""
+
+from rich.console import Console
+from rich.text import Text
+
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.report.layout import INDENT, Column, print_section, print_table
+from autoshard.sizes import format_bytes, format_seconds
+
+MEANING = {
+    "dp": "replicas with all parameters of their part",
+    "fsdp": "replicas with a part of parameters, gradients and optimizer state each",
+    "tp": "ranks that share every matrix",
+    "pp": "pipeline stages",
+    "cp": "parts of every sequence",
+    "ep": "groups of experts",
+}
+MOST_STAGES = 8
+CURVE_WIDTH = 24
+
+
+def print_mesh(console: Console, plan: Plan) -> None:
+    """Print the degrees larger than 1, the micro-batches, and the stages of a pipeline."""
+    assert plan.mesh is not None
+    degrees = {name: degree for name, degree in plan.mesh.degrees.items() if degree > 1}
+    print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
+    rows: list[list[str | Text]] = [[name, str(degree), MEANING[name]] for name, degree in degrees.items()]
+    if plan.workload.training:
+        rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
+        rows.append(["recompute", plan.recompute, ""])
+        rows.append(["precision", plan.precision, ""])
+    elif plan.precision:
+        rows.append(["weights", plan.precision, ""])
+    if plan.schedule != "none":
+        rows.append(["schedule", plan.schedule, ""])
+    print_table(console, [Column(style="bold"), Column(), Column(style="bright_black", flexible=True)], rows, INDENT)
+    if plan.mesh.pp > 1:
+        _print_stages(console, plan)
+
+
+def _print_stages(console: Console, plan: Plan) -> None:
+    columns = [Column(title="Stage", right=True), Column(title="Modules", flexible=True), Column(title="First rank on")]
+    shown = list(range(len(plan.stages)))
+    if len(shown) > MOST_STAGES:
+        shown = [*shown[: MOST_STAGES - 2], -1, shown[-1]]
+    rows: list[list[str | Text]] = []
+    for index in shown:
+        if index < 0:
+            rows.append(["…", "", ""])
+            continue
+        paths = plan.stages[index].paths
+        text = ", ".join(paths) if len(paths) < 4 else f"{paths[0]}, {paths[1]} … {paths[-1]} ({len(paths)})"
+        rows.append([str(index), text, plan.placements[paths[0]] if paths else ""])
+    print_table(console, columns, rows)
+
+
+def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
+    """Rows of the table of predicted times: a training step, or an answer."""
+    bold = Text(format_seconds(estimate.latency_seconds), style="bold")
+    speed = f"{estimate.tokens_per_second:,.0f} tokens/s"
+    devices = len(plan.devices)
+    if plan.workload.training:
+        each = f"{speed}, {estimate.tokens_per_second / devices:,.0f} per device"
+        rows: list[list[str | Text]] = [["one training step", bold, each]]
+        if devices > 1:
+            rows.append(["waits for communication", format_seconds(estimate.exposed_seconds), "of the step"])
+        if estimate.bubble:
+            rows.append(["stages are idle", f"{estimate.bubble:.0%}", "of the time"])
+        return rows
+    tokens = plan.workload.new_tokens
+    if not tokens:
+        return [["one pass", bold, f"{speed} of the prompt"]]
+    return [
+        ["prompt", format_seconds(estimate.prompt_seconds), "until the first token"],
+        ["each further token", format_seconds(estimate.token_seconds), "of every sequence"],
+        [f"{tokens} new tokens", bold, f"{speed} of the whole machine"],
+    ]
+
+
+def print_curve(console: Console, estimate: Estimate) -> None:
+    """Print what the fullest rank holds at each moment of a step."""
+    if not estimate.curve:
+        return
+    totals = [sum(moment.bytes.values()) for moment in estimate.curve]
+    print_section(console, "Memory over a step", "of tensors on the fullest rank")
+    rows: list[list[str | Text]] = []
+    for moment, total in zip(estimate.curve, totals, strict=True):
+        largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:3]
+        width = round(CURVE_WIDTH * total / max(totals))
+        style = "bold" if total == max(totals) else ""
+        about = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest if nbytes)
+        rows.append([moment.name, Text("#" * width, style="yellow"), Text(format_bytes(total), style=style), about])
+    columns = [Column(), Column(), Column(right=True), Column(style="bright_black", flexible=True)]
+    print_table(console, columns, rows, INDENT)

@@ -1,0 +1,175 @@
+"""Best: price candidates, drop what can't fit before it is priced, and rank what is left."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autoshard.cluster.topology import Topology
+from autoshard.engine.blocks import ModelWork
+from autoshard.engine.generation import GenerationEstimate, price_generation
+from autoshard.engine.memory import outside_bytes
+from autoshard.engine.price import StepEstimate, price_step
+from autoshard.engine.recipe import Precision, Recipe, Stack
+from autoshard.engine.timing import Card
+from autoshard.errors import SpecError
+from autoshard.search.candidates import answer_meshes, answer_recipes, device_counts, step_recipes, training_meshes
+from autoshard.search.limits import Given, Limits
+
+Goal = Literal["latency", "throughput", "memory"]
+Figures = StepEstimate | GenerationEstimate
+AS_GOOD = 1.03
+"""Recipes that take so little longer than the best one count as equal: the simplest of them is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is searched: the work of a model on a cluster of equal devices.
+
+    `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `goal`: what is made small.
+    """
+
+    work: ModelWork
+    card: Card
+    topology: Topology
+    limits: Limits
+    given: Given
+    precision: Precision
+    stack: Stack
+    training: bool
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    goal: Goal = "latency"
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.topology.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A recipe with its figures."""
+
+    recipe: Recipe
+    figures: Figures
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, or of the whole answer."""
+        return self.figures.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has room."""
+        return self.figures.fits
+
+    def value(self, goal: Goal) -> float:
+        """What is made small."""
+        return self.figures.reserved_bytes if goal == "memory" else self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What a search found.
+
+    Attributes:
+        best: that is taken, None where nothing fits; ranking: the best recipe of every mesh that fits, best first.
+        closest: of what does not fit, the recipe that lacks least; priced: how many were priced.
+    """
+
+    best: Priced | None
+    ranking: tuple[Priced, ...]
+    closest: Priced | None
+    priced: int
+
+
+def search(task: Task) -> Searched:
+    """Price every candidate and take the best; of recipes that are nearly as good, the one with the simplest mesh."""
+    rows: dict[tuple[int, ...], Priced] = {}
+    closest: Priced | None = None
+    count = 0
+    for one in _priced(task):
+        count += 1
+        if one.fits:
+            key = tuple(one.recipe.mesh.values())
+            if key not in rows or one.value(task.goal) < rows[key].value(task.goal):
+                rows[key] = one
+        elif closest is None or one.figures.reserved_bytes < closest.figures.reserved_bytes:
+            closest = one
+    ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
+    if not ranking:
+        return Searched(best=None, ranking=(), closest=closest, priced=count)
+    good = [one for one in ranking if one.value(task.goal) <= ranking[0].value(task.goal) * AS_GOOD]
+    return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
+
+
+def _simplicity(one: Priced) -> tuple[float, ...]:
+    """Fewer devices first, then fewer dimensions, then those that cost a user least, then seconds."""
+    recipe = one.recipe
+    dimensions = sum(degree > 1 for degree in recipe.mesh.values())
+    return recipe.devices, dimensions, recipe.pp, recipe.cp, recipe.tp, recipe.recompute != "none", one.seconds
+
+
+def _priced(task: Task) -> Iterator[Priced]:
+    counts: Iterable[int] = (task.devices,)
+    if not task.given.mesh:
+        counts = device_counts(task.devices, task.topology.devices_per_host)
+    for devices in counts:
+        topology = part_of(task.topology, devices)
+        if topology is not None:
+            yield from (_steps if task.training else _answers)(task, devices, topology)
+
+
+def part_of(topology: Topology, devices: int) -> Topology | None:
+    """The first so many devices of a cluster, as whole hosts; None where they are not."""
+    per_host = min(devices, topology.devices_per_host)
+    if devices % per_host:
+        return None
+    return replace(topology, hosts=devices // per_host, devices_per_host=per_host)
+
+
+def _steps(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
+    def price(recipe: Recipe) -> StepEstimate:
+        return price_step(task.work, recipe, task.card, topology)
+
+    for mesh in training_meshes(devices, topology.devices_per_host, task.limits, task.given):
+        for modes in step_recipes(mesh, task.limits, task.given, task.precision, task.stack):
+            if not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
+                break  # neither smaller micro-batches nor recomputation change the states
+            for one in _those_that_run(modes, price):
+                yield one
+                if one.fits and task.goal != "memory":
+                    break  # more recomputation only takes longer
+
+
+def _answers(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
+    def price(recipe: Recipe) -> GenerationEstimate:
+        return price_answer(task, recipe, topology)
+
+    for mesh in answer_meshes(devices, task.limits, task.given):
+        recipes = answer_recipes(mesh, task.limits, task.given, task.precision, task.stack)
+        yield from _those_that_run(recipes, price)
+
+
+def price_answer(task: Task, recipe: Recipe, topology: Topology) -> GenerationEstimate:
+    """Price the answer of a task with one recipe."""
+    return price_generation(
+        task.work, recipe, task.card, topology, batch=task.limits.samples, prompt_tokens=task.prompt_tokens,
+        new_tokens=task.new_tokens,
+    )  # fmt: skip
+
+
+def _those_that_run(recipes: Iterable[Recipe], price: Callable[[Recipe], Figures]) -> Iterator[Priced]:
+    """Price recipes; a schedule that can't have these numbers, or stages without layers, are no recipes."""
+    for recipe in recipes:
+        with suppress(SpecError):
+            yield Priced(recipe=recipe, figures=price(recipe))
+
+
+def _least_bytes(task: Task, recipe: Recipe) -> float:
+    """Bytes of parameters, gradients and optimizer state of a rank, if all were divided evenly."""
+    precision = recipe.precision
+    each = task.work.parameters / (recipe.pp * recipe.tp * recipe.shards)
+    optimizer = precision.optimizer_bytes / (recipe.dp if recipe.zero else 1)
+    return 0.9 * each * (precision.parameters + precision.gradients + optimizer) + sum(outside_bytes(recipe).values())

@@ -1,0 +1,193 @@
+"""Choose: whether a request is for one process per device, and if so its plan with the estimate.
+
+Both ways are considered where the devices are another machine's: nothing that runs here says how the model is started.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.topology import computing_devices, unequal_reason
+from autoshard.errors import AutoshardError, CaptureError, PlanError, SpecError
+from autoshard.estimate import Estimate
+from autoshard.plan import Plan
+from autoshard.profile.measure import profile_graph
+from autoshard.profile.profile import Profile
+from autoshard.progress import tell
+from autoshard.runtime.collectives import count_processes
+from autoshard.search.best import Goal, Priced, Searched, Task, search
+from autoshard.search.estimates import estimate_of
+from autoshard.search.limits import Given, parse_mesh
+from autoshard.search.processes import STRATEGY_AXES, Asked, plan_processes
+from autoshard.search.reasons import shown_mesh
+from autoshard.search.traced import Traced, trace, why_undivided
+from autoshard.sizes import format_seconds
+from autoshard.workload import Workload
+
+WORTH_STARTING = 2.0
+"""A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a user may say about processes, as it is typed.
+
+    Attributes:
+        launch: "one-process", "processes" or None: both.
+        mesh: such as "fsdp=8,tp=2", or a dict of degrees.
+        precision, dtype, compiled, micro_batch, recompute: as in `Asked` and `Given`.
+    """
+
+    launch: str | None = None
+    mesh: str | Mapping[str, int] | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    precision: str = "auto"
+    dtype: str = "auto"
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.launch not in (None, "one-process", "processes"):
+            raise SpecError(f"unknown launch {self.launch!r}: use one-process or processes.")
+        if self.recompute not in (None, "none", "selective", "full"):
+            raise SpecError(f"unknown recomputation {self.recompute!r}: use none, selective or full.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise SpecError(f"a micro-batch has at least one sample, not {self.micro_batch}.")
+
+    @property
+    def of_processes(self) -> bool:
+        """Whether something was said that only plans for processes have."""
+        told = self.mesh, self.micro_batch, self.recompute
+        return any(one is not None for one in told) or self.precision != "auto" or self.compiled or self.dtype != "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A plan that the engine priced, with everything that is shown of it."""
+
+    plan: Plan
+    estimate: Estimate
+    profile: Profile
+    traced: Traced
+    searched: Searched
+    task: Task
+
+
+def choose(
+    model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, *, strategy: str, objective: str,
+    wishes: Wishes, num_microbatches: int | None = None, schedule: str | None = None,
+    assume_independent_rows: bool = False, one_process_alone: str = "",
+) -> Chosen | None:  # fmt: skip
+    """Plan for processes, or for one device of them; None where one process is asked for, or is what fits the request.
+
+    `one_process_alone`: what was asked for that only plans of one process have, such as pins; "" for nothing. Raises
+    `PlanError` and `SpecError` where processes were asked for and can't be planned.
+    """
+    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp")
+    if wishes.launch == "one-process" and wishes.of_processes:
+        raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
+    if forced and one_process_alone:
+        raise SpecError(f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out.")
+    if not forced and not _considered(cluster, strategy, wishes, one_process_alone):
+        return None
+    if workload.training and workload.batch_size is None and inputs is None:
+        raise SpecError(
+            "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
+            "(batch_size=64), and their length with --seq."
+        )
+    try:
+        tell("ops", 0)
+        traced = trace(model, inputs, workload)
+    except (CaptureError, PlanError):
+        if forced:
+            raise
+        return None  # a model that can be measured, but not followed, is placed
+    asked = Asked(
+        strategy=strategy, goal=cast(Goal, objective), precision=wishes.precision, dtype=wishes.dtype,
+        compiled=wishes.compiled, given=_given(wishes, num_microbatches, schedule),
+        why_undivided=_why_undivided(traced, assume_independent_rows),
+    )  # fmt: skip
+    try:
+        plan, found, task = plan_processes(traced, cluster, asked)
+    except PlanError:
+        if forced or _several_hosts(cluster) or workload.training:
+            raise
+        return None  # what does not fit on the devices may fit with the help of others, and is refused by that search
+    assert found.best is not None
+    alone = None if forced or workload.training or _several_hosts(cluster) else _alone(task, found)
+    if alone is not None:
+        plan, found = _on_one(traced, cluster, asked, task, found, alone)
+    best = found.best
+    assert best is not None
+    profile = profile_graph(traced.graph, traced.workload)
+    estimate = estimate_of(plan, best.recipe, best.figures, cluster)
+    return Chosen(plan=plan, estimate=estimate, profile=profile, traced=traced, searched=found, task=task)
+
+
+def _considered(cluster: Cluster, strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
+    """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy."""
+    if wishes.launch == "one-process" or one_process_alone or strategy not in ("auto", "data-parallel", "hybrid"):
+        return False
+    cards = computing_devices(cluster)
+    known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
+    return (
+        known and len(cards) == len(cluster.devices) > 1 and unequal_reason(cluster) is None
+        and not count_processes() and not torch.cuda.is_available()
+    )  # fmt: skip
+
+
+def _several_hosts(cluster: Cluster) -> bool:
+    return len({device.host for device in cluster.devices}) > 1
+
+
+def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -> Given:
+    mesh = parse_mesh(wishes.mesh) if isinstance(wishes.mesh, str) else dict(wishes.mesh or {})
+    return Given(
+        mesh=mesh, micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
+        recompute=wishes.recompute,
+    )  # fmt: skip
+
+
+def _why_undivided(traced: Traced, assume_independent_rows: bool) -> str:
+    if traced.samples == 1:
+        return ""
+    try:
+        return why_undivided(traced, assume_independent_rows=assume_independent_rows)
+    except AutoshardError as error:
+        return str(error)
+
+
+def _alone(task: Task, found: Searched) -> Priced | None:
+    """The answer on one device, where more of them are not faster by enough; None where they are."""
+    best = found.best
+    assert best is not None
+    one = search(replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))).best
+    if one is None or one.value(task.goal) > WORTH_STARTING * best.value(task.goal):
+        return None
+    return one
+
+
+def _on_one(
+    traced: Traced, cluster: Cluster, asked: Asked, task: Task, found: Searched, alone: Priced
+) -> tuple[Plan, Searched]:  # fmt: skip
+    from autoshard.search.processes import write_plan
+    from autoshard.search.reasons import explain
+
+    best = found.best
+    assert best is not None
+    changed = replace(found, best=alone)
+    plan = write_plan(traced, cluster, asked, alone.recipe)
+    reasons = list(explain(task, changed))
+    if best.recipe.devices > 1:
+        reasons.insert(
+            1,
+            f"{shown_mesh(best.recipe)} would take {format_seconds(best.seconds)} instead of "
+            f"{format_seconds(alone.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
+        )
+    return replace(plan, reasons=tuple(reasons)), changed
+
+

@@ -1,0 +1,135 @@
+"""Limits: what a model and a workload allow of a mesh, and what a user has fixed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.engine.blocks import ModelWork
+from autoshard.errors import PlanError, SpecError
+
+DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+LONG_SEQUENCE = 16_384
+"""Tokens of a sequence from which on dividing it over ranks is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is allowed.
+
+    Attributes:
+        samples: of the batch, of all replicas together; tokens: of a sequence.
+        layers: that can be divided over stages; tensor: degrees of tensor parallelism; experts: of a layer, 0 for none.
+        divisible: whether the batch may be divided; why_not: what stands against it.
+    """
+
+    samples: int
+    tokens: int
+    layers: int
+    tensor: tuple[int, ...]
+    experts: int
+    attention: bool
+    divisible: bool = True
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the user has fixed; everything else is chosen.
+
+    Attributes:
+        mesh: degrees by name; strategies: which dimensions may be larger than 1, all if empty.
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    micro_batch: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    axes: tuple[str, ...] = DEGREES
+
+
+def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") -> Limits:
+    """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in."""
+    layers = [block for block in work.blocks if block.layer]
+    cut = [block.most_shares for block in layers if block.cut_elements]
+    degrees = range(1, max(cut, default=1) + 1)
+    tensor = tuple(n for n in degrees if n <= widest and all(most % n == 0 for most in cut))
+    return Limits(
+        samples=samples,
+        tokens=work.tokens,
+        layers=sum(block.count for block in layers),
+        tensor=tensor or (1,),
+        experts=max((op.experts for block in layers for op in block.ops), default=0),
+        attention=any(op.kind == "attention" for block in layers for op in block.ops),
+        divisible=not why_not,
+        why_not=why_not,
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read "dp=2,fsdp=8,tp=4". Raises `SpecError` for what is no degree."""
+    found: dict[str, int] = {}
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if name not in DEGREES or not equals or not value.isdecimal() or int(value) < 1:
+            raise SpecError(
+                f"{part!r} in the mesh makes no sense: write degrees such as fsdp=8,tp=4, of {', '.join(DEGREES)}."
+            )
+        if name in found:
+            raise SpecError(f"the mesh names {name} twice.")
+        found[name] = int(value)
+    if not found:
+        raise SpecError("the mesh is empty: write degrees such as fsdp=8,tp=4.")
+    return found
+
+
+def check_given(given: Given, limits: Limits, devices: int) -> None:
+    """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
+    mesh = given.mesh
+    if mesh:
+        size = _product(degree for name, degree in mesh.items() if name != "ep")
+        if size != devices:
+            near = f" fsdp={devices // (size // mesh.get('fsdp', 1))} would." if _fills(mesh, size, devices) else ""
+            raise PlanError(
+                f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
+                f"must multiply to {devices}.{near}"
+            )
+    _among(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
+    if mesh.get("pp", 1) > max(limits.layers, 1):
+        raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
+    if mesh.get("cp", 1) > 1 and not limits.attention:
+        raise PlanError("cp divides sequences of models that use scaled_dot_product_attention, and this one does not.")
+    if mesh.get("cp", 1) > 1 and limits.tokens % mesh["cp"]:
+        raise PlanError(f"cp={mesh['cp']} does not divide sequences of {limits.tokens} tokens.")
+    if mesh.get("ep", 1) > 1:
+        if not limits.experts:
+            raise PlanError("ep divides experts, and no experts were found in this model. Leave ep out.")
+        degrees = tuple(n for n in range(1, limits.experts + 1) if limits.experts % n == 0)
+        _among(mesh["ep"], degrees, "ep", f"{limits.experts} experts can be divided over")
+    replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)
+    if replicas > 1 and not limits.divisible:
+        raise PlanError(f"dp and fsdp give each replica its own samples. {limits.why_not}")
+    if replicas > limits.samples:
+        raise PlanError(
+            f"{replicas} replicas need at least as many samples, and the batch has {limits.samples}. "
+            f"Give --batch {replicas} or more."
+        )
+
+
+def _fills(mesh: Mapping[str, int], size: int, devices: int) -> bool:
+    return devices % (size // mesh.get("fsdp", 1)) == 0
+
+
+def _among(degree: int, allowed: tuple[int, ...], name: str, what: str) -> None:
+    if degree not in allowed:
+        raise PlanError(f"{name}={degree} is not possible: {what} {', '.join(map(str, allowed))} ranks.")
+
+
+def _shown(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={degree}" for name, degree in mesh.items())
+
+
+def _product(values: Iterable[int]) -> int:
+    result = 1
+    for value in values:
+        result *= value
+    return result

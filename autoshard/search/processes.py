@@ -1,0 +1,234 @@
+"""Plans for one process per device: the best recipe for a model on a cluster of equal devices, written as a Plan.
+
+    run of two samples ─▶ work ─┐
+    cluster ─▶ card, topology ──┼─▶ search ─▶ recipe ─▶ Plan (degrees, stages, micro-batches, recomputation, precision)
+    request ─▶ limits, given ───┘
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason
+from autoshard.engine.cards import card_of
+from autoshard.engine.precision import inference_precision, training_precision
+from autoshard.engine.price import split_stages
+from autoshard.engine.recipe import Recipe, Recompute, Stack
+from autoshard.errors import PlanError
+from autoshard.plan import Mesh, Plan, Stage
+from autoshard.search.best import Goal, Searched, Task, search
+from autoshard.search.limits import Given, check_given, limits_of
+from autoshard.search.reasons import explain, refuse
+from autoshard.search.traced import Traced
+from autoshard.strategies.paths import collapse
+
+RESERVED = 0.05
+"""Part of a device's memory that no plan uses unless it is told to: fragments, other processes, a longer batch."""
+STRATEGY_AXES: dict[str, tuple[str, ...]] = {
+    "auto": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
+    "hybrid": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
+    "data-parallel": ("dp", "fsdp"),
+    "ddp": ("dp",),
+    "fsdp": ("dp", "fsdp"),
+    "column-parallel": ("tp", "ep"),
+    "pipeline": ("pp",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of a plan for processes.
+
+    Attributes:
+        strategy: a key of `STRATEGY_AXES`; goal: what is made small.
+        given: degrees and numbers that are fixed; precision: of training, by name; dtype: of weights, "auto" for the
+            model's own; compiled: whether modules are compiled.
+        reserve: part of the memory of a device that is kept free.
+        why_undivided: what stands against dividing the batch, "" for nothing.
+    """
+
+    strategy: str = "auto"
+    goal: Goal = "latency"
+    given: Given = Given()
+    precision: str = "auto"
+    dtype: str = "auto"
+    compiled: bool = False
+    reserve: float = RESERVED
+    why_undivided: str = ""
+
+
+def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> Task:
+    """State what is searched. Raises `PlanError` where the devices are unequal or what was fixed makes no sense."""
+    topology = topology_of(cluster)
+    if topology is None:
+        raise PlanError(
+            f"a process per device is planned for equal devices on equal hosts, and {unequal_reason(cluster)}. "
+            'Name equal ones, or plan with strategy="balanced" for one process.'
+        )
+    device = computing_devices(cluster)[0]
+    training = traced.workload.training
+    stored = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
+    if training:
+        _, precision = training_precision(asked.precision, stored)
+    else:
+        precision = inference_precision(stored)
+    compute = "float32" if precision.compute == 4 else "bfloat16"
+    card = card_of(device, compute)
+    card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
+    given = replace(asked.given, axes=STRATEGY_AXES[asked.strategy])
+    limits = limits_of(
+        traced.work, traced.samples, widest=topology.devices_per_host, why_not=asked.why_undivided
+    )  # fmt: skip
+    check_given(given, limits, topology.devices)
+    return Task(
+        work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
+        stack="compiled" if asked.compiled else "eager", training=training,
+        prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens, goal=asked.goal,
+    )  # fmt: skip
+
+
+def dtype_of(graph: ModelGraph) -> str:
+    """The dtype that most bytes of parameters have, by name."""
+    totals: dict[torch.dtype, int] = {}
+    for tensor in graph.tensors:
+        if tensor.kind == "parameter":
+            totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
+    return str(max(totals, key=lambda one: totals[one], default=torch.float32)).removeprefix("torch.")
+
+
+def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan, Searched, Task]:
+    """Plan with a process per device. Raises `PlanError` with the closest recipe and what would help."""
+    task = make_task(traced, cluster, asked)
+    found = search(task)
+    if found.best is None:
+        raise PlanError(refuse(task, found, cluster))
+    plan = write_plan(traced, cluster, asked, found.best.recipe)
+    return replace(plan, reasons=explain(task, found)), found, task
+
+
+def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -> Plan:
+    """Write down a recipe for a model on the first devices of a cluster."""
+    devices = computing_devices(cluster)[: recipe.devices]
+    stages, placements = stages_of(traced, recipe, devices)
+    name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
+    if traced.workload.training:
+        name = training_precision(asked.precision, name)[0]
+    return Plan(
+        strategy=strategy_of(recipe),
+        objective=asked.goal,
+        workload=traced.workload,
+        devices=tuple(map(plan_device, devices)),
+        placements=placements,
+        num_microbatches=recipe.num_microbatches,
+        schedule=recipe.schedule if recipe.pp > 1 else "none",
+        fingerprint=traced.graph.fingerprint,
+        mesh=Mesh(**recipe.mesh),
+        stages=stages,
+        launch="processes" if recipe.devices > 1 else "one-process",
+        micro_batch=recipe.micro_batch,
+        recompute=recipe.recompute,
+        precision=name,
+        compiled=asked.compiled,
+    )
+
+
+def strategy_of(recipe: Recipe) -> str:
+    """The name of a recipe's strategy: what is larger than 1, else "data-parallel"."""
+    kinds = {
+        "data-parallel": recipe.dp * recipe.fsdp > 1,
+        "pipeline": recipe.pp > 1,
+        "column-parallel": recipe.tp > 1 or recipe.ep > 1,
+        "hybrid": recipe.cp > 1,
+    }
+    used = [name for name, yes in kinds.items() if yes]
+    return used[0] if len(used) == 1 else "hybrid" if used else "data-parallel"
+
+
+def stages_of(
+    traced: Traced, recipe: Recipe, devices: Sequence[Device]
+) -> tuple[tuple[Stage, ...], dict[str, str]]:
+    """The stages of a pipeline with the device of each; of sharded replicas, the modules that are gathered as one."""
+    first = {"": devices[0].name}
+    if recipe.pp == 1:
+        gathered = layer_paths(traced) if recipe.fsdp > 1 else []
+        return tuple(Stage(paths=(path,)) for path in gathered), first
+    count = recipe.pp * recipe.stages_per_rank
+    stage_of_layer = [
+        index for index, stage in enumerate(split_stages(traced.work, count)) for block, n in stage if block.layer
+        for _ in range(n)
+    ]  # fmt: skip
+    layers = layer_paths(traced)
+    places = dict(zip(layers, stage_of_layer, strict=True))
+    stage_of = {name: str(stage) for name, stage in _tensor_stages(traced.graph, places, count).items()}
+    placed = collapse(stage_of, traced.graph)
+    paths: list[list[str]] = [[] for _ in range(count)]
+    for path, stage in placed.items():
+        paths[int(stage)].append(path)
+    per_rank = recipe.dp * recipe.fsdp * recipe.cp * recipe.tp
+    heads = [devices[rank * per_rank].name for rank in range(recipe.pp)]
+    placements = {path: heads[index % recipe.pp] for index, own in enumerate(paths) for path in own}
+    return tuple(Stage(paths=tuple(own), recompute=recipe.recompute == "full") for own in paths), placements
+
+
+def layer_paths(traced: Traced) -> list[str]:
+    """Module paths of the layers, in the order in which they run."""
+    from autoshard.axes.groups import find_groups
+    from autoshard.axes.regions import OUTSIDE
+
+    wanted = {block.path for block in traced.work.blocks if block.layer}
+    regions = [region for region in find_groups(traced.graph).regions if region.path in wanted]
+    found = [
+        (ops[0], path) for region in regions if region.path != OUTSIDE
+        for path, ops in zip(region.paths, region.each or [region.ops], strict=True)
+    ]  # fmt: skip
+    return [path for _, path in sorted(found)]
+
+
+def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dict[str, int]:
+    """Stage of every parameter and buffer: that of its layer, else the first or last by when it is read."""
+    reader: dict[int, int] = {}
+    start = len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        if start == len(graph.ops) and _layer_of(graph.calls[op.call].path, places) is not None:
+            start = at
+        for value in op.inputs:
+            reader.setdefault(value, at)
+    stages: dict[str, int] = {}
+    for tensor in graph.tensors:
+        layer = _layer_of(tensor.name, places)
+        outside = 0 if reader.get(tensor.value, 0) < start else count - 1
+        stages[tensor.name] = outside if layer is None else places[layer]
+    return stages
+
+
+def _layer_of(name: str, places: dict[str, int]) -> str | None:
+    path = name
+    while path:
+        if path in places:
+            return path
+        path = path.rpartition(".")[0]
+    return None
+
+
+def recipe_of(plan: Plan) -> Recipe:
+    """The recipe that a plan for processes says."""
+    assert plan.mesh is not None
+    training = plan.workload.training
+    precision = training_precision(plan.precision, "")[1] if training else inference_precision(plan.precision)
+    return Recipe(
+        **plan.mesh.degrees,
+        micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule if plan.schedule != "none" else "gpipe",
+        stages_per_rank=max(1, len(plan.stages) // plan.mesh.pp) if plan.mesh.pp > 1 else 1,
+        recompute=cast(Recompute, plan.recompute),
+        stack=cast(Stack, "compiled" if plan.compiled else "eager"),
+        precision=precision,
+        zero=1 if plan.mesh.dp > 1 and plan.mesh.fsdp == 1 else 0,
+    )
+
+

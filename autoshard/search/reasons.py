@@ -1,0 +1,172 @@
+"""Reasons: what was chosen, why, the runner-up and by how much, what would change the answer, and how to start it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.engine.memory import outside_bytes
+from autoshard.engine.price import StepEstimate
+from autoshard.engine.recipe import Recipe
+from autoshard.search.best import Priced, Searched, Task, part_of, search
+from autoshard.sizes import format_bytes, format_seconds
+
+WHAT: Mapping[str, str] = {
+    "dp": "replicas that keep all parameters of their part",
+    "fsdp": "replicas of which each keeps a part of all parameters, gradients and optimizer state (FSDP)",
+    "tp": "ranks that share every matrix (tensor parallel)",
+    "pp": "pipeline stages",
+    "cp": "parts of every sequence (context parallel)",
+    "ep": "groups of experts (expert parallel)",
+}
+
+
+def shown_mesh(recipe: Recipe) -> str:
+    """Degrees larger than 1, such as "fsdp=8,tp=2"; "one device" without any."""
+    return ",".join(f"{name}={degree}" for name, degree in recipe.mesh.items() if degree > 1) or "one device"
+
+
+def explain(task: Task, found: Searched) -> tuple[str, ...]:
+    """The reasons of the best recipe, in sentences."""
+    assert found.best is not None
+    best = found.best
+    return tuple(
+        [*_what(task, best), *_where_time_goes(task, best), *_memory(task, best), *_others(task, found)]
+        + [*_what_would_change(task, best), launch_command(task, best.recipe)]
+    )
+
+
+def _what(task: Task, best: Priced) -> Iterator[str]:
+    recipe = best.recipe
+    parts = [f"{degree} {WHAT[name]}" for name, degree in recipe.mesh.items() if degree > 1]
+    if parts:
+        yield f"{shown_mesh(recipe)}, a process per device: {'; '.join(parts)}"
+    else:
+        yield "one device holds it, and more would not be faster by enough to be worth starting"
+    if task.training:
+        batch = f"{recipe.num_microbatches} micro-batch{'es' if recipe.num_microbatches > 1 else ''}"
+        again = {
+            "none": "all activations are kept",
+            "selective": "of activations, attention and every second product are kept and the rest is recomputed",
+            "full": "every layer is recomputed in backward",
+        }[recipe.recompute]
+        yield f"each replica computes {batch} of {recipe.micro_batch} samples per step; {again}"
+    if recipe.pp > 1:
+        per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
+        yield f"stages run by the schedule {recipe.schedule}{per_rank}"
+    unused = task.devices - recipe.devices
+    if unused:
+        yield f"{unused} of {task.devices} devices are left out: with more of them it takes no less"
+
+
+def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
+    figures = best.figures
+    if isinstance(figures, StepEstimate):
+        waits = [f"{format_seconds(figures.exposed_seconds)} wait for communication"]
+        if figures.bubble:
+            waits.append(f"{figures.bubble:.0%} of the time a stage has nothing to do")
+        yield f"of a step of {format_seconds(figures.seconds)}, {', and '.join(waits)}"
+    elif task.new_tokens:
+        parts = sorted(figures.parts.items(), key=lambda item: -item[1])
+        most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
+        yield f"a token takes {format_seconds(figures.token_seconds)}: {most}"
+
+
+def _memory(task: Task, best: Priced) -> Iterator[str]:
+    kinds = dict(kinds_of(best))
+    shown = ", ".join(
+        f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])[:4] if n
+    )
+    yield f"the fullest rank needs {format_bytes(used_bytes(best))} of {format_bytes(task.card.memory_bytes)}: {shown}"
+
+
+def kinds_of(one: Priced) -> Mapping[str, float]:
+    """Bytes of the fullest rank at its peak, by kind."""
+    memory = one.figures.memory
+    return memory if isinstance(memory, Mapping) else memory.kinds
+
+
+def used_bytes(one: Priced) -> float:
+    """Bytes that the fullest rank takes of its device, context and buffers of collectives included."""
+    return one.figures.reserved_bytes + sum(outside_bytes(one.recipe).values())
+
+
+def _others(task: Task, found: Searched) -> Iterator[str]:
+    """The runner-up, and the best of what differs in kind."""
+    assert found.best is not None
+    best, kinds = found.best, {_kind(found.best.recipe)}
+    shown = 0
+    for other in found.ranking:
+        if _kind(other.recipe) in kinds or shown == 3:
+            continue
+        kinds.add(_kind(other.recipe))
+        shown += 1
+        factor = other.value(task.goal) / best.value(task.goal)
+        about = f"{factor:.2f} times as long" if factor >= 1.005 else "as long"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {about}"
+    yield f"{found.priced} recipes were priced; {len(found.ranking)} meshes fit"
+
+
+def _kind(recipe: Recipe) -> tuple[bool, ...]:
+    return tuple(degree > 1 for degree in recipe.mesh.values())
+
+
+def _what_would_change(task: Task, best: Priced) -> Iterator[str]:
+    """Which larger device, if any, would save the recomputation."""
+    if not task.training or best.recipe.recompute == "none" or task.given.recompute:
+        return
+    larger = replace(task.card, memory_bytes=2 * task.card.memory_bytes)
+    same = replace(task.given, mesh=dict(best.recipe.mesh))
+    topology = part_of(task.topology, best.recipe.devices)
+    other = None if topology is None else search(replace(task, card=larger, given=same, topology=topology)).best
+    if other is not None and other.recipe.recompute != best.recipe.recompute:
+        saved = 1 - other.seconds / best.seconds
+        yield f"with twice the memory per device the same mesh would not recompute, and take {saved:.0%} less"
+
+
+def launch_command(task: Task, recipe: Recipe) -> str:
+    """How to start it."""
+    per_host = min(task.topology.devices_per_host, recipe.devices)
+    hosts = recipe.devices // per_host
+    if recipe.devices == 1:
+        return "start it: python train.py" if task.training else "start it: python run.py"
+    nodes = f" --nnodes={hosts} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500" if hosts > 1 else ""
+    script = "train.py" if task.training else "run.py"
+    where = " on every host" if hosts > 1 else ""
+    return f"start it{where}: torchrun{nodes} --nproc-per-node={per_host} {script}"
+
+
+def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
+    """Say which recipe comes closest, by how much it does not fit and where, and one change that was tried."""
+    closest = found.closest
+    if closest is None:
+        return (
+            f"no mesh of {task.devices} devices goes with a batch of {task.limits.samples} samples"
+            f"{'' if task.limits.divisible else ', which can not be divided: ' + task.limits.why_not}. "
+            "Give a batch that a power of two divides, or other degrees."
+        )
+    lacking = used_bytes(closest) - task.card.memory_bytes
+    kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
+    said = (
+        f"no recipe fits: the closest, {shown_mesh(closest.recipe)} with micro-batches of "
+        f"{closest.recipe.micro_batch} and recomputation {closest.recipe.recompute}, needs "
+        f"{format_bytes(used_bytes(closest))} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
+        f"{format_bytes(task.card.memory_bytes)} that may be used"
+    )
+    return f"{said}. {_remedy(task)}"
+
+
+def _remedy(task: Task) -> str:
+    """The first change that makes it fit, tried with the same search."""
+    free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
+    tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(free, topology=replace(task.topology, hosts=task.topology.hosts * factor))
+        tried.append((f"It fits on {task.devices * factor} such devices: ", more))
+    for words, other in tried:
+        if not task.training and other.devices > task.limits.samples * 64:
+            continue
+        best = search(other).best
+        if best is not None:
+            return f"{words}{shown_mesh(best.recipe)}, {format_seconds(best.seconds)}."
+    return "Use shorter sequences, a smaller batch, or larger devices."
