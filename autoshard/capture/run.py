@@ -88,7 +88,8 @@ def record_run(
         recorder.about_to_write = None
         torch.clear_autocast_cache()  # within the caller's autocast it has casts of what stood in for parameters
         reachable.put_back()
-        refuse_kept(recorder.without_values)
+        if run.tape is None:  # which keeps what calls gave; the same forward was recorded without one before
+            refuse_kept(recorder.without_values)
     return graph
 
 

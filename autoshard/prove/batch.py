@@ -102,6 +102,22 @@ def find_batch_axis(
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
 
 
+def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph) -> None:
+    """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above."""
+    with own_random_numbers():
+        question = _question(model, inputs, workload, graph)
+        for batch, rows in _guesses(question):
+            try:
+                check_apart(question, batch)
+                return
+            except (Mixed, NotRun) as error:
+                named = _named(question, rows, error) if isinstance(error, Mixed) else ""
+                raise PlanError(
+                    f"the batch of {type(model).__name__} can't be divided: {named}{error}."
+                ) from None
+    raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
+
+
 def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
     """Record one forward with given or derived inputs, if that has not been done."""
     forward = replace(workload, mode="inference", new_tokens=0)

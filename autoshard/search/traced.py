@@ -38,7 +38,11 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
     forward = replace(few, mode="inference", new_tokens=0)
     failed: CaptureError | None = None
-    for args, kwargs in calls_of(model, inputs, few):
+    calls = calls_of(model, inputs, few)
+    if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
+        unmasked = [(args, {k: v for k, v in kwargs.items() if k != "attention_mask"}) for args, kwargs in calls]
+        calls = [*unmasked, *calls]
+    for args, kwargs in calls:
         try:
             graph = capture(model, kwargs or args, workload=forward, composite=True)
         except CaptureError as error:
@@ -69,13 +73,13 @@ def _sizes(given: Any, workload: Workload) -> tuple[int, int]:
 
 def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> str:
     """Say why the batch can't be divided; "" where it can."""
-    from autoshard.prove.batch import find_batch_axis
+    from autoshard.prove.batch import check_rows_apart
 
-    forward = replace(traced.workload, mode="inference", new_tokens=0, batch_size=None)
+    if assume_independent_rows:
+        return ""
+    forward = replace(traced.workload, new_tokens=0, batch_size=None)
     try:
-        find_batch_axis(
-            traced.model, traced.inputs, forward, traced.graph, assume_independent_rows=assume_independent_rows
-        )
+        check_rows_apart(traced.model, traced.inputs, forward, traced.graph)
     except (PlanError, SpecError) as error:
         return str(error)
     return ""
