@@ -15,6 +15,9 @@ from autoshard.workload import Workload
 TRACED_SAMPLES = 2
 """Samples of the traced run: two tell which dimensions belong to the batch."""
 
+SHORT_TOKENS = 32
+"""Tokens with which samples are followed where inputs are derived: how long they are does not mix them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
@@ -23,6 +26,7 @@ class Traced:
     Attributes:
         workload: as asked, with the sequence length that was traced and the batch of all replicas.
         samples: of the batch, of all replicas together.
+        derived: the inputs were made from the model's configuration.
     """
 
     model: nn.Module
@@ -31,30 +35,35 @@ class Traced:
     graph: ModelGraph
     work: ModelWork
     samples: int
+    derived: bool = False
 
 
 def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     """Record one forward, with its loss in training. Raises `CaptureError` and `PlanError` where that can't be done."""
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
-    forward = replace(few, mode="inference", new_tokens=0)
+    given, graph = _recorded(model, inputs, few)
+    traced, tokens = _sizes(given, workload)
+    work = model_work(graph, traced, tokens)
+    samples = workload.batch_size or (traced if inputs is not None else 1)
+    asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
+    return Traced(
+        model=model, inputs=given, workload=asked, graph=graph, work=work, samples=samples, derived=inputs is None
+    )  # fmt: skip
+
+
+def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, ModelGraph]:
+    """The first of the arguments that the model takes, and the forward that was recorded with them."""
+    forward = replace(workload, mode="inference", new_tokens=0)
     failed: CaptureError | None = None
-    calls = calls_of(model, inputs, few)
+    calls = calls_of(model, inputs, workload)
     if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
         unmasked = [(args, {k: v for k, v in kwargs.items() if k != "attention_mask"}) for args, kwargs in calls]
         calls = [*unmasked, *calls]
     for args, kwargs in calls:
         try:
-            graph = capture(model, kwargs or args, workload=forward, composite=True)
+            return kwargs or args, capture(model, kwargs or args, workload=forward, composite=True)
         except CaptureError as error:
             failed = failed or error
-            continue
-        traced, tokens = _sizes(kwargs or args, workload)
-        work = model_work(graph, traced, tokens)
-        samples = workload.batch_size or (traced if inputs is not None else 1)
-        asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
-        return Traced(
-            model=model, inputs=kwargs or args, workload=asked, graph=graph, work=work, samples=samples
-        )  # fmt: skip
     assert failed is not None
     raise failed
 
@@ -77,9 +86,13 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
 
     if assume_independent_rows:
         return ""
-    forward = replace(traced.workload, new_tokens=0, batch_size=None)
+    workload = replace(traced.workload, new_tokens=0, batch_size=None)
     try:
-        check_rows_apart(traced.model, traced.inputs, forward, traced.graph)
+        inputs, graph = traced.inputs, traced.graph
+        if traced.derived and traced.work.tokens > SHORT_TOKENS:
+            short = replace(workload, batch_size=TRACED_SAMPLES, sequence_length=SHORT_TOKENS)
+            inputs, graph = _recorded(traced.model, None, short)
+        check_rows_apart(traced.model, inputs, workload, graph)
     except (PlanError, SpecError) as error:
         return str(error)
     return ""
