@@ -88,7 +88,7 @@ def plan(
     recompute: Recompute | None = None,
     precision: PrecisionName = "auto",
     dtype: str = "auto",
-    compiled: bool = False,
+    compiled: bool | None = None,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
@@ -104,8 +104,8 @@ def plan(
     another machine's. `mesh`: degrees such as "fsdp=8,tp=2" or {"fsdp": 8, "tp": 2}; then only the rest is chosen.
     `micro_batch`: samples that a replica computes at once. `recompute`: "none", "selective" or "full". `precision` of
     training: "mixed", "pure", "master" or "full". `dtype` of weights: a torch dtype's name, "int8" or "int4".
-    `compiled`: the modules will be compiled. Raises `SpecError`, `CaptureError`, or
-    `PlanError` if nothing fits.
+    `compiled`: the modules will be compiled; by default only where tokens are generated. Raises `SpecError`,
+    `CaptureError`, or `PlanError` if nothing fits.
     """
     return _planned(
         model, devices, inputs, workload, profile,

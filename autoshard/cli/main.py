@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoshard.choices import strategy_named
 from autoshard.cli.comparing import compare_command
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
 from autoshard.cli.explaining import explain_command
@@ -25,8 +26,8 @@ from autoshard.cli.options import (
     MaxMemoryOption,
     MaxSeqOption,
     MeshOption,
-    MicroBatchOption,
     MicroBatchesOption,
+    MicroBatchOption,
     NewTokensOption,
     ObjectiveOption,
     OptimizerOption,
@@ -50,7 +51,6 @@ from autoshard.cli.steps import (
     profile_of,
     workload_of,
 )
-from autoshard.choices import strategy_named
 from autoshard.errors import PlanError, SpecError
 from autoshard.start import end_quietly
 
@@ -109,7 +109,7 @@ def plan_command(
     recompute: RecomputeOption = None,
     precision: PrecisionOption = "auto",
     dtype: DtypeOption = "auto",
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -135,7 +135,9 @@ def plan_command(
     else:
         loaded = load(target, workload)
         with capturing(loaded):
-            asked = replace(loaded.workload, batch_size=batch or (workload.batch_size if loaded.inputs is None else None))
+            asked = replace(
+                loaded.workload, batch_size=batch or (workload.batch_size if loaded.inputs is None else None)
+            )
             chosen = chosen_for(loaded.model, loaded.inputs, asked, cluster, wishes=wishes, **settings)
         if chosen is not None:
             plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate

@@ -135,4 +135,11 @@ DtypeOption = Annotated[
     str,
     typer.Option("--dtype", metavar="NAME", help="Of weights: auto is the model's; bfloat16, float32, int8, int4, …"),
 ]
-CompileOption = Annotated[bool, typer.Option("--compile", help="The modules will be compiled (torch.compile).")]
+CompileOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--eager",
+        help="Price compiled modules (torch.compile), or eager ones. Default: compiled where tokens are generated.",
+        show_default=False,
+    ),
+]

@@ -112,9 +112,7 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: M
                 return
             except (Mixed, NotRun) as error:
                 named = _named(question, rows, error) if isinstance(error, Mixed) else ""
-                raise PlanError(
-                    f"the batch of {type(model).__name__} can't be divided: {named}{error}."
-                ) from None
+                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {named}{error}.") from None
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
 
 

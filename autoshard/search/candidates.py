@@ -5,11 +5,17 @@ from dataclasses import replace
 from typing import Any, cast, get_args
 
 from autoshard.engine.recipe import Precision, Recipe, Recompute, Stack
+from autoshard.plan import Mesh
 from autoshard.search.limits import LONG_SEQUENCE, Given, Limits
 
 MOST_MICRO_BATCH = 16
 MOST_STAGES_PER_RANK = 4
-Degrees = dict[str, int]
+
+
+def on_mesh(mesh: Mesh, **settings: Any) -> Recipe:
+    """A recipe with the degrees of a mesh; `settings` are its other fields."""
+    degrees: dict[str, Any] = dict(mesh.degrees)
+    return Recipe(**degrees, **settings)
 
 
 def device_counts(devices: int, per_host: int) -> list[int]:
@@ -21,7 +27,7 @@ def device_counts(devices: int, per_host: int) -> list[int]:
     return sorted(powers | hosts | {devices}, reverse=True)
 
 
-def training_meshes(devices: int, per_host: int, limits: Limits, given: Given) -> Iterator[Degrees]:
+def training_meshes(devices: int, per_host: int, limits: Limits, given: Given) -> Iterator[Mesh]:
     """Meshes of exactly so many devices for a training step."""
     for tp in _chosen("tp", limits.tensor, given):
         for pp in _chosen("pp", _pipelines(devices // tp, limits), given):
@@ -34,10 +40,10 @@ def training_meshes(devices: int, per_host: int, limits: Limits, given: Given) -
                     if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                         continue
                     for ep in _chosen("ep", _experts(limits, devices // pp), given):
-                        yield {"dp": dp, "fsdp": fsdp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+                        yield Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def answer_meshes(devices: int, limits: Limits, given: Given) -> Iterator[Degrees]:
+def answer_meshes(devices: int, limits: Limits, given: Given) -> Iterator[Mesh]:
     """Meshes of exactly so many devices for inference: no shards that are gathered, no divided sequences."""
     for tp in _chosen("tp", limits.tensor, given):
         for pp in _chosen("pp", _pipelines(devices // tp, limits), given):
@@ -47,14 +53,14 @@ def answer_meshes(devices: int, limits: Limits, given: Given) -> Iterator[Degree
             if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                 continue
             for ep in _chosen("ep", _experts(limits, devices // pp), given):
-                yield {"dp": dp, "fsdp": 1, "tp": tp, "pp": pp, "cp": 1, "ep": ep}
+                yield Mesh(dp=dp, tp=tp, pp=pp, ep=ep)
 
 
 def step_recipes(
-    mesh: Degrees, limits: Limits, given: Given, precision: Precision, stack: Stack
+    mesh: Mesh, limits: Limits, given: Given, precision: Precision, stack: Stack
 ) -> Iterator[list[Recipe]]:
     """Recipes of a mesh for a training step; those of one list differ in recomputation, the least of it first."""
-    replicas = mesh["dp"] * mesh["fsdp"]
+    replicas = mesh.data
     if limits.samples % replicas:
         return
     own = limits.samples // replicas
@@ -62,24 +68,24 @@ def step_recipes(
         count = own // micro
         if given.num_microbatches not in (None, count):
             continue
-        if mesh["pp"] > 1 and count > 1 and not limits.divisible:
+        if mesh.pp > 1 and count > 1 and not limits.divisible:
             continue
-        for schedule, per_rank in _schedules(mesh["pp"], count, limits.layers, given):
-            recipe = Recipe(
-                **mesh, micro_batch=micro, num_microbatches=count, schedule=schedule, stages_per_rank=per_rank,
-                precision=precision, stack=stack, zero=1 if mesh["dp"] > 1 and mesh["fsdp"] == 1 else 0,
+        for schedule, per_rank in _schedules(mesh.pp, count, limits.layers, given):
+            recipe = on_mesh(
+                mesh, micro_batch=micro, num_microbatches=count, schedule=schedule, stages_per_rank=per_rank,
+                precision=precision, stack=stack,
             )  # fmt: skip
             modes = [given.recompute] if given.recompute else get_args(Recompute)
             yield [replace(recipe, recompute=cast(Any, mode)) for mode in modes]
 
 
-def answer_recipes(mesh: Degrees, limits: Limits, given: Given, precision: Precision, stack: Stack) -> Iterator[Recipe]:
+def answer_recipes(mesh: Mesh, limits: Limits, given: Given, precision: Precision, stack: Stack) -> Iterator[Recipe]:
     """Recipes of a mesh for answers: with stages, sequences may take turns in groups."""
-    own = -(-limits.samples // mesh["dp"])
-    counts = {1, min(own, mesh["pp"])} if mesh["pp"] > 1 and limits.divisible else {1}
+    own = -(-limits.samples // mesh.dp)
+    counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible else {1}
     for count in sorted(counts if given.num_microbatches is None else {given.num_microbatches}):
-        yield Recipe(
-            **mesh, micro_batch=-(-own // count), num_microbatches=count, schedule="gpipe", precision=precision,
+        yield on_mesh(
+            mesh, micro_batch=-(-own // count), num_microbatches=count, schedule="gpipe", precision=precision,
             stack=stack,
         )  # fmt: skip
 
@@ -93,9 +99,9 @@ def _chosen(name: str, degrees: tuple[int, ...], given: Given) -> tuple[int, ...
 
 
 def _pipelines(devices: int, limits: Limits) -> tuple[int, ...]:
-    return tuple(n for n in range(1, min(devices, limits.layers) + 1) if devices % n == 0 and (n < 3 or n % 2 == 0)) or (
-        1,
-    )
+    return tuple(
+        n for n in range(1, min(devices, limits.layers) + 1) if devices % n == 0 and (n < 3 or n % 2 == 0)
+    ) or (1,)
 
 
 def _contexts(limits: Limits, rest: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Goal, Priced, Searched, Task, search
 from autoshard.search.estimates import estimate_of
 from autoshard.search.limits import Given, parse_mesh
-from autoshard.search.processes import STRATEGY_AXES, Asked, plan_processes
+from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.reasons import shown_mesh
 from autoshard.search.traced import Traced, trace, why_undivided
 from autoshard.sizes import format_seconds
@@ -48,7 +48,7 @@ class Wishes:
     recompute: str | None = None
     precision: str = "auto"
     dtype: str = "auto"
-    compiled: bool = False
+    compiled: bool | None = None
 
     def __post_init__(self) -> None:
         if self.launch not in (None, "one-process", "processes"):
@@ -62,7 +62,7 @@ class Wishes:
     def of_processes(self) -> bool:
         """Whether something was said that only plans for processes have."""
         told = self.mesh, self.micro_batch, self.recompute
-        return any(one is not None for one in told) or self.precision != "auto" or self.compiled or self.dtype != "auto"
+        return any(one is not None for one in told) or self.precision != "auto" or self.dtype != "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,9 @@ def choose(
     if wishes.launch == "one-process" and wishes.of_processes:
         raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
     if forced and one_process_alone:
-        raise SpecError(f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out.")
+        raise SpecError(
+            f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
+        )
     if not forced and not _considered(cluster, strategy, wishes, one_process_alone):
         return None
     if workload.training and workload.batch_size is None and inputs is None:
@@ -189,5 +191,3 @@ def _on_one(
             f"{format_seconds(alone.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
         )
     return replace(plan, reasons=tuple(reasons)), changed
-
-

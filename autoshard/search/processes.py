@@ -1,8 +1,8 @@
 """Plans for one process per device: the best recipe for a model on a cluster of equal devices, written as a Plan.
 
-    run of two samples ─▶ work ─┐
-    cluster ─▶ card, topology ──┼─▶ search ─▶ recipe ─▶ Plan (degrees, stages, micro-batches, recomputation, precision)
-    request ─▶ limits, given ───┘
+run of two samples ─▶ work ─┐
+cluster ─▶ card, topology ──┼─▶ search ─▶ recipe ─▶ Plan (degrees, stages, micro-batches, recomputation, precision)
+request ─▶ limits, given ───┘
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.search.best import Goal, Searched, Task, search
+from autoshard.search.candidates import on_mesh
 from autoshard.search.limits import Given, check_given, limits_of
 from autoshard.search.reasons import explain, refuse
 from autoshard.search.traced import Traced
 from autoshard.strategies.paths import collapse
+from autoshard.workload import Workload
 
 RESERVED = 0.05
 """Part of a device's memory that no plan uses unless it is told to: fragments, other processes, a longer batch."""
@@ -46,7 +48,7 @@ class Asked:
     Attributes:
         strategy: a key of `STRATEGY_AXES`; goal: what is made small.
         given: degrees and numbers that are fixed; precision: of training, by name; dtype: of weights, "auto" for the
-            model's own; compiled: whether modules are compiled.
+            model's own; compiled: whether modules are compiled, None: for answers, where the host would be too slow.
         reserve: part of the memory of a device that is kept free.
         why_undivided: what stands against dividing the batch, "" for nothing.
     """
@@ -56,7 +58,7 @@ class Asked:
     given: Given = Given()
     precision: str = "auto"
     dtype: str = "auto"
-    compiled: bool = False
+    compiled: bool | None = None
     reserve: float = RESERVED
     why_undivided: str = ""
 
@@ -86,7 +88,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> Task:
     check_given(given, limits, topology.devices)
     return Task(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
-        stack="compiled" if asked.compiled else "eager", training=training,
+        stack="compiled" if is_compiled(asked, traced.workload) else "eager", training=training,
         prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens, goal=asked.goal,
     )  # fmt: skip
 
@@ -126,14 +128,24 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         num_microbatches=recipe.num_microbatches,
         schedule=recipe.schedule if recipe.pp > 1 else "none",
         fingerprint=traced.graph.fingerprint,
-        mesh=Mesh(**recipe.mesh),
+        mesh=mesh_of(recipe),
         stages=stages,
         launch="processes" if recipe.devices > 1 else "one-process",
         micro_batch=recipe.micro_batch,
         recompute=recipe.recompute,
         precision=name,
-        compiled=asked.compiled,
+        compiled=is_compiled(asked, traced.workload),
     )
+
+
+def is_compiled(asked: Asked, workload: Workload) -> bool:
+    """Whether modules are compiled: as asked, else where new tokens are generated."""
+    return bool(workload.new_tokens) if asked.compiled is None else asked.compiled
+
+
+def mesh_of(recipe: Recipe) -> Mesh:
+    """The degrees of a recipe."""
+    return Mesh(dp=recipe.dp, fsdp=recipe.fsdp, tp=recipe.tp, pp=recipe.pp, cp=recipe.cp, ep=recipe.ep)
 
 
 def strategy_of(recipe: Recipe) -> str:
@@ -148,9 +160,7 @@ def strategy_of(recipe: Recipe) -> str:
     return used[0] if len(used) == 1 else "hybrid" if used else "data-parallel"
 
 
-def stages_of(
-    traced: Traced, recipe: Recipe, devices: Sequence[Device]
-) -> tuple[tuple[Stage, ...], dict[str, str]]:
+def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tuple[tuple[Stage, ...], dict[str, str]]:
     """The stages of a pipeline with the device of each; of sharded replicas, the modules that are gathered as one."""
     first = {"": devices[0].name}
     if recipe.pp == 1:
@@ -219,8 +229,8 @@ def recipe_of(plan: Plan) -> Recipe:
     assert plan.mesh is not None
     training = plan.workload.training
     precision = training_precision(plan.precision, "")[1] if training else inference_precision(plan.precision)
-    return Recipe(
-        **plan.mesh.degrees,
+    return on_mesh(
+        plan.mesh,
         micro_batch=plan.micro_batch,
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule if plan.schedule != "none" else "gpipe",
@@ -228,7 +238,4 @@ def recipe_of(plan: Plan) -> Recipe:
         recompute=cast(Recompute, plan.recompute),
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
-        zero=1 if plan.mesh.dp > 1 and plan.mesh.fsdp == 1 else 0,
     )
-
-

@@ -43,19 +43,23 @@ def _what(task: Task, best: Priced) -> Iterator[str]:
     else:
         yield "one device holds it, and more would not be faster by enough to be worth starting"
     if task.training:
-        batch = f"{recipe.num_microbatches} micro-batch{'es' if recipe.num_microbatches > 1 else ''}"
+        batch = _counted(recipe.num_microbatches, "micro-batch", "micro-batches")
         again = {
             "none": "all activations are kept",
             "selective": "of activations, attention and every second product are kept and the rest is recomputed",
             "full": "every layer is recomputed in backward",
         }[recipe.recompute]
-        yield f"each replica computes {batch} of {recipe.micro_batch} samples per step; {again}"
+        yield f"each replica computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
     unused = task.devices - recipe.devices
     if unused:
         yield f"{unused} of {task.devices} devices are left out: with more of them it takes no less"
+
+
+def _counted(count: int, one: str, more: str = "") -> str:
+    return f"{count} {one if count == 1 else more or one + 's'}"
 
 
 def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
@@ -69,6 +73,8 @@ def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
         parts = sorted(figures.parts.items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
         yield f"a token takes {format_seconds(figures.token_seconds)}: {most}"
+        if task.stack == "compiled":
+            yield "decoding is priced as compiled, with CUDA graphs; run op by op, the host would set the pace (--eager)"
 
 
 def _memory(task: Task, best: Priced) -> Iterator[str]:
@@ -101,7 +107,7 @@ def _others(task: Task, found: Searched) -> Iterator[str]:
         kinds.add(_kind(other.recipe))
         shown += 1
         factor = other.value(task.goal) / best.value(task.goal)
-        about = f"{factor:.2f} times as long" if factor >= 1.005 else "as long"
+        about = f"{factor:.2f} times as long" if factor >= 1.005 else "no faster by enough for what it adds"
         yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {about}"
     yield f"{found.priced} recipes were priced; {len(found.ranking)} meshes fit"
 
@@ -139,11 +145,10 @@ def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
     """Say which recipe comes closest, by how much it does not fit and where, and one change that was tried."""
     closest = found.closest
     if closest is None:
-        return (
-            f"no mesh of {task.devices} devices goes with a batch of {task.limits.samples} samples"
-            f"{'' if task.limits.divisible else ', which can not be divided: ' + task.limits.why_not}. "
-            "Give a batch that a power of two divides, or other degrees."
-        )
+        said = f"no mesh of {task.devices} devices goes with a batch of {_counted(task.limits.samples, 'sample')}"
+        if not task.limits.divisible:
+            return f"{said}: {task.limits.why_not}"
+        return f"{said}. Give a batch that the number of devices divides, or other degrees."
     lacking = used_bytes(closest) - task.card.memory_bytes
     kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
