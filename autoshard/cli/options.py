@@ -28,8 +28,8 @@ StrategyOption = Annotated[
         "--strategy",
         "-s",
         metavar="NAME",
-        help="auto, sequential, balanced, balanced_low_0, column-parallel (tp), pipeline (pp), data-parallel (ddp, fsdp, "
-        "zero3) or hybrid.",
+        help="auto, sequential, balanced, balanced_low_0, column-parallel (tp), pipeline (pp), data-parallel (ddp, "
+        "fsdp, zero3) or hybrid.",
     ),
 ]
 ObjectiveOption = Annotated[str, typer.Option("--objective", metavar="NAME", help="latency, throughput or memory.")]

@@ -6,7 +6,7 @@ request ─▶ limits, given ───┘
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -55,7 +55,7 @@ class Asked:
 
     strategy: str = "auto"
     goal: Goal = "latency"
-    given: Given = Given()
+    given: Given = field(default_factory=Given)
     precision: str = "auto"
     dtype: str = "auto"
     compiled: bool | None = None

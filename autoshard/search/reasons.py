@@ -29,10 +29,9 @@ def explain(task: Task, found: Searched) -> tuple[str, ...]:
     """The reasons of the best recipe, in sentences."""
     assert found.best is not None
     best = found.best
-    return tuple(
-        [*_what(task, best), *_where_time_goes(task, best), *_memory(task, best), *_others(task, found)]
-        + [*_what_would_change(task, best), launch_command(task, best.recipe)]
-    )
+    about = (_what, _where_time_goes, _memory)
+    reasons = [sentence for describe in about for sentence in describe(task, best)]
+    return (*reasons, *_others(task, found), *_what_would_change(task, best), launch_command(task, best.recipe))
 
 
 def _what(task: Task, best: Priced) -> Iterator[str]:
@@ -74,7 +73,7 @@ def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
         most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
         yield f"a token takes {format_seconds(figures.token_seconds)}: {most}"
         if task.stack == "compiled":
-            yield "decoding is priced as compiled, with CUDA graphs; run op by op, the host would set the pace (--eager)"
+            yield "decoding is priced as compiled, with CUDA graphs; op by op, the host may set the pace (--eager)"
 
 
 def _memory(task: Task, best: Priced) -> Iterator[str]:

@@ -102,7 +102,7 @@ def data_parallel(
             dp=1 if best.sharded else len(best.devices),
             fsdp=len(best.devices) if best.sharded else 1,
             shares=() if even else best.rows,
-        ),  # fmt: skip
+        ),
         batch=batch,
         stages=tuple(Stage(paths=(block.path,)) for block in task.blocks[:-1]) if best.sharded else (),
         reasons=_reasons(task, best, tried, devices, objective),
