@@ -20,12 +20,13 @@ from autoshard.choices import (
     Recompute,
     ScheduleName,
     Strategy,
+    WeightDtype,
     check_choices,
     strategy_named,
 )
 from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
-from autoshard.plan import Plan
+from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.planning import plan_measured
 from autoshard.progress import shown_progress, tell
 from autoshard.workload import Workload
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
     from autoshard.search.choose import Chosen
     from autoshard.simulate.devices import SimulatedDevices
     from autoshard.verify import Verification
+
+
+RUNS_TODAY = (
+    'Plan in the processes themselves, started with torchrun, or with launch="one-process": such plans are carried out.'
+)
 
 
 def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "ModelGraph":
@@ -87,7 +93,7 @@ def plan(
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
     precision: PrecisionName = "auto",
-    dtype: str = "auto",
+    dtype: WeightDtype = "auto",
     compiled: bool | None = None,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
@@ -272,10 +278,12 @@ def apply(
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
-    if not isinstance(plan, Plan):
+    if isinstance(plan, Plan):
+        refuse_priced_alone(plan, "apply", RUNS_TODAY)
+    else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
-        settings |= {"assume_independent_rows": assume_independent_rows}
+        settings |= {"assume_independent_rows": assume_independent_rows, "launch": "one-process"}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
     if not check_first_batch:
         return apply_plan(model, plan)
@@ -368,6 +376,7 @@ def load(
             unfilled.model, devices, inputs, workload,
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
+            wishes={"launch": "one-process"},
         )  # fmt: skip
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)

@@ -22,6 +22,7 @@ Objective = Literal["latency", "throughput", "memory"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Launch = Literal["one-process", "processes"]
 Recompute = Literal["none", "selective", "full"]
+WeightDtype = Literal["auto", "bfloat16", "float16", "float32", "float64", "int8", "fp8", "int4", "4bit", "nf4"]
 PrecisionName = Literal["auto", "mixed", "pure", "master", "full"]
 Optimizer = Literal["none", "sgd", "momentum", "adam", "adamw"]
 

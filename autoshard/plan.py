@@ -338,6 +338,15 @@ class Plan:
             raise PlanError(f"{path}: {error}") from None
 
 
+def refuse_priced_alone(plan: Plan, what: str, instead: str) -> None:
+    """Raise `PlanError` for a plan whose recipe is priced, but which nothing but `plan` and `estimate` handle yet."""
+    if plan.launch:
+        raise PlanError(
+            f"{what} does not handle plans with a recipe for {plan.launch.replace('processes', 'one process per device')}"
+            f" yet. {instead}"
+        )
+
+
 def check_placements(placements: Mapping[str, str]) -> None:
     """Raise `PlanError` unless every path and device is a sensible string and no path lies inside another."""
     if not placements:

@@ -7,6 +7,7 @@ from torch import nn
 
 from autoshard.api import as_plan, cluster_for, measured_for
 from autoshard.choices import Objective, check_choices
+from autoshard.plan import refuse_priced_alone
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def report(
 
     check_writable(path)
     plan = as_plan(plan, profile)
+    refuse_priced_alone(plan, "report", "Print the plan and autoshard.estimate() of it.")
     cluster = cluster_for(plan if devices is None else devices)
     rows = alternative_rows((*comparison.alternatives, *comparison.peers), plan) if comparison is not None else []
     page = make_page(

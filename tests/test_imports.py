@@ -56,6 +56,7 @@ FLOORS = (
     {"verify", "timeline", "doctor", "explanation"},
     {"integrations"},
     {"planning"},
+    {"search"},
     {"api", "comparing"},
     {"report", "lightning"},
     {"reporting"},

@@ -133,7 +133,7 @@ PrecisionOption = Annotated[
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option("--dtype", metavar="NAME", help="Of weights: auto is the model's; bfloat16, float32, int8, int4, …"),
+    typer.Option("--dtype", metavar="NAME", help="Of weights: auto is the model's; bfloat16, float32, int8 or int4"),
 ]
 CompileOption = Annotated[
     bool | None,

@@ -27,6 +27,7 @@ from autoshard.cli.steps import check_before, check_same_model, devices_of, load
 from autoshard.cli.target import UserCodeError
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.files import write_whole
+from autoshard.plan import refuse_priced_alone
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def _planned(
             plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)  # type: ignore[arg-type]
         return loaded, plan, profile, cluster.with_memory({row.name: row.memory_bytes for row in plan.devices})
     plan = read_plan(first)
+    refuse_priced_alone(plan, "this command", f"`autoshard estimate {first}` prints its figures and reasons.")
     if not (second or plan.target):
         raise SpecError(f"{first} is a plan: say of which model, as in `autoshard report {first} model.py`.")
     cluster = cluster_of(plan.devices) if devices == "auto" else devices_of(devices, {})

@@ -58,7 +58,8 @@ def _print_stages(console: Console, plan: Plan) -> None:
 def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
     """Rows of the table of predicted times: a training step, or an answer."""
     bold = Text(format_seconds(estimate.latency_seconds), style="bold")
-    speed = f"{estimate.tokens_per_second:,.0f} tokens/s"
+    unit = "tokens" if plan.workload.sequence_length else "samples"
+    speed = f"{estimate.tokens_per_second:,.0f} {unit}/s"
     devices = len(plan.devices)
     if plan.workload.training:
         each = f"{speed}, {estimate.tokens_per_second / devices:,.0f} per device"
@@ -70,7 +71,7 @@ def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
         return rows
     tokens = plan.workload.new_tokens
     if not tokens:
-        return [["one pass", bold, f"{speed} of the prompt"]]
+        return [["one pass", bold, speed]]
     return [
         ["prompt", format_seconds(estimate.prompt_seconds), "until the first token"],
         ["each further token", format_seconds(estimate.token_seconds), "of every sequence"],

@@ -8,7 +8,6 @@ from autoshard.engine.recipe import Precision, Recipe, Recompute, Stack
 from autoshard.plan import Mesh
 from autoshard.search.limits import LONG_SEQUENCE, Given, Limits
 
-MOST_MICRO_BATCH = 16
 MOST_STAGES_PER_RANK = 4
 
 
@@ -131,7 +130,8 @@ def _micro_batches(own: int, given: Given) -> list[int]:
         return [given.micro_batch] if own % given.micro_batch == 0 else []
     if given.num_microbatches is not None:
         return [own // given.num_microbatches] if own % given.num_microbatches == 0 else []
-    return [n for n in range(1, min(own, MOST_MICRO_BATCH) + 1) if own % n == 0 and (n & (n - 1) == 0 or n == own)]
+    powers = [n for n in (1, 2, 4, 8, 16) if n < own and own % n == 0]
+    return [*powers, own]
 
 
 def _schedules(pp: int, count: int, layers: int, given: Given) -> Iterator[tuple[str, int]]:

@@ -125,6 +125,8 @@ def choose(
         plan, found = _on_one(traced, cluster, asked, task, found, alone)
     best = found.best
     assert best is not None
+    if best.recipe.devices == 1 and not forced and not task.new_tokens:
+        return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_of(plan, best.recipe, best.figures, cluster)
     return Chosen(plan=plan, estimate=estimate, profile=profile, traced=traced, searched=found, task=task)

@@ -149,7 +149,7 @@ def mesh_of(recipe: Recipe) -> Mesh:
 
 
 def strategy_of(recipe: Recipe) -> str:
-    """The name of a recipe's strategy: what is larger than 1, else "data-parallel"."""
+    """The name of a recipe's strategy: what is larger than 1; "sequential" for one device."""
     kinds = {
         "data-parallel": recipe.dp * recipe.fsdp > 1,
         "pipeline": recipe.pp > 1,
@@ -157,7 +157,7 @@ def strategy_of(recipe: Recipe) -> str:
         "hybrid": recipe.cp > 1,
     }
     used = [name for name, yes in kinds.items() if yes]
-    return used[0] if len(used) == 1 else "hybrid" if used else "data-parallel"
+    return used[0] if len(used) == 1 else "hybrid" if used else "sequential"
 
 
 def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tuple[tuple[Stage, ...], dict[str, str]]:

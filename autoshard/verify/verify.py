@@ -22,7 +22,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.errors import ApplyError, AutoshardError, VerifyError
 from autoshard.mesh_cost import in_one_piece, price
 from autoshard.placement import resolve_homes
-from autoshard.plan import Plan
+from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.profile.measure import profile_graph
 from autoshard.progress import tell
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
@@ -78,6 +78,8 @@ def verify(
             "verify needs a plan, or a model to which one is applied. Pass the plan: autoshard.verify(model, plan)."
         )
     known = Plan.from_device_map(plan) if isinstance(plan, Mapping) else plan
+    if known is not None:
+        refuse_priced_alone(known, "verify", 'Plan with launch="one-process" to run it on simulated devices.')
     workload = _workload(model, known, training, new_tokens)
     calls = derive_inputs(model, workload) if inputs is None else [as_call(inputs, model)]
     notes: list[str] = []
