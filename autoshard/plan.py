@@ -341,10 +341,7 @@ class Plan:
 def refuse_priced_alone(plan: Plan, what: str, instead: str) -> None:
     """Raise `PlanError` for a plan whose recipe is priced, but which nothing but `plan` and `estimate` handle yet."""
     if plan.launch:
-        raise PlanError(
-            f"{what} does not handle plans with a recipe for {plan.launch.replace('processes', 'one process per device')}"
-            f" yet. {instead}"
-        )
+        raise PlanError(f"{what} does not handle plans for one process per device yet ({plan.strategy}). {instead}")
 
 
 def check_placements(placements: Mapping[str, str]) -> None:

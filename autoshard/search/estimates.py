@@ -73,9 +73,7 @@ def _rate(plan: Plan, figures: Figures) -> float:
     """Tokens per second of the whole machine: those trained on, those generated, else those of the prompt."""
     if isinstance(figures, StepEstimate) or plan.workload.new_tokens:
         return figures.tokens_per_second
-    tokens = (plan.workload.batch_size or 1) * (
-        plan.workload.sequence_length or 1
-    )  # samples, where there are no tokens
+    tokens = (plan.workload.batch_size or 1) * (plan.workload.sequence_length or 1)
     return tokens / figures.seconds
 
 
