@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoshard.verify import Verification
 
 
-RUNS_TODAY = "Plan in the processes themselves, started with torchrun, or with launch='one-process': those plans are carried out."
+RUNS_TODAY = "Plan in processes started with torchrun, or with launch='one-process': those plans are carried out."
 
 
 def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "ModelGraph":

@@ -26,7 +26,8 @@ AS_GOOD = 1.03
 class Task:
     """What is searched: the work of a model on a cluster of equal devices.
 
-    `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `goal`: what is made small.
+    `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `goal`: what is made small. `leanest`: look
+    at the recipe of each mesh alone that needs least memory, though it can not fit.
     """
 
     work: ModelWork
@@ -40,6 +41,7 @@ class Task:
     prompt_tokens: int = 0
     new_tokens: int = 0
     goal: Goal = "latency"
+    leanest: bool = False
 
     @property
     def devices(self) -> int:
@@ -97,6 +99,9 @@ def search(task: Task) -> Searched:
                 rows[key] = one
         elif closest is None or one.figures.reserved_bytes < closest.figures.reserved_bytes:
             closest = one
+    if not rows and closest is None and task.training:
+        leanest = (one for one in _priced(replace(task, leanest=True)))
+        closest = min(leanest, key=lambda one: one.figures.reserved_bytes, default=None)
     ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
     if not ranking:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
@@ -135,12 +140,16 @@ def _steps(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
 
     for mesh in training_meshes(devices, topology.devices_per_host, task.limits, task.given):
         for modes in step_recipes(mesh, task.limits, task.given, task.precision, task.stack):
-            if not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
+            if task.leanest:
+                modes = modes[-1:]
+            elif not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
                 break  # neither smaller micro-batches nor recomputation change the states
             for one in _those_that_run(modes, price):
                 yield one
                 if one.fits and task.goal != "memory":
                     break  # more recomputation only takes longer
+            if task.leanest:
+                break
 
 
 def _answers(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:

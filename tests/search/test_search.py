@@ -1,0 +1,147 @@
+"""The search: equal to pricing everything, never worse with more, and what was fixed stays fixed."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard.cluster.parse import parse_devices
+from autoshard.errors import PlanError, SpecError
+from autoshard.plan import Mesh, Plan
+from autoshard.search.best import search
+from autoshard.search.candidates import device_counts
+from autoshard.search.estimates import estimate_processes
+from autoshard.search.limits import Given, parse_mesh
+from autoshard.search.processes import Asked, make_task, plan_processes
+from tests.search.models import Decoder, traced
+
+
+def task_on(spec: str, *, reserve: float = 0.05, **changes):
+    asked = Asked(reserve=reserve, given=changes.pop("given", Given()))
+    return make_task(traced(**changes), parse_devices(spec), asked)
+
+
+def test_the_best_is_the_least_of_all_that_fit():
+    found = search(task_on("8xA100-40GB"))
+    assert found.best is not None
+    assert found.best.seconds <= min(one.seconds for one in found.ranking) * 1.03
+    assert all(one.fits for one in found.ranking) and found.priced > len(found.ranking)
+    assert [one.seconds for one in found.ranking] == sorted(one.seconds for one in found.ranking)
+
+
+@settings(max_examples=8)
+@given(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([512, 2048]), st.integers(1, 64))
+def test_more_devices_or_memory_never_make_it_worse(devices, width, samples):
+    """AS_GOOD trades up to 3 % of seconds for a simpler mesh, so bests are compared before that."""
+    few = task_on(f"{devices}xA100-40GB", width=width, samples=samples)
+    more = replace(few, topology=task_on("8xA100-40GB").topology)
+    larger = replace(few, card=replace(few.card, memory_bytes=2 * few.card.memory_bytes))
+    seconds = [min((one.seconds for one in search(task).ranking), default=float("inf")) for task in (few, more, larger)]
+    assert seconds[2] <= seconds[0] * (1 + 1e-9)
+    assert seconds[1] <= seconds[0] * (1 + 1e-9)
+
+
+def test_what_is_fixed_stays_fixed():
+    plan, _, _ = plan_processes(
+        traced(), parse_devices("8xA100-40GB"),
+        Asked(given=Given(mesh={"fsdp": 4, "tp": 2}, micro_batch=4, recompute="full")),
+    )  # fmt: skip
+    assert plan.mesh == Mesh(fsdp=4, tp=2) and plan.strategy == "hybrid"
+    assert (plan.micro_batch, plan.num_microbatches, plan.recompute) == (4, 2, "full")
+    assert plan.launch == "processes" and plan.precision == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("fsdp=4", r"has 4 ranks, and there are 8 devices.*fsdp=8 would"),
+        ("fsdp=8,tp=3", "has 24 ranks"),
+        ("pp=8,tp=16", "has 128 ranks"),
+        ("ep=2,fsdp=8", "no experts were found"),
+        ("pp=16", "has 16 ranks"),
+    ],
+)
+def test_a_mesh_that_makes_no_sense_is_refused_with_what_does(mesh, words):
+    with pytest.raises(PlanError, match=words):
+        task_on("8xA100-40GB", given=Given(mesh=parse_mesh(mesh)))
+
+
+@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=two", "zz=2", "tp=2,tp=4"])
+def test_text_that_is_no_mesh_is_refused(text):
+    with pytest.raises(SpecError, match="mesh"):
+        parse_mesh(text)
+
+
+def test_degrees_that_the_model_does_not_allow_name_those_it_does():
+    with pytest.raises(PlanError, match="tp=6 is not possible: the model's matrices can be cut over 1, 2, 4"):
+        task_on("6xA100-40GB", given=Given(mesh={"tp": 6}))
+
+
+def test_more_replicas_than_samples_are_refused():
+    with pytest.raises(PlanError, match="Give --batch 8 or more"):
+        task_on("8xA100-40GB", samples=4, given=Given(mesh={"fsdp": 8}))
+
+
+def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
+    with pytest.raises(PlanError, match=r"the closest, .* more than the .* It fits on \d+ such devices: "):
+        plan_processes(traced(4096, 24), parse_devices("2xT4"), Asked())
+
+
+def test_the_estimate_of_a_plan_is_that_of_the_search():
+    """Read back from its file, too."""
+    cluster = parse_devices("16xA100-40GB")
+    for work in (traced(), traced(training=False, new_tokens=64), traced(training=False)):
+        plan, found, _ = plan_processes(work, cluster, Asked())
+        again = Plan.from_json(plan.to_json())
+        assert again == plan and found.best is not None
+        figures = estimate_processes(again, work, cluster)
+        assert figures.latency_seconds == pytest.approx(found.best.seconds)
+        assert figures.tokens_per_second > 0
+        used = [device for device in figures.devices if device.peak_bytes]
+        assert len(used) == plan.mesh.size == len(plan.devices)
+        kinds = ("parameter", "gradient", "optimizer", "activation", "cache", "transfer", "overhead", "buffer")
+        for device in used:
+            assert sum(getattr(device, f"{kind}_bytes") for kind in kinds) == device.peak_bytes
+
+
+def test_stages_hold_every_tensor_once_and_end_with_the_head():
+    work = traced()
+    plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Given(mesh={"pp": 4}, micro_batch=4)))
+    paths = [path for stage in plan.stages for path in stage.paths]
+    assert len(paths) == len(set(paths)) and set(paths) == set(plan.placements)
+    assert "embed" in plan.stages[0].paths and {"norm", "head"} <= set(plan.stages[-1].paths)
+    names = {name for name, _ in work.model.named_parameters()}
+    held = [name for name in names for path in paths if name == path or name.startswith(f"{path}.")]
+    assert sorted(held) == sorted(names)
+
+
+def test_sharded_replicas_gather_layers():
+    plan, _, _ = plan_processes(traced(), parse_devices("8xA100-40GB"), Asked(given=Given(mesh={"fsdp": 8})))
+    assert [stage.paths for stage in plan.stages] == [(f"layers.{i}",) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_host", "some"), [(6, 8, {6, 5, 4, 3, 2, 1}), (512, 8, {512, 256, 64, 8, 4, 1})]
+)
+def test_device_counts(devices, per_host, some):
+    counts = device_counts(devices, per_host)
+    assert some <= set(counts) and max(counts) == devices and len(counts) < 30
+
+
+def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
+    """Through the public call: a model of a few million parameters on cards that are not here."""
+    import torch
+
+    with torch.device("meta"):
+        model = Decoder(512, 4, 8)
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    plan = autoshard.plan(
+        model, "4xH100-80GB", inputs={"ids": ids, "labels": ids}, mesh={"fsdp": 2, "tp": 2},
+        workload=autoshard.Workload(batch_size=8, sequence_length=64, mode="training"),
+    )  # fmt: skip
+    assert prod(plan.mesh.degrees.values()) == 4 and "torchrun --nproc-per-node=4" in plan.reasons[-1]
+    with pytest.raises(PlanError, match="apply does not handle plans for one process per device"):
+        autoshard.apply(model, plan)
