@@ -108,7 +108,7 @@ def _others(task: Task, found: Searched) -> Iterator[str]:
         factor = other.value(task.goal) / best.value(task.goal)
         about = f"{factor:.2f} times as long" if factor >= 1.005 else "no faster by enough for what it adds"
         yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {about}"
-    yield f"{found.priced} recipes were priced; {len(found.ranking)} meshes fit"
+    yield f"{_counted(found.priced, 'recipe')} priced; {_counted(len(found.ranking), 'mesh', 'meshes')} of them fit"
 
 
 def _kind(recipe: Recipe) -> tuple[bool, ...]:
@@ -172,5 +172,9 @@ def _remedy(task: Task) -> str:
             continue
         best = search(other).best
         if best is not None:
-            return f"{words}{shown_mesh(best.recipe)}, {format_seconds(best.seconds)}."
+            recipe = best.recipe
+            again = (
+                f", micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}" if task.training else ""
+            )
+            return f"{words}{shown_mesh(recipe)}{again}, {format_seconds(best.seconds)}."
     return "Use shorter sequences, a smaller batch, or larger devices."
