@@ -87,6 +87,8 @@ def is_mask(tensor: torch.Tensor | None) -> bool:
     """Whether there is nothing but zeros and ones in a tensor, and more than one number for each row."""
     if tensor is None or tensor.dtype is torch.bool:
         return tensor is not None
+    if tensor.is_meta:  # it has no values: it stands for tokens or numbers
+        return False
     return (
         tensor.dim() > 1 and tensor.numel() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
     )
