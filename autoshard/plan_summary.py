@@ -20,8 +20,8 @@ def remarks(plan: "Plan") -> list[str]:
     """Return what the plan does beside placing modules, one line each."""
     found = []
     if plan.mesh is not None:
-        mesh = plan.mesh
-        found.append(f"{mesh.data} replicas × {mesh.pipeline} stages × {mesh.tensor} tensor-parallel ranks")
+        degrees = [f"{name}={degree}" for name, degree in plan.mesh.degrees.items() if degree > 1]
+        found.append(f"mesh {', '.join(degrees) or 'of one device'}")
     if plan.num_microbatches > 1:
         found.append(f"{plan.num_microbatches} micro-batches, {plan.schedule}")
     if plan.cuts:

@@ -108,7 +108,8 @@ def _others(task: Task, found: Searched) -> Iterator[str]:
         factor = other.value(task.goal) / best.value(task.goal)
         about = f"{factor:.2f} times as long" if factor >= 1.005 else "no faster by enough for what it adds"
         yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {about}"
-    yield f"{_counted(found.priced, 'recipe')} priced; {_counted(len(found.ranking), 'mesh', 'meshes')} of them fit"
+    fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
+    yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 
 
 def _kind(recipe: Recipe) -> tuple[bool, ...]:
