@@ -1,6 +1,7 @@
 """Tensors inside nested arguments and outputs: one walk, used by capture, runtime and verify alike."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,6 +110,26 @@ def leaves_within(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def tensors_within(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """As `tensors_in`, and also those that other objects hold as attributes (a cache), each object once."""
     return ((found, leaf) for found, leaf in leaves_within(value, path) if isinstance(leaf, torch.Tensor))
+
+
+def sealed_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, object) for opaque objects whose tensors nobody can replace: in slots, sets and deques."""
+    for path, leaf in leaves_in(value):
+        if not isinstance(leaf, torch.Tensor) and next(tensors_within(leaf), None) is None and _holds_tensor(leaf, 3):
+            yield path, leaf
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if type(value) in _LEAVES or isinstance(value, torch.nn.Module) or callable(value) or not depth:
+        return False
+    if isinstance(value, (set, frozenset, deque, list, tuple)):
+        return any(_holds_tensor(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensor(item, depth - 1) for item in value.values())
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    return any(_holds_tensor(getattr(value, name, None), depth - 1) for name in (*slots, *attributes_of(value)))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

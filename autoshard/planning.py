@@ -296,8 +296,11 @@ def _plain_inputs(request: Request) -> str:
     return ""
 
 
-def _check_inputs_kept(request: Request) -> None:
-    """Refuse to cut a model that writes into its inputs: ranks have copies, and the caller's tensor would stay."""
+def _check_caller(request: Request) -> None:
+    """Refuse to cut a model whose caller would see what a rank does: to inputs, or in objects among the outputs.
+
+    Ranks have copies of inputs, and the caller's tensor would stay as it is.
+    """
     from autoshard.capture.changed import changed_inputs
 
     for graph in (request.composite, request.profile.graph):
@@ -306,6 +309,11 @@ def _check_inputs_kept(request: Request) -> None:
                 f"the model can't be cut: {changed}, which a rank does to its own copy. Let forward work on a clone "
                 'of it, or place modules (strategy="balanced").'
             )
+    for path, kind in request.composite.sealed:
+        raise PlanError(
+            f"the model can't be cut: the output {path} is a {kind}, in which a tensor would be that of a rank. Return "
+            'the tensor itself, or place modules (strategy="balanced").'
+        )
 
 
 def _replicate(request: Request) -> Plan:
@@ -331,7 +339,7 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
 def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
     from autoshard.strategies.mesh import hybrid
 
-    _check_inputs_kept(request)
+    _check_caller(request)
     made = hybrid(
         request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
         objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
@@ -358,7 +366,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
     from autoshard.strategies.written_cuts import as_written
     from autoshard.stream_cost import compute_devices
 
-    _check_inputs_kept(request)
+    _check_caller(request)
     profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
     objective, processes = request.objective, request.processes
     even = not processes  # one process runs all ranks on the same local shapes

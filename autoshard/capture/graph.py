@@ -238,6 +238,7 @@ class ModelGraph:
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
         plain: (path, number or text) of what else than tensors the root returned in a forward.
+        sealed: (path, class) of objects among its outputs in which tensors are that nobody can replace.
         aside: ops that ran where no torch function is overridden: what the runtime of a cut model adds to the model's.
     """
 
@@ -265,6 +266,7 @@ class ModelGraph:
     lasting: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
     plain: tuple[tuple[str, Any], ...] = ()
+    sealed: tuple[tuple[str, str], ...] = ()
     aside: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:

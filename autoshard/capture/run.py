@@ -148,6 +148,7 @@ class _Seen:
     gradients: dict[str, int]
     nodes: tuple[GradNode, ...]
     plain: tuple[tuple[str, Any], ...]
+    sealed: tuple[tuple[str, str], ...]
 
 
 def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any], decode: Decoding | None) -> _Seen:
@@ -155,11 +156,13 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     model, ledger = run.model, recorder.ledger
     gradients: dict[str, int] = {}
     plain: tuple[tuple[str, Any], ...] = ()
+    sealed: tuple[tuple[str, str], ...] = ()
     if decode is None:
         output = model(*args, **kwargs)
         _refuse_generator(model, output)
         phases = [("forward", 0, ledger.now)]
         held = list(opaque_tensors(output))
+        sealed = tuple((path, type(leaf).__name__) for path, leaf in nested.sealed_in(output))
         plain = tuple((path, leaf) for path, leaf in nested.leaves_in(output) if isinstance(leaf, (int, float, str)))
     else:
         output, held = run_decode(model, list(args), decode, recorder.calls.begin_context), []
@@ -180,7 +183,9 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
     state = tuple(dict.fromkeys(found if decode is None else recorder.state))
     nodes = recorder.grad_nodes()  # of the loss, while it is there
-    return _Seen(outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes, plain=plain)
+    return _Seen(
+        outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes, plain=plain, sealed=sealed
+    )  # fmt: skip
 
 
 def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | None]], **about: Any) -> ModelGraph:
@@ -219,6 +224,7 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
         lasting=recorder.lasting(seen.gradients.values()),
         carried=left_by_the_last(found, values, storages),
         plain=seen.plain,
+        sealed=seen.sealed,
         aside=frozenset(recorder.aside),
         **about,
     )

@@ -53,7 +53,7 @@ from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Action, Cut, Scale
-from autoshard.torch_private import gradient_hooks
+from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
 from autoshard.workload import Workload
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
@@ -113,7 +113,8 @@ class Prover:
         hooked = self._hooked(group)
         if hooked:
             return Refusal(
-                reason=f"{hooked} has a gradient hook (register_hook), and a rank has a part of the gradient"
+                reason=f"{hooked} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), of "
+                "which a rank has a part"
             )
         made: list[Cut] = []
         reason = _tried(lambda: made.append(_cut(group, shares, self._find_scales(group, shares))))
@@ -124,7 +125,8 @@ class Prover:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         names = [join(block, name) for block in group.blocks
                  for name in (*(shard.name for shard in group.shards), *group.summed)]  # fmt: skip
-        return next((name for name in names if name in parameters and gradient_hooks(parameters[name])), "")
+        found = {name for name, one in parameters.items() if gradient_hooks(one) or has_accumulation_hooks(one)}
+        return next((name for name in names if name in found), "")
 
     def _of_blocks(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut | Refusal]:
         """Compare numbers for groups of the same blocks, all at once if that works."""

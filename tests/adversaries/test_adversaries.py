@@ -62,15 +62,15 @@ PINNED: dict[str, Pins] = {
         "ReturnsNumbers": dict.fromkeys(DIVISIONS, "refused: the output rows is 3 for 3 rows and 4 for 4"),
         "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: the output output.3 is not there for every number of rows"),
         "ReturnsObject": {
-            COLUMN: "wrong: the tensor within is one of a rank",
+            COLUMN: "refused: the output 1 is a Holder, in which a tensor would be that of a rank",
             DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
         },
         "ReturnsSet": {
-            COLUMN: "wrong: the tensor in the deque is one of a rank",
+            COLUMN: "refused: the output deque is a deque, in which a tensor would be that of a rank",
             DATA: "refused: a frozenset", PIPELINE: "refused: a frozenset",
         },
         "HooksOnParameters": {COLUMN: "whole"},
-        "CountsGradients": {COLUMN: "wrong: refused by apply, not by the plan"},
+        "CountsGradients": {COLUMN: "whole"},
         "BoundedTable": dict.fromkeys(DIVISIONS, "refused: embedding_renorm_ in table"),
         "FrequentWords": dict.fromkeys(DIVISIONS, "refused: the gradient of table.weight"),
         "GrowsWithCalls": dict.fromkeys(DIVISIONS, "refused: forward mixes its rows"),
