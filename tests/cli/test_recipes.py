@@ -1,0 +1,81 @@
+"""plan with a process per device on the command line: what is fixed, what is refused, and what is printed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli.main import app
+from autoshard.plan import Plan
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+model = nn.Sequential(*[Block() for _ in range(6)])
+
+def example_inputs(batch_size=8):
+    return torch.randn(batch_size, 512)
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    return tmp_path / "net.py"
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "100"})
+
+
+def test_a_recipe_is_given_and_the_rest_chosen(net, tmp_path):
+    out = tmp_path / "plan.json"
+    done = run("plan", net, "-d", "8xA100-40GB", "--train", "--batch", "64", "--mesh", "fsdp=4,tp=2", "-o", out)
+    assert done.exit_code == 0, done.output
+    for words in ("fsdp=4, tp=2", "one training step", "samples/s", "Memory over a step", "--nproc-per-node=8"):
+        assert words in done.output
+    plan = Plan.load(out)
+    assert plan.mesh is not None and (plan.mesh.fsdp, plan.mesh.tp, plan.mesh.dp) == (4, 2, 1)
+    shown = json.loads(run("estimate", out, "--json").output)
+    assert shown["plan"]["mesh"] == {"dp": 1, "fsdp": 4, "tp": 2, "pp": 1, "cp": 1, "ep": 1}
+    assert shown["estimate"]["tokens_per_second"] > 0
+
+
+def test_words_that_people_type_are_strategies(net):
+    for word, degree in (("zero3", "fsdp"), ("fsdp", "fsdp"), ("ddp", "dp")):
+        done = run("plan", net, "-d", "2xA100-40GB", "--train", "--batch", "64", "-s", word, "--json")
+        assert done.exit_code == 0, done.output
+        mesh = json.loads(done.output)["plan"]["mesh"]
+        assert mesh[degree] == 2 or max(mesh.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--mesh", "fsdp=3"], 1, "degrees other than ep must multiply to 8"),
+        (["--mesh", "tp=7,fsdp=2"], 1, "must multiply to 8"),
+        (["--mesh", "ep=8,fsdp=8"], 1, "no experts were found"),
+        (["--mesh", "pp=8"], 1, "at most 6"),
+        (["--mesh", "cp=8"], 1, "scaled_dot_product_attention"),
+        (["--mesh", "fast"], 2, "write degrees such as"),
+        (["--precision", "half"], 2, "unknown precision"),
+        (["--recompute", "some"], 2, "unknown recomputation"),
+        (["--launch", "both"], 2, "one-process or processes"),
+        (["--launch", "one-process", "--mesh", "fsdp=8"], 2, "leave out one-process"),
+        (["--mesh", "fsdp=8", "--pin", "0=cuda:0"], 2, "a pin is for one process"),
+    ],
+)
+def test_what_makes_no_sense_is_one_paragraph(net, tmp_path, options, status, words):
+    out = tmp_path / "plan.json"
+    done = run("plan", net, "-d", "8xA100-40GB", "--train", "--batch", "64", "-o", out, *options)
+    assert done.exit_code == status and words in " ".join(done.output.split()), done.output
+    assert not out.exists() and "Traceback" not in done.output
