@@ -25,7 +25,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import RankError
+from autoshard.errors import RankError, first_line
 from autoshard.runtime.departed import Peers, find_gone, peers_of, said_of
 from autoshard.sharding import coordinates_of, kept, resized
 
@@ -197,6 +197,8 @@ class ProcessRanks:
 def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     """Describe a collective that failed: mostly because another process ended, or waits for something else."""
     own = ranks.members[ranks.rank]
+    if isinstance(error, torch.OutOfMemoryError):  # nobody is lost but this rank
+        return RankError(f"rank {own} has no memory left for a collective: {first_line(error)} Plan for less on it.")
     gone = find_gone(ranks.peers, ranks.members, own)
     if gone is not None:
         return RankError(said_of(own, gone))

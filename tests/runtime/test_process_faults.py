@@ -13,7 +13,9 @@ from torch import nn
 import autoshard
 from autoshard.errors import PlanError, RankError
 from autoshard.runtime import sharded as sharded_replicas
+from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.data_parallel import replica_record
+from autoshard.runtime.departed import Peers
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
 from tests.ranks import run_ranks
@@ -229,6 +231,12 @@ def reading_threads():
 
 def test_other_threads_read_for_themselves():
     run_ranks(reading_threads, 2)
+
+
+def test_a_rank_without_memory_blames_nobody_else():
+    ranks = ProcessRanks(known=lambda: None, rank=1, size=2, members=(0, 1), peers=Peers())
+    error = lost(ranks, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert str(error).startswith("rank 1 has no memory left for a collective: CUDA out of memory.")
 
 
 def test_devices_of_several_machines_are_counted_on_each():
