@@ -7,7 +7,7 @@
 
 "Done" is after the backward of a part, or after its forward where no gradients are wanted; with the latter torch 2.15
 waits until the end of the step. Torch lets go of what it has sent as late as of what it received; without gradients
-that is as soon as it is on its way.
+that is as soon as it is on its way. Torch 2.11 makes buffers of all parts before the first step here, too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -110,4 +110,5 @@ def _let_go(infos: Iterable[Any]) -> None:
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # from or to meta, empty_like takes a tenth of a millisecond: it is written in Python there
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)  # torch 2.11 asks for it once, when it makes a buffer

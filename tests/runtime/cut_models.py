@@ -371,8 +371,13 @@ class Attending(nn.Module):
 
 
 def cut_attending(ranks, divide=even_shares):
-    lengths = ("unflatten", "0.2.1", 2, "*6x2"), ("view", "0.2", 3, "2x*6"), ("view", "0.2", 4, "*6"), (
-        "reshape", "0.2", 2, "*6x2")  # fmt: skip
+    lengths = (
+        ("unflatten", "0.2.1", 2, "*6x2"),
+        ("view", "0.2", 3, "2x*6"),
+        ("view", "0.2", 4, "*6"),
+        ("reshape", "0.2", 2, "*6x2"),
+        ("view", "0.2", 2, "*6x2"),  # of torch 2.11
+    )
     return (
         Cut(
             blocks=("inner",),

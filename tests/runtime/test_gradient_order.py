@@ -210,7 +210,8 @@ def test_private_torch_that_this_needs():
 
     class Asks(torch_private.Interceptor):
         def apply(self, function, apply, args, kwargs):
-            seen.append(function)
+            if not function.__name__.startswith("_"):  # torch 2.11 has one for checkpoints that are not reentrant
+                seen.append(function)
             return apply(*args, **kwargs)
 
         def recompute(self, function):
