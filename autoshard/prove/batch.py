@@ -33,6 +33,7 @@ from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
+from autoshard.prove.sample import on_cpu
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.workload import Workload
 
@@ -219,7 +220,7 @@ def _proved(question: Question, batch: BatchAxis, rows: Rows | None, apart: Apar
     averages = len(batch.outputs) < len(graph.outputs)
     stopped: NotRun | None = None
     for bound in [_ended(question, batch), question.bound] if is_heavy(graph) else [question.bound]:
-        asked = replace(question, bound=bound)
+        asked = replace(question, bound=nested.map_tensors(bound, on_cpu))
 
         def compared(dtype: torch.dtype, asked: Question = asked) -> BatchAxis:
             return _compared(asked, copy_model(question.model, graph, dtype, training), batch, rows, apart)

@@ -11,7 +11,7 @@ from torch import nn
 from autoshard import nested
 from autoshard.axes.regions import OUTSIDE, find_regions
 from autoshard.capture.graph import ModelGraph
-from autoshard.prove.sample import own_copies, random_like
+from autoshard.prove.sample import own_copies, own_copy, random_like
 from autoshard.prove.stand_ins import StandIns
 from autoshard.prove.stubs import put_stubs
 
@@ -71,7 +71,7 @@ def copy_model(model: nn.Module, graph: ModelGraph, dtype: torch.dtype, training
     for module in model.modules():
         for value in nested.flat_tensors(list(vars(module).values())):  # buffers, and what a forward left somewhere
             if id(value) not in memo:
-                known = random_like(value, generator) if value.is_meta else value.detach().clone()
+                known = random_like(value, generator) if value.is_meta else own_copy(value)
                 memo[id(value)] = known.to(dtype) if known.is_floating_point() else known
     left_out: list[str] = []
     if large:

@@ -38,7 +38,7 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
         index = numpy.zeros(len(coordinates_of(wide)), dtype=numpy.int64)
         for row in range(rows):
             index[kept(wide, (1,) * rows, row)] = kept(item.axis, (1,) * have, row % have)
-        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index)))
+        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
     return made
 
 
@@ -66,14 +66,15 @@ def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, se
             if tensor.is_floating_point():
                 made = replace_at(made, item.path, _random_as(tensor, generator))
             elif tensor.dtype is not torch.bool and item.axis == f"*{rows}":
-                more = torch.arange(rows, dtype=tensor.dtype).view(-1, *[1] * (tensor.dim() - item.dim - 1))
+                more = torch.arange(rows, dtype=tensor.dtype, device=tensor.device)
+                more = more.view(-1, *[1] * (tensor.dim() - item.dim - 1))
                 made = replace_at(made, item.path, tensor + more)
     return made
 
 
 def _random_as(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random numbers with the mean and the spread of these, and of their sign where all have the same."""
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
     known = tensor.detach().double() if not tensor.is_complex() else tensor.detach().real.double()
     good = known[known.isfinite()]
     spread = float(good.std()) if good.numel() > 1 else 0.0
@@ -121,7 +122,7 @@ def alike(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> 
         index = numpy.zeros(tensor.shape[item.dim], dtype=numpy.int64)
         for row in range(rows):
             index[kept(item.axis, (1,) * rows, row)] = kept(item.axis, (1,) * rows, 0)
-        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index)))
+        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
     return made
 
 

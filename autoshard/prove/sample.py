@@ -55,11 +55,22 @@ def sample_block(
     return Sample(block=block, calls=made)
 
 
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where proofs run; one without values stays as it is."""
+    return tensor if tensor.is_meta else tensor.cpu()
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with its values, where proofs run."""
+    made = on_cpu(tensor.detach())
+    return made.clone() if made.device == tensor.device else made
+
+
 def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Values that matter: matrices scaled by their fan-in, the rest around one half; integers as they are."""
     known = not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
     if not tensor.is_floating_point():
-        values = tensor.detach().clone() if known else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        values = own_copy(tensor) if known else torch.zeros(tensor.shape, dtype=tensor.dtype)
     else:
         noise = torch.randn(tensor.shape, generator=generator)
         fan_in = max(1, prod(tensor.shape[1:]))

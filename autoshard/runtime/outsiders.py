@@ -50,6 +50,19 @@ class Dense:
             raise ApplyError(f"{type(module).__name__} is cut: {NESTED}")
 
 
+_ELSEWHERE = (
+    "Tensors that are neither parameters nor buffers stay where they were made. Register them as buffers, or make them "
+    "on the device of what they meet (device=x.device)."
+)
+
+
+def explain_devices(module: nn.Module, args: tuple, result: Any) -> None:
+    """Hook of the root, also after an exception: say what may be wrong where torch complains of several devices."""
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError) and not hasattr(error, "__notes__") and "on the same device" in str(error):
+        error.add_note(_ELSEWHERE)
+
+
 class Explain:
     """Hook of the root, also after an exception: say what may be wrong where torch complains of shapes in the model.
 
@@ -64,6 +77,9 @@ class Explain:
         if not isinstance(error, RuntimeError | IndexError | ValueError) or isinstance(error, AutoshardError):
             return
         if hasattr(error, "__notes__"):
+            return
+        if "on the same device" in str(error):
+            error.add_note(_ELSEWHERE)
             return
         objects = [value for value in (*args, *kwargs.values()) if hasattr(value, "__dict__")]
         kinds = [type(value).__name__ for value in objects if not list(tensors_in(value))]

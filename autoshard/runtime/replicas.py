@@ -28,6 +28,10 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.module_paths import join
+from autoshard.nested import flat_tensors, tensors_within
+from autoshard.packed import own_attributes
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.freshness import versions
 from autoshard.runtime.given import Given
@@ -35,20 +39,28 @@ from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.merging import merge
 from autoshard.runtime.microbatches import OF_PARTS, Divide
+from autoshard.runtime.outsiders import explain_devices
 from autoshard.runtime.shells import MODULE_TABLES, attributes_of, but, counterpart_of, empty, held
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import shares_of
 
+_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
 
 
 def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
-    """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
+    """Hook the root of an applied model, behind the hook that moves its inputs; returns handles.
+
+    Raises `ApplyError` for a model of which replicas can't be made.
+    """
+    refuse_shared(model, division.batch.attributes)
     collect = Collect(runtime, division)
     return [
         model.register_forward_pre_hook(Scatter(runtime, division, collect), with_kwargs=True),
         model.register_forward_hook(collect, prepend=True),
+        model.register_forward_hook(explain_devices, always_call=True),
     ]
 
 
@@ -163,6 +175,36 @@ class _Copies:
     copied_versions: list[Any]
 
 
+def _give_attributes(tensor: torch.Tensor, counterpart: torch.Tensor, device: torch.device) -> None:
+    """Give a copy what users have put on the tensor (a scale, say) as it is now, and nothing else."""
+    for name in own_attributes(counterpart):
+        delattr(counterpart, name)
+    for name, value in own_attributes(tensor).items():
+        setattr(counterpart, name, to_device(value, device))
+
+
+def refuse_shared(model: nn.Module, changing: Sequence[str]) -> None:
+    """Raise `ApplyError` where an object keeps tensors that all replicas would compute with, on one device.
+
+    `changing`: attributes that every forward makes.
+    """
+    for path, module in model.named_modules():
+        inner = {id(one) for one in module.modules()}
+        places = {join(path, name): value for name, value in vars(module).items() if name not in _TORCH}
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            places |= {f"{join(path, name)}.{own}": value for own, value in own_attributes(tensor).items()}
+        for place, value in places.items():
+            if place in changing or id(value) in inner:
+                continue
+            known = {id(tensor) for tensor in flat_tensors(value)}
+            if any(id(tensor) not in known and tensor.dim() for _, tensor in tensors_within(value)):
+                raise ApplyError(
+                    f"{place} is a {type(value).__name__} with tensors in it, and replicas in one process would share "
+                    "them. Keep them in buffers, start one process per device (torchrun), or place whole modules "
+                    '(strategy="balanced").'
+                )
+
+
 class Replicas:
     """The replicas of one model; made at its first run, and again when its modules have other attributes.
 
@@ -194,6 +236,8 @@ class Replicas:
             counterparts = Spread.apply(tensor, self, entry.copies) if tracked else entry.copies
             for replica, counterpart in zip(self.made, counterparts, strict=True):
                 replica.tensors[id(tensor)] = counterpart
+                if vars(tensor) or vars(counterpart):
+                    _give_attributes(tensor, counterpart, replica.device)
         self.values = used
         for replica in self.made:
             for table, own in replica.tables:

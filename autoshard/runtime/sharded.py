@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.packed import own_attributes
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
 
@@ -147,6 +148,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def check_shardable(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanError` for a block that the model lacks, `ApplyError` for a parameter that can't be sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ApplyError(
+            f"torch {torch.__version__} can't exchange gradients that only some ranks have, as sharded replicas must. "
+            "Update torch (2.13 is known to do), or use devices that hold a whole replica each."
+        )
     modules = {path for path, _ in model.named_modules()}
     for stage in plan.stages:
         for path in stage.paths:
@@ -155,6 +163,12 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ApplyError(f"{name} has a gradient, which can't be sharded with it. Call zero_grad() before apply.")
+        for attribute in own_attributes(parameter):
+            if not attribute.startswith("_"):
+                raise ApplyError(
+                    f"{name} has an attribute {attribute!r}, which a part of it would not have. Keep it on the module, "
+                    "or use devices that hold a whole replica each."
+                )
         if parameter.dim() == 0 or not parameter.is_contiguous():
             what = "has no dimension" if parameter.dim() == 0 else "is not contiguous"
             raise ApplyError(

@@ -144,7 +144,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
     grad = tensor.grad
     tensor.grad = None
     fresh = value.detach()
-    fresh = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
+    fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
     fresh.requires_grad_(tensor.requires_grad)
     for name, attribute in tensor.__dict__.items():
         if name not in ("plain", "owner"):

@@ -57,7 +57,9 @@ def test_stages_keep_what_is_let_go_of(name):
 def test_torch_makes_all_buffers_where_it_did(name):
     method = getattr(PipelineStage, name, None)
     if method is None and hasattr(stage, "_RootArgPlaceholder"):
-        pytest.skip("torch 2.11 makes them where it infers shapes: before the first step there are buffers of all parts")
+        pytest.skip(
+            "torch 2.11 makes them where it infers shapes: all parts have buffers from the start of a first step"
+        )
     assert method is not None, f"PipelineStage.{name} is gone: all parts have buffers from the start of a first step"
     names = {name for code in (method.__code__, *method.__code__.co_consts) if hasattr(code, "co_names")
              for name in code.co_names}  # fmt: skip

@@ -218,6 +218,14 @@ def test_data_may_change_the_kind_of_a_parameter(devices):
         loss.backward()
 
 
+def test_whole_numbers_may_become_the_data_of_a_parameter(devices):
+    packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)  # a quantised weight
+    packed.data = packed.data.to(ONE)
+    assert packed.device == ONE and packed.dtype == torch.uint8 and not packed.requires_grad
+    packed.data = packed.data.cpu() + 1
+    assert packed.device.index is None and packed.tolist() == [1, 2, 3, 4]
+
+
 def test_deepcopy_and_pickle(devices):
     model = nn.Linear(2, 2).to("cpu:1")
     model.tied = model.weight
