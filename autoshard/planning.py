@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,10 +158,9 @@ def plan_measured(
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
-    from autoshard.capture.reachable import untouched
+    from autoshard.capture.untouched import untouched
 
-    with untouched(model, inputs):
-        return makers[strategy](request)
+    return untouched(model, inputs, partial(makers[strategy], request))
 
 
 def largest_plan(
@@ -201,16 +200,16 @@ def largest_plan(
 
 def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
-    from autoshard.capture.reachable import untouched
+    from autoshard.capture.untouched import untouched
     from autoshard.strategies.compare import compare as price_all
 
-    with (
-        untouched(request.model, request.inputs),
-        no_collection(),
-    ):  # graphs are large and stay: 0.3 s of 1.5 for 70 billion parameters
+    def compared() -> "Comparison":
         return price_all(
             candidates_of(request), request.profile, request.limited, request.objective, price=request.price
         )
+
+    with no_collection():  # graphs are large and stay: 0.3 s of 1.5 for 70 billion parameters
+        return untouched(request.model, request.inputs, compared)
 
 
 def _auto(request: Request) -> Plan:

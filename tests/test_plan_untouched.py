@@ -1,5 +1,7 @@
 """A plan never changes a model, whatever its copies do while they are tried."""
 
+import contextvars
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +117,24 @@ def test_what_a_function_that_watches_notes_is_kept():
     del SEEN[:]
     autoshard.profile(Remembers(), torch.ones(1, 4))
     assert SEEN == []
+
+
+CALLS = contextvars.ContextVar("CALLS", default=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_context_variables_are_as_they_were(strategy):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            CALLS.set(CALLS.get() + 1)
+            return x + self.layers(x)
+
+    try:
+        autoshard.plan(Counts(), "2x1MiB", inputs=torch.randn(4, 8), strategy=strategy)
+    except autoshard.AutoshardError as error:
+        print(error)
+    assert CALLS.get() == 0

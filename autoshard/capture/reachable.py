@@ -11,12 +11,14 @@ Contents are read by the methods of the plain types: some mappings import a file
 import contextvars
 import functools
 import gc
+import logging
+import queue
 import random
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from operator import is_not
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -26,7 +28,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.files import ABSENT, CACHE, content, file_of, is_open, mentioned_by, table_of_class
-from autoshard.errors import PlanError
+from autoshard.capture.used_up import ONWARD, has_run_on, place_of
 from autoshard.progress import watcher
 from autoshard.torch_private import no_modes, set_version
 
@@ -35,7 +37,7 @@ _LEAVES = (
 )  # fmt: skip
 """Classes in whose objects there is nothing to look for."""
 _SIMPLE = (
-    nn.Module, SimpleNamespace, partial, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
+    nn.Module, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue
 )  # fmt: skip
 """Classes of torch and the standard library whose objects have attributes that are looked at."""
 _CODE = (FunctionType, staticmethod, classmethod, property, MemberDescriptorType)
@@ -65,6 +67,7 @@ class Reachable:
         self._slots: list[tuple[Any, MemberDescriptorType, Any]] = []
         self._caches: list[tuple[Any, int]] = []
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []
+        self._onward: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, bool]] = []
         self._memory: dict[int, torch.UntypedStorage] = {}
         self._written: dict[int, torch.UntypedStorage] = {}  # copies of memory, from before it was written
@@ -148,6 +151,8 @@ class Reachable:
             return (item.__dict__,)
         if isinstance(item, contextvars.ContextVar):
             return (item.get(None),)
+        if isinstance(item, partial):
+            return item.func, item.args, item.keywords, item.__dict__
         return (item(),) if isinstance(item, weakref.ref) else tuple(item)
 
     def _function(self, item: FunctionType) -> list[Any]:
@@ -167,6 +172,14 @@ class Reachable:
         is_torch = isinstance(item, torch.Generator)
         self._generators.append((item.set_state, item.get_state()) if is_torch else (item.setstate, item.getstate()))
         return ()
+
+    def _goes_on(self, item: Any) -> tuple:
+        self._onward.append((item, place_of(item)))
+        return ()
+
+    def _logger(self, item: logging.Logger) -> tuple:
+        self._generators.append((item.setLevel, item.level))
+        return item.handlers, item.filters
 
     def _tensor(self, item: torch.Tensor) -> tuple:
         plain = type(item) in _PLAIN and item.layout is torch.strided and not item.is_nested
@@ -283,6 +296,10 @@ class Reachable:
             if _version(item) != version and (alias is None or alias.untyped_storage()._cdata not in self._written)
         ]
 
+    def used_up(self) -> list[Any]:
+        """What has run on and can't be set back."""
+        return [item for item, place in self._onward if has_run_on(item, place)]
+
     def _put_back_tensors(self) -> None:
         for key, before in self._written.items():
             self._memory[key].copy_(before)
@@ -302,27 +319,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )
-
-
-@contextmanager
-def untouched(model: nn.Module, given: Any) -> Iterator[None]:
-    """Inside, copies of a model may be run; what its code can reach is as it was after.
-
-    Raises PlanError if a tensor that copies share with the model was written in place.
-    """
-    reachable = Reachable(model, given)
-    try:
-        yield
-    finally:
-        written = reachable.overwritten()
-        reachable.put_back()
-        if written:
-            names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-            name = names.get(id(written[0]), f"a tensor of shape {tuple(written[0].shape)} that its code can reach")
-            raise PlanError(
-                f"{type(model).__name__} writes into {name} in place, which copies of the model share with it, so "
-                "planning has changed it. Keep it in a buffer of the model, and load the model anew."
-            )
 
 
 def _plain_type(item: Any) -> Any:
@@ -385,7 +381,9 @@ _WAYS: tuple[tuple[Any, str], ...] = (
     (CACHE, "_cache"),
     (CellType, "_cell"),
     ((torch.Generator, random.Random), "_generator"),
-    ((tuple, frozenset, MethodType, staticmethod, classmethod, property), "_parts"),
+    (ONWARD, "_goes_on"),
+    (logging.Logger, "_logger"),
+    ((tuple, frozenset, MethodType, staticmethod, classmethod, property, partial), "_parts"),
     ((functools.cached_property, weakref.ref, threading.local, contextvars.ContextVar), "_parts"),
 )
 

@@ -34,6 +34,7 @@ from autoshard.capture.sources import DeviceSources
 from autoshard.capture.stand_in import Make, put_stand_ins
 from autoshard.capture.tape import Tape
 from autoshard.capture.threads import Elsewhere
+from autoshard.capture.used_up import described
 from autoshard.capture.user_code import calling_line
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError
@@ -68,7 +69,7 @@ def record_run(
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
-    Raises CaptureError if somebody keeps a tensor without values that it made.
+    Raises CaptureError if somebody keeps a tensor without values that it made, or what was used up can't be set back.
     """
     recorder = Recorder(engine, composite=run.composite)
     reachable = Reachable(run.model, (run.args, run.kwargs))
@@ -90,6 +91,11 @@ def record_run(
         reachable.put_back()
         if run.tape is None:  # which keeps what calls gave; the same forward was recorded without one before
             refuse_kept(recorder.without_values)
+    for item in reachable.used_up():
+        raise CaptureError(
+            f"{type(run.model).__name__} uses {described(item)} that its forward did not make, which has moved on by "
+            "that and can't be set back. Make it anew in each forward, or count in a buffer; and load the model anew."
+        )
     return graph
 
 

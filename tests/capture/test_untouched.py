@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 import functools
 import gc
+import itertools
+import logging
 import queue
 import random
 import threading
@@ -294,6 +296,53 @@ def test_tensors_elsewhere_have_their_values_versions_and_gradients():
     capture(model, torch.randn(3, 4), workload=Workload(mode="training"))
     assert model.hidden[0] is weight and weight.grad is None
     assert table.shape == (2, 4) and not table.any() and (table.data_ptr(), table._version) == (values, version)
+
+
+def fresh():
+    return {
+        "generator": (number for number in range(1, 1000)),
+        "count": itertools.count(1),
+        "iterator": iter([1.0] * 100),
+    }
+
+
+ONWARD = fresh()
+
+
+@pytest.mark.parametrize("name", ONWARD)
+def test_what_is_used_up_is_refused_with_its_name(name):
+    class Model(nn.Module):
+        def forward(self, x):
+            return x * next(ONWARD[name])
+
+    class Honest(nn.Module):
+        def forward(self, x):
+            return x * len(ONWARD)
+
+    ONWARD.update(fresh())
+    assert capture(Honest(), torch.ones(3))
+    with pytest.raises(CaptureError, match=r"Model uses a .*(generator|count|iterator).* has moved on"):
+        capture(Model(), torch.ones(3))
+
+
+LOG = logging.getLogger("a log of a model")
+
+
+def test_logs_and_bound_arguments_are_as_they_were():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.note = functools.partial(list.append, [])
+
+        def forward(self, x):
+            LOG.addHandler(logging.NullHandler())
+            LOG.setLevel(logging.CRITICAL)
+            self.note(x)
+            return x * 2
+
+    model, level = Model(), LOG.level
+    capture(model, torch.ones(3))
+    assert LOG.handlers == [] and LOG.level == level and model.note.args == ([],)
 
 
 VARIABLE = contextvars.ContextVar("VARIABLE")
