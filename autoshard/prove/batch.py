@@ -26,6 +26,7 @@ from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
+from autoshard.flags import flags_of
 from autoshard.module_paths import parent
 from autoshard.progress import tell
 from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
@@ -288,6 +289,7 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
         kept=tuple(ways[0] for ways in known.left.values() if ways[0].how != "same"),
         tracked=tuple(sorted(tracked & known.left.keys())),
         cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
+        flags=() if apart is None else tuple(sorted({*flags_of(question.model)} & {*flags_of(trial.model)})),
         frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows), believed=False)),
         proof=proof,
     )

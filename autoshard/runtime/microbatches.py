@@ -20,6 +20,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
+from autoshard.flags import changed_flag
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device, send
@@ -130,7 +131,9 @@ class Divide:
             return []  # the forward itself says what is wrong with its arguments
         if state_in(bound):
             return []
-        problem = why_whole(division.batch, module) or unlike(division.batch, module, bound)
+        problem, advice = why_whole(division.batch, module), "Set it back, or plan again as it is."
+        if not problem:
+            problem, advice = unlike(division.batch, module, bound), AS_CALLED
         try:
             rows = 0 if problem else count_rows(division.batch, bound)
             if not problem:
@@ -140,7 +143,7 @@ class Divide:
         if problem not in self.said:
             self.said.add(problem)
             text = f"this call of {type(module).__name__} runs undivided, {self.undivided}"
-            warnings.warn(f"autoshard: {text}: {problem}. {AS_CALLED}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"autoshard: {text}: {problem}. {advice}", RuntimeWarning, stacklevel=5)
         return []
 
     def __getstate__(self) -> tuple[Runtime, Division, Any]:
@@ -179,7 +182,7 @@ def why_whole(batch: BatchAxis, model: nn.Module) -> str:
     for path in batch.frozen:
         if any(module.training for module in model.get_submodule(path).modules()):
             return f"{path or 'the model'} was in evaluation mode at planning, and in training mode it may mix rows"
-    return ""
+    return changed_flag(batch.flags, model)
 
 
 class Written:

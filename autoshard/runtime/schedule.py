@@ -155,7 +155,7 @@ class LocalSchedule:
             return [Part(args=args, kwargs=kwargs, rows=1, labels={})]
         problem = why_whole(division.batch, self.model)
         if problem:
-            raise PlanError(f"this batch can't be divided: {problem}. Call .eval() on it, or plan in training mode.")
+            raise PlanError(f"this batch can't be divided: {problem}. Set it back, or plan again as it is.")
         return split(division.batch, self.model, args, kwargs, division.count)
 
     def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind) -> None:

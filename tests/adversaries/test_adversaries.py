@@ -91,7 +91,6 @@ PINNED: dict[str, Pins] = {
         "SpreadIsEnough": "refused: cross_entropy_loss in the model itself",
         "UntrackedNorm": "refused: batch_norm in norm",
         "QuantisedByLargest": "refused: amax in the model itself",
-        "CentredOnDemand": "wrong: a flag that is changed after planning brings a mean of the batch",
     },
     "held others": {
         "RowsOfFirstCall": dict.fromkeys(DIVISIONS, "refused: div in the model itself"),
