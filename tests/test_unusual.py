@@ -92,5 +92,5 @@ def test_no_workload():
 
 def test_errors_of_shapes_name_the_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(5, 4)))
-    with pytest.raises(CaptureError, match=r"cannot be multiplied .*\(in 1\.0, at"):
+    with pytest.raises(CaptureError, match=r"cannot be multiplied .*\(in 1\.0\)"):
         autoshard.profile(model, torch.ones(2, 4))

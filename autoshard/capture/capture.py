@@ -24,7 +24,7 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import MODULE_PATH, Run, record_run
 from autoshard.capture.tape import Tape
-from autoshard.capture.user_code import calling_line, place
+from autoshard.capture.user_code import NOWHERE, calling_line, place
 from autoshard.errors import CaptureError, SpecError
 from autoshard.module_paths import find_scripted
 from autoshard.packed import stored_bytes
@@ -219,7 +219,8 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 def _refusal(run: Run, error: Exception) -> CaptureError:
     """One paragraph: what the model said, where, and what would work."""
     path = getattr(error, MODULE_PATH, "")
-    where = f"in {path}, at {place(error)}" if path else f"at {place(error)}"
+    line = place(error)
+    where = f"at {line}" if not path else f"in {path}" if line == NOWHERE else f"in {path}, at {line}"
     if isinstance(error, VALUE_ERRORS):
         advice = "Pass a model with real weights, so that it can be run."
     elif isinstance(error, NotImplementedError) and "flexattention" in str(error).lower().replace("_", ""):

@@ -12,10 +12,12 @@ _OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 _PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
 
+NOWHERE = "no line of yours: in backward or in torch itself"
+
 
 def place(error: BaseException) -> str:
     """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
-    where = "no line of yours: in backward or in torch itself"
+    where = NOWHERE
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith((_OWN, _TORCH, "<")):

@@ -1,8 +1,10 @@
 """The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
 
+import errno
 import gc
 import inspect
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -349,6 +351,10 @@ def run() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(prog_name="autoshard")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        sys.exit(f"Error: cannot write the output: {error.strerror}.")
     finally:
         end_quietly()
         if gc.get_freeze_count() > imported:  # by `all_listed`: libraries in C++ report what is never let go of

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,16 @@ def test_a_reader_that_goes_away_is_no_error():
     process.stdout.close()
     problems = process.stderr.read()
     assert process.wait(timeout=60) == -signal.SIGPIPE and problems == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [["--help"], ["devices", "--known", "--json"]])
+def test_an_output_that_cannot_be_written_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "autoshard", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert process.returncode == 1 and process.stderr.startswith("Error: cannot write the output: No space left")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
