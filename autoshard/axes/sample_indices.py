@@ -39,6 +39,10 @@ class Contents:
             self._known[value] = self._found(value)
         return self._known[value]
 
+    def shape(self, value: int) -> tuple[int, ...]:
+        """The shape of a value."""
+        return self._graph.values[value].shape
+
     def _found(self, value: int) -> torch.Tensor | None:
         row = self._graph.values[value]
         if row.storage in self._written or torch.Size(row.shape).numel() > MOST_NUMBERS:

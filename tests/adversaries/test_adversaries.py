@@ -79,7 +79,6 @@ PINNED: dict[str, Pins] = {
     },
     "divided": {
         "TwoExpertsPerToken": "lost: where in the model itself",
-        "BagsOfWords": "lost: arange in bag",
     },
     "held batches": {
         "LeftSorted": "refused: argsort in the model itself",

@@ -301,10 +301,42 @@ def test_a_model_whose_backward_fails_is_refused():
     assert "its backward fails" in refused(Small(lambda self, x: self.linear(x).sigmoid().mul_(2)), torch.randn(4, 6))
 
 
-@pytest.mark.xfail(strict=True, reason="bags are not in the list of what is sound yet")
 def test_sparse_gradients():
     model = nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 6))
     assert ways(found(model, tokens(4, 5))) == {"": "cat"}
+
+
+class Bags(nn.Module):
+    """Bags of words that begin where `offsets` says, given the words of all samples one after the other."""
+
+    def __init__(self, offsets, mode="mean", **options):
+        super().__init__()
+        self.table, self.linear, self.offsets = nn.Embedding(50, 6), nn.Linear(6, 6), offsets
+        self.options = {"mode": mode, **options}
+
+    def forward(self, words):
+        weight, flat = self.table.weight, words.reshape(-1)
+        return self.linear(nn.functional.embedding_bag(flat, weight, self.offsets(words), **self.options))
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_bags_are_rows(mode):
+    assert ways(found(Bags(lambda words: torch.arange(0, words.numel(), words.shape[1]), mode), tokens(4, 6))) == {
+        "": "cat"
+    }
+
+
+@pytest.mark.parametrize(
+    ("offsets", "options"),
+    [
+        (lambda words: torch.arange(len(words)) * (words.shape[1] - 1), {}),  # of 5 words, from the row before
+        (lambda words: torch.arange(len(words)) * words.shape[1] + torch.arange(len(words)).clamp(max=1), {}),
+        (lambda words: words.sum(1).cumsum(0) - words.sum(1)[0], {}),
+        (lambda words: torch.arange(0, words.numel(), words.shape[1]), {"scale_grad_by_freq": True}),
+    ],
+)
+def test_bags_of_other_words_are_refused(offsets, options):
+    assert "in the model itself" in refused(Bags(offsets, **options), tokens(4, 6))
 
 
 def test_a_batch_of_zeros_is_proved_on_other_numbers():
