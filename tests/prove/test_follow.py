@@ -88,4 +88,4 @@ def test_parameters_with_gradient_hooks_stay_whole():
     model = Stack(Wide).eval()
     model.blocks[1].up.weight.register_hook(lambda gradient: gradient / gradient.norm())
     found = outcome(model)
-    assert isinstance(found, Refusal) and "blocks.1.up.weight has a gradient hook" in found.reason
+    assert isinstance(found, Refusal) and "blocks.1.up.weight has a hook on its gradient" in found.reason
