@@ -68,8 +68,8 @@ class BatchAxis:
         cached: attributes in which the first forward puts tensors.
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
             may do so. "" is the model with all in it.
-        flags: attributes of modules that were True or False and that no forward changes, as `flags.flags_of` writes
-            them: with others a forward may mix rows.
+        flags: attributes of modules that were True or False and that no forward changes, as `runtime.flags.flags_of`
+            writes them: with others a forward may mix rows.
         proof: how it was shown, for people.
         assumed: whether the user said that rows are independent (`assume_independent_rows=True`): nothing refused it.
     """

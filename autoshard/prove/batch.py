@@ -26,7 +26,6 @@ from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
-from autoshard.flags import flags_of
 from autoshard.module_paths import parent
 from autoshard.progress import tell
 from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
@@ -36,6 +35,7 @@ from autoshard.prove.parts import Checked, Division, Mixed, check_parts
 from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
 from autoshard.prove.sample import on_cpu
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
+from autoshard.runtime.flags import flags_of
 from autoshard.workload import Workload
 
 ROWS = 4

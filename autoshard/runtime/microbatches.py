@@ -20,10 +20,10 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
-from autoshard.flags import changed_flag
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device, send
+from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.left_behind import LeftBehind

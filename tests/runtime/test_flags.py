@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.flags import changed_flag, flags_of
+from autoshard.runtime.flags import changed_flag, flags_of
 
 
 class Block(nn.Module):
