@@ -134,7 +134,7 @@ def _gradients(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], ranks: ThreadRanks | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for path, tensor in tensors_in((args, kwargs)):
-        if tensor.grad is not None:
+        if tensor.is_leaf and tensor.grad is not None:  # torch warns where others are asked
             yield f"the gradient of argument {path}", tensor.grad
     record = cut_record(block) if ranks is not None else None
     for name, parameter in block.named_parameters():

@@ -142,7 +142,7 @@ def test_training_never_parts_tied_weights(profiles) -> None:
     ("settings", "message"),
     [
         ({"strategy": "fastest"}, "use one of auto, sequential, balanced, balanced_low_0"),
-        ({"strategy": "fastest"}, "column-parallel, pipeline, data-parallel, hybrid."),
+        ({"strategy": "fastest"}, "column-parallel, pipeline, data-parallel, hybrid, ddp, fsdp."),
         ({"strategy": "pipeline"}, "proves on the model what it divides"),
         ({"strategy": "column-parallel"}, "a profile alone is not enough"),
         ({"strategy": "data-parallel"}, "a profile alone is not enough"),

@@ -59,8 +59,9 @@ def made(case: str):
     else:
         pins = None
     plan = autoshard.plan(
-        model, spec, inputs=inputs, strategy=strategy, workload=workload, objective=objective, pins=pins
-    )
+        model, spec, inputs=inputs, strategy=strategy, workload=workload, objective=objective, pins=pins,
+        launch="one-process",
+    )  # fmt: skip
     if case == "unequal cuts":
         cuts = tuple(replace(cut, shares=(cut.size * 3 // 4, cut.size // 4)) for cut in plan.cuts)
         plan = replace(plan, cuts=cuts)
