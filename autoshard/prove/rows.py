@@ -37,7 +37,10 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
             raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
         index = numpy.zeros(len(coordinates_of(wide)), dtype=numpy.int64)
         for row in range(rows):
-            index[kept(wide, (1,) * rows, row)] = kept(item.axis, (1,) * have, row % have)
+            places, source = kept(wide, (1,) * rows, row), kept(item.axis, (1,) * have, row % have)
+            if len(places) != len(source):
+                raise NotRun(f"not every part of {item.path} belongs to one of {have} rows of the batch ({item.axis})")
+            index[places] = source
         made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
     return made
 

@@ -17,6 +17,7 @@ from tests.conformance.rank_checks import CACHES, RELATIVE, assert_close, check_
 from tests.conformance.tp_plans import slow_devices
 from tests.models import HF_CASES, by_name
 from tests.ranks import run_ranks
+from tests.torch_releases import COMPILES_HOOKS
 
 QUICK = {
     2: ["llama", "convnext"],
@@ -52,7 +53,8 @@ def plans_by_themselves():
     plan_for_others(3)
     shared_with_others(case, plan)
     caches_of_others(case, plan)
-    compiled(case, plan)
+    if COMPILES_HOOKS:
+        compiled(case, plan)
     return plan.to_json()
 
 

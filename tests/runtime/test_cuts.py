@@ -19,6 +19,7 @@ from tests.conformance.rank_checks import ADD, GATHER
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
+from tests.torch_releases import compiled_hooks
 
 
 def generating():
@@ -104,6 +105,7 @@ def compiled():
             torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
+@compiled_hooks
 def test_compiles_without_graph_breaks():
     run_ranks(compiled, 2, timeout_seconds=240.0)  # compilers take their time on a busy machine
 

@@ -25,6 +25,7 @@ from autoshard.runtime import data_parallel
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES
+from tests.torch_releases import sharded_replicas
 
 TRAINING = Workload(mode="training")
 
@@ -262,6 +263,7 @@ def sharded_steps(names):
     return made
 
 
+@sharded_replicas
 def test_sharded_replicas():
     for made in run_ranks(sharded_steps, 2, ["words", "layers", "recurrent", "experts"]):
         for name, (losses, gradients, same, kept, out) in made.items():
@@ -298,6 +300,7 @@ def sharded_habits():
     return apart, float((norms[0].full_tensor() - norms[1]).abs()), said
 
 
+@sharded_replicas
 def test_what_people_do_with_sharded_replicas():
     for apart, norms, said in run_ranks(sharded_habits, 2):
         assert apart < 1e-6 and norms < 1e-5 and "made before autoshard.apply" in said, (apart, norms, said)
@@ -320,6 +323,7 @@ def save_replicas(folder):
     return made
 
 
+@sharded_replicas
 def test_saving_writes_whole_tensors(tmp_path):
     assert run_ranks(save_replicas, 2, str(tmp_path))[0] == [True] * 4
 
@@ -437,8 +441,8 @@ def die(phase, module, args, result):
     [
         (False, "backward"),
         pytest.param(False, "forward", marks=pytest.mark.slow),
-        (True, "backward"),
-        pytest.param(True, "forward", marks=pytest.mark.slow),
+        pytest.param(True, "backward", marks=sharded_replicas),
+        pytest.param(True, "forward", marks=[pytest.mark.slow, sharded_replicas]),
     ],
 )
 def test_a_rank_that_is_killed_is_named(sharded, phase):

@@ -17,6 +17,7 @@ from autoshard.plan import Mesh, Stage
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import cut_perceptron
+from tests.torch_releases import sharded_replicas
 
 GROUP_SECONDS = 8.0
 TRAP = {"when": "", "how": ""}
@@ -176,7 +177,15 @@ USUAL = {
 @pytest.mark.parametrize(
     ("kind", "how", "when"),
     [
-        pytest.param(kind, how, when, marks=() if (kind, how, when) in USUAL else pytest.mark.slow)
+        pytest.param(
+            kind,
+            how,
+            when,
+            marks=[
+                *([] if (kind, how, when) in USUAL else [pytest.mark.slow]),
+                *([sharded_replicas] if kind == "sharded" else []),
+            ],
+        )
         for kind in SIZES
         for how in WAYS
         for when in PHASES

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import autoshard
-from autoshard.errors import PlanError, RankError
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.departed import Peers
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
+from tests import torch_releases
 from tests.ranks import run_ranks
 from tests.runtime.test_lost_ranks import made
 
@@ -135,8 +136,22 @@ def sharded(path):
         model(torch.ones(2, 8) * (1 - 2 * dist.get_rank()))
 
 
+@torch_releases.sharded_replicas
 def test_sharded_blocks_are_the_same_on_all_ranks(tmp_path):
     run_ranks(sharded, 2, tmp_path / "last")
+
+
+def refused():
+    model, plan, _ = made("sharded")
+    before = dict(model.named_parameters())
+    with pytest.raises(ApplyError, match=r"can't exchange gradients that only some ranks have.* Update torch"):
+        autoshard.apply(model, plan)
+    assert all(one is before[name] for name, one in model.named_parameters())
+
+
+@pytest.mark.skipif(torch_releases.SHARDS_REPLICAS, reason="this torch can shard replicas")
+def test_an_old_torch_refuses_sharded_replicas():
+    run_ranks(refused, 2)
 
 
 def half_sharded():
@@ -165,6 +180,7 @@ def half_sharded():
     assert all(one is before[name] for name, one in model.named_parameters())
 
 
+@torch_releases.sharded_replicas
 def test_a_model_that_is_half_sharded_is_put_together_again():
     run_ranks(half_sharded, 2)
 
