@@ -25,7 +25,7 @@ class StepEstimate:
 
     Attributes:
         seconds: of one step; compute_seconds: of the busiest rank's kernels; exposed_seconds: in which it waits for
-            communication; bubble: part of the step in which the pipeline leaves ranks idle.
+            communication, within layers too; bubble: part of the step in which the pipeline leaves ranks idle.
         memory: of the fullest rank over the step; reserved_bytes: what the allocator holds of the device; fits: within
             the card.
         rank: of the fullest stage.
@@ -88,7 +88,8 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     optimizer = max(_optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
     memory, rank = _fullest(setting, stages)
-    compute = max(one.compute for one in passes) * recipe.num_microbatches * recipe.stages_per_rank
+    each = [sum(one.compute for one in passes[rank :: recipe.pp]) for rank in range(recipe.pp)]
+    compute = max(each) * recipe.num_microbatches
     return StepEstimate(
         seconds=total,
         tokens_per_second=recipe.global_batch * work.tokens / total,
@@ -156,7 +157,7 @@ def in_flight(recipe: Recipe, rank: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one micro-batch through one stage."""
+    """Seconds of one micro-batch through one stage; `compute` of its kernels alone, both ways."""
 
     forward: float
     backward: float
@@ -182,7 +183,7 @@ def _all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
 def _stage_passes(stage: Sequence[tuple[tuple[Layer, Layer], int]]) -> Passes:
     forward = pass_seconds([(ahead, count) for (ahead, _), count in stage])
     backward = pass_seconds([(back, count) for (_, back), count in reversed(stage)])
-    compute = sum((ahead.compute + back.compute) * count for (ahead, back), count in stage)
+    compute = sum((one.compute - one.inner) * count for layer, count in stage for one in layer)
     return Passes(forward=forward, backward=backward, compute=compute)
 
 
@@ -200,9 +201,12 @@ def _layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     kept = recipe.pp > 1 or not recipe.reshard or not block.layer
     back = _slowed((seconds.backward + again) * busiest, gather + reduce, slow) + inner + routed + repeated
     return (
-        Layer(name=block.path, compute=ahead, gather=gather),
-        Layer(name=block.path, compute=back, gather=0.0 if kept else gather, reduce=reduce),
-    )
+        Layer(name=block.path, compute=ahead, inner=inner + routed, gather=gather),
+        Layer(
+            name=block.path, compute=back, inner=inner + routed + repeated, gather=0.0 if kept else gather,
+            reduce=reduce,
+        ),
+    )  # fmt: skip
 
 
 def _slowed(compute: float, network: float, part: float) -> float:

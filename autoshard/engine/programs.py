@@ -64,10 +64,14 @@ def play(program: Sequence[Task]) -> Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Seconds of one layer of a pass: `gather` of its parameters before it, `reduce` of its gradients after it."""
+    """Seconds of one layer of a pass: `gather` of its parameters before it, `reduce` of its gradients after it.
+
+    `compute` is what nothing overlaps within the layer: its kernels, and `inner` of collectives that they wait for.
+    """
 
     name: str
     compute: float
+    inner: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
 

@@ -107,6 +107,19 @@ def test_the_estimate_of_a_plan_is_that_of_the_search():
             assert sum(getattr(device, f"{kind}_bytes") for kind in kinds) == device.peak_bytes
 
 
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"tp": 8}, {"pp": 8}, {"fsdp": 2, "tp": 2, "pp": 2}])
+def test_a_step_is_compute_waits_bubble_and_optimizer(mesh):
+    """Collectives within layers are waited for as well: a tensor-parallel step waits longer than a stage's."""
+    found = search(task_on("8xA100-40GB", given=Given(mesh=mesh))).best
+    assert found is not None
+    step = found.figures
+    waited = step.exposed_seconds
+    assert (waited > 0.1 * step.seconds) == ("tp" in mesh), waited / step.seconds
+    parts = step.compute_seconds + waited + step.optimizer_seconds
+    assert parts <= step.seconds * (1 + 1e-9)
+    assert parts >= step.seconds * (1 - step.bubble) * (1 - 1e-9)
+
+
 def test_stages_hold_every_tensor_once_and_end_with_the_head():
     work = traced()
     plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Given(mesh={"pp": 4}, micro_batch=4)))
