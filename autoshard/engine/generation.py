@@ -30,7 +30,7 @@ class GenerationEstimate:
     Attributes:
         prompt_seconds: until the first token; token_seconds: for each further token of every sequence; seconds: of all.
         tokens_per_second: new tokens of all sequences over all of the time; decode_tokens_per_second: after the prompt.
-        parts: seconds of a token by cause, on the busiest rank.
+        parts: seconds of a token by cause, of all stages that it passes through one after another.
         memory: bytes of the fullest rank by kind, at the end of the answer; reserved_bytes: what the allocator holds;
             fits: within the card.
     """
@@ -70,7 +70,9 @@ def price_generation(
     tokens = [token_parts(setting, stage, rows, middle) for stage in stages]
     seconds = [sum(parts.values()) for parts in tokens]
     busiest = max(range(len(stages)), key=seconds.__getitem__)
-    token = max(sum(seconds), groups * seconds[busiest])
+    passed = tokens if sum(seconds) > groups * seconds[busiest] else [tokens[busiest]] * groups
+    parts = {cause: sum(one[cause] for one in passed) for cause in tokens[busiest]}
+    token = sum(parts.values())
     total = prompt + max(0, new_tokens - 1) * token
     memory = max((_memory(setting, stage, sequences, rows, prompt_tokens + new_tokens) for stage in stages), key=_sum)
     reserved = RESERVED_PART * _sum(memory) + RESERVED_BYTES
@@ -80,7 +82,7 @@ def price_generation(
         seconds=total,
         tokens_per_second=batch * new_tokens / total,
         decode_tokens_per_second=batch / token,
-        parts=tokens[busiest],
+        parts=parts,
         memory=memory,
         reserved_bytes=reserved,
         fits=reserved + sum(outside_bytes(recipe).values()) <= card.memory_bytes,

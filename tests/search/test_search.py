@@ -158,3 +158,13 @@ def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
     assert prod(plan.mesh.degrees.values()) == 4 and "torchrun --nproc-per-node=4" in plan.reasons[-1]
     with pytest.raises(PlanError, match="apply does not handle plans for one process per device"):
         autoshard.apply(model, plan)
+
+
+def test_causes_of_a_token_sum_to_its_seconds():
+    """With stages, too, through all of which a token passes."""
+    for mesh in ({"tp": 8}, {"pp": 8}, {"tp": 2, "pp": 4}):
+        work = traced(training=False, new_tokens=64)
+        _, found, _ = plan_processes(work, parse_devices("8xA100-40GB"), Asked(given=Given(mesh=mesh)))
+        assert found.best is not None
+        figures = found.best.figures
+        assert sum(figures.parts.values()) == pytest.approx(figures.token_seconds)
