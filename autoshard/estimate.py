@@ -1,9 +1,17 @@
 """Estimate: the consequences of a plan. Data only; `cost.py` computes it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.sizes import format_bytes, format_seconds
+
+FULL = 0.95
+"""Part of a device's memory from which on it counts as full: fragments may not fit any more."""
+
+
+def level(peak_bytes: int, memory_bytes: int) -> str:
+    """Say how full a device is: "bad" where the peak does not fit, "amber" where less than 5 % are left, else ""."""
+    return "bad" if peak_bytes > memory_bytes else "amber" if peak_bytes > FULL * memory_bytes else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +104,9 @@ class Event:
     """Something that occupies a device, or a link into it, for a while in a predicted pass.
 
     `kind`: "forward", "backward", "weight" (the part of backward that makes gradients of parameters, where a schedule
-    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (streamed parameters) or "optimizer".
+    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (streamed parameters) or "optimizer";
+    of plans for processes also "exchange" (collectives that kernels wait for), "gather" and "reduce" (collectives
+    beside kernels) and "decode" (further tokens).
     `stage` and `microbatch` are -1 where there are none; `source` is the other end of a transfer or fetch.
     """
 
@@ -143,6 +153,27 @@ class Moment:
     bytes: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEstimate:
+    """Equal ranks of a plan for processes: the stages they have, and what they do with a step or an answer.
+
+    Attributes:
+        first: name of the first device; devices: how many there are.
+        compute_seconds: in which kernels run; exposed_seconds: in which communication is waited for; idle_seconds: in
+            which other stages have the work.
+        curve: bytes over a step or an answer; peak_bytes: taken of each device at the fullest moment.
+    """
+
+    first: str
+    devices: int
+    stages: tuple[int, ...]
+    compute_seconds: float
+    exposed_seconds: float
+    idle_seconds: float
+    peak_bytes: int
+    curve: tuple[Moment, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
@@ -165,7 +196,8 @@ class Estimate:
         tokens_per_second: of the whole machine: those trained on, those generated, else those of the prompt.
         prompt_seconds: until the first token; token_seconds: for each further token of every sequence.
         exposed_seconds: of a step, in which ranks wait for communication; bubble: part of it in which stages are idle.
-        curve: bytes over a step.
+        curve: bytes on the fullest rank over a step or an answer; ranks: classes of equal ranks, by pipeline rank.
+        token_parts: seconds of a further token by cause, of all stages that it passes through.
     """
 
     devices: tuple[DeviceEstimate, ...]
@@ -189,6 +221,8 @@ class Estimate:
     exposed_seconds: float = 0.0
     bubble: float = 0.0
     curve: tuple[Moment, ...] = ()
+    ranks: tuple[RankEstimate, ...] = ()
+    token_parts: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         peaks = ", ".join(f"{one.name} {format_bytes(one.peak_bytes)}" for one in self.devices[:4])

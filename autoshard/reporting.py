@@ -7,7 +7,7 @@ from torch import nn
 
 from autoshard.api import as_plan, cluster_for, measured_for
 from autoshard.choices import Objective, check_choices
-from autoshard.plan import refuse_priced_alone
+from autoshard.errors import SpecError
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from autoshard.choices import DeviceMap, Inputs, Size
+    from autoshard.cluster.cluster import Cluster
     from autoshard.cluster.parse import Devices
     from autoshard.explanation import Explanation
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
+    from autoshard.search.study import Study
     from autoshard.strategies.compare import Comparison
 
 
@@ -51,17 +53,32 @@ def compare(
 
 
 def explain(
-    plan: "Plan | DeviceMap", profile: "Profile", subject: str, *, devices: "Devices | None" = None
+    plan: "Plan | DeviceMap", profile: "Profile", subject: str = "", *, devices: "Devices | None" = None
 ) -> "Explanation":
-    """Return why a module or a device is as a plan has it, and what other choices would cost.
+    """Return why a plan, or a module or device of it, is as it is, and what other choices would cost.
 
-    `subject`: a module path such as "layers.3", or a device such as "cuda:0". `devices`: as in `plan`; None means the
-    plan's own. Printing the result shows sentences and a line per choice. Raises `SpecError` for an unknown `subject`.
+    `subject`: a module path such as "layers.3", a device such as "cuda:0", or "" for all. `devices`: as in `plan`; None
+    means the plan's own. Printing the result shows sentences and a line per choice. Raises `SpecError` for an unknown
+    `subject`.
     """
     from autoshard.explanation import explain as find
 
     plan = as_plan(plan, profile)
-    return find(plan, profile, cluster_for(plan if devices is None else devices), subject)
+    cluster = cluster_for(plan if devices is None else devices)
+    if plan.launch:
+        from autoshard.report.explained_processes import explain_study
+
+        return explain_study(_study(plan, profile, cluster, sizes=not subject), subject)
+    return find(plan, profile, cluster, subject)
+
+
+def _study(plan: "Plan", profile: "Profile", cluster: "Cluster", *, sizes: bool = True) -> "Study":
+    from autoshard.search.study import study
+    from autoshard.search.traced import trace
+
+    if profile.source is None:
+        raise SpecError("this profile does not have its model any more: take it again with autoshard.profile().")
+    return study(plan, trace(*profile.source, plan.workload), cluster, sizes=sizes)
 
 
 def report(
@@ -85,8 +102,13 @@ def report(
 
     check_writable(path)
     plan = as_plan(plan, profile)
-    refuse_priced_alone(plan, "report", "Print the plan and autoshard.estimate() of it.")
     cluster = cluster_for(plan if devices is None else devices)
+    if plan.launch:
+        from autoshard.report.page.processes import make_process_page
+
+        found = _study(plan, profile, cluster)
+        write_whole(path, make_process_page(found, profile, cluster, title=title, notes=cluster.notes))
+        return
     rows = alternative_rows((*comparison.alternatives, *comparison.peers), plan) if comparison is not None else []
     page = make_page(
         plan, estimate(plan, profile, cluster), profile, cluster,

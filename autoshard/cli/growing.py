@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from autoshard.profile.profile import Profile
 
 
+def check_one_size(batch: bool, sequence: bool) -> None:
+    """Raise `SpecError` where both sizes are asked to grow."""
+    if batch and sequence:
+        raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
+
+
 def plan_largest(
-    target: str, workload: Workload, cluster: "Cluster", batch: bool, sequence: bool, settings: dict[str, Any]
+    target: str, workload: Workload, cluster: "Cluster", batch: bool, settings: dict[str, Any]
 ) -> "tuple[Plan, Target, Profile]":
     """Plan TARGET for the largest batch or sequence that fits; returns what was planned for it, too."""
     from autoshard.planning import largest_plan
 
-    if batch and sequence:
-        raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
     vary = "batch_size" if batch else "sequence_length"
     known: dict[int, tuple[Target, Profile]] = {}
 

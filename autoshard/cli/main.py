@@ -45,6 +45,7 @@ from autoshard.cli.options import (
 from autoshard.cli.reporting import report_command, trace_command
 from autoshard.cli.steps import (
     capturing,
+    changed_workload,
     check_before,
     check_same_model,
     devices_of,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from autoshard.estimate import Estimate
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
+    from autoshard.search.choose import Chosen
 
 app = typer.Typer(
     help="Profile a PyTorch model without allocating it, plan where every module goes, and check it by running it.",
@@ -116,7 +118,7 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    from autoshard.api import chosen_for
+    from autoshard.cli.processes import choose_processes, plan_largest_processes
     from autoshard.planning import plan_measured
 
     strategy = strategy_named(strategy)
@@ -130,23 +132,25 @@ def plan_command(
     settings |= {"num_microbatches": micro_batches, "schedule": schedule}
     settings |= {"assume_independent_rows": assume_independent_rows}
     estimated: Estimate | None = None
+    chosen: Chosen | None = None
     if max_batch or max_seq:
-        from autoshard.cli.growing import plan_largest
+        from autoshard.cli.growing import check_one_size, plan_largest
 
-        plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, max_seq, settings)
+        check_one_size(max_batch, max_seq)
+        grown = plan_largest_processes(target, workload, cluster, max_batch, settings, wishes)
+        if grown is not None:
+            chosen, loaded = grown
+        else:
+            plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, settings)
     else:
         loaded = load(target, workload)
-        with capturing(loaded):
-            asked = replace(
-                loaded.workload, batch_size=batch or (workload.batch_size if loaded.inputs is None else None)
-            )
-            chosen = chosen_for(loaded.model, loaded.inputs, asked, cluster, wishes=wishes, **settings)
-        if chosen is not None:
-            plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate
-        else:
+        chosen = choose_processes(loaded, workload, cluster, settings, wishes)
+        if chosen is None:
             profile = profile_of(loaded)
             with step("planning"):
                 plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+    if chosen is not None:
+        plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate
     plan = replace(plan, target=target)
     if out is not None:
         plan.save(out)
@@ -212,7 +216,7 @@ def estimate_command(
 
     plan = read_plan(plan_file)
     wanted = model_of(plan, plan_file, target)
-    asked = workload_of(batch, seq, new_tokens, train, optimizer)
+    asked = changed_workload(plan.workload, batch, seq, new_tokens, train, optimizer)
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
     if unknown and devices is None:
         raise SpecError(
@@ -220,10 +224,11 @@ def estimate_command(
             f"--devices '{len(unknown)}x24GiB'."
         )
     cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
-    loaded = load(wanted, plan.workload if asked.assumed else asked)
+    loaded = load(wanted, asked)
     profile = profile_of(loaded)
     check_same_model(plan, profile, plan_file)
-    _show_plan(plan, profile, cluster, loaded, as_json)
+    if not _show_plan(replace(plan, workload=asked) if plan.launch else plan, profile, cluster, loaded, as_json).fits:
+        raise typer.Exit(IMPOSSIBLE)
 
 
 @app.command("verify")
@@ -387,7 +392,8 @@ def _show_axes(target: "Target", as_json: bool) -> None:
 def _show_plan(
     plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool,
     estimated: "Estimate | None" = None,
-) -> None:  # fmt: skip
+) -> "Estimate":  # fmt: skip
+    """Print a plan with its estimate, and return that."""
     from autoshard.api import estimate
 
     if estimated is None:
@@ -398,8 +404,9 @@ def _show_plan(
         from autoshard.report.document import plan_document
 
         print_json(plan_document(plan, estimated, profile, title=target.title, notes=notes))
-        return
+        return estimated
     from autoshard.report.terminal import print_plan
 
     kinds = {device.name: device.kind for device in cluster.devices}
     print_plan(output(), plan, estimated, profile, title=target.title, kinds=kinds, notes=notes)
+    return estimated

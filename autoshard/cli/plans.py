@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.cli.steps import check_same_model, load, profile_of
 from autoshard.errors import SpecError
-from autoshard.plan import PLAN_FORMAT, Plan, refuse_priced_alone
+from autoshard.plan import PLAN_FORMAT, Plan
 
 if TYPE_CHECKING:
     from autoshard.cli.target import Target
@@ -33,7 +33,6 @@ def open_plan(plan_file: str, target: str | None = None) -> Opened:
     from autoshard.cluster.parse import cluster_of
 
     plan = read_plan(plan_file)
-    refuse_priced_alone(plan, "explain", f"`autoshard estimate {plan_file}` prints its figures and reasons.")
     loaded = load(model_of(plan, plan_file, target), plan.workload)
     measured = profile_of(loaded)
     check_same_model(plan, measured, plan_file)

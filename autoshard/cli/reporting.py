@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoshard.choices import strategy_named
 from autoshard.cli.console import errors, reports_errors, step
 from autoshard.cli.options import (
     AssumeOption,
@@ -23,11 +24,11 @@ from autoshard.cli.options import (
     StrategyOption,
     TrainOption,
 )
+from autoshard.cli.processes import OpenedProcesses, choose_processes, open_chosen, open_processes, process_page
 from autoshard.cli.steps import check_before, check_same_model, devices_of, load, pairs, profile_of, workload_of
 from autoshard.cli.target import UserCodeError
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.files import write_whole
-from autoshard.plan import refuse_priced_alone
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from autoshard.profile.profile import Profile
     from autoshard.profile.scaling import Scaling
 
+MOST_TRACED = 100_000
+"""Events of a trace."""
 PlanOrTarget = Annotated[
     str, typer.Argument(metavar="TARGET|PLAN", help="What to plan, or a plan file followed by TARGET.")
 ]
@@ -83,13 +86,21 @@ def report_command(
 
     if image not in (None, "svg", "png"):
         raise SpecError(f"--image {image} makes no sense: write svg or png.")
+    strategy = strategy_named(strategy)
     check_before(out, strategy, objective, schedule)
-    loaded, plan, profile, cluster = _planned(
-        first, second, devices, workload_of(batch, seq, new_tokens, train, optimizer),
-        strategy=strategy, objective=objective, max_memory=pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
-        pins=pairs(pin, "--pin", "model.layers.0=cuda:0"), num_microbatches=micro_batches, schedule=schedule,
-        assume_independent_rows=assume_independent_rows,
-    )  # fmt: skip
+    workload = workload_of(batch, seq, new_tokens, train, optimizer)
+    settings: dict[str, Any] = {
+        "strategy": strategy, "objective": objective, "max_memory": pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
+        "pins": pairs(pin, "--pin", "model.layers.0=cuda:0"), "num_microbatches": micro_batches, "schedule": schedule,
+        "assume_independent_rows": assume_independent_rows,
+    }  # fmt: skip
+    opened = _processes(first, second, devices, workload, settings)
+    if opened is not None:
+        if image is not None:
+            raise SpecError("--image draws plans of one process: the pictures of this one are in its page.")
+        _write(out, process_page(opened, sizes=what_if).encode())
+        return
+    loaded, plan, profile, cluster = _planned(first, second, devices, workload, **settings)
     text = second or (plan.target if is_plan(first) else first)
     scaling = _scaling(text, loaded, profile) if what_if else None
     others = _alternatives(loaded, plan, profile, cluster) if compare else []
@@ -117,16 +128,50 @@ def trace_command(
     ] = False,
 ) -> None:
     """Write the predicted pass of a plan as a trace for ui.perfetto.dev or chrome://tracing."""
+    from autoshard.cli.plans import is_plan
     from autoshard.report.trace import trace_document
     from autoshard.timeline import events
 
     check_before(out)
+    opened = (
+        _processes(plan_file, target, "auto", Workload(assumed=True), {"max_memory": {}})
+        if is_plan(plan_file)
+        else None
+    )
+    if opened is not None:
+        if measure:
+            raise SpecError("--measure runs a plan in this process, and this one is for one process per device.")
+        from autoshard.report.page.processes import events_of
+
+        predicted, _ = events_of(opened.study(sizes=False), most=MOST_TRACED)
+        document = trace_document(predicted, opened.cluster, title=opened.loaded.title)
+        _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
+        return
     loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
     with step("laying out the pass"):
-        predicted = events(plan, profile, cluster)
+        laid_out = events(plan, profile, cluster)
     measured = _measured(target or plan.target, plan, loaded) if measure else ()
-    document = trace_document(predicted, cluster, title=loaded.title, measured=measured)
+    document = trace_document(laid_out, cluster, title=loaded.title, measured=measured)
     _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _processes(
+    first: str, second: str | None, devices: str, workload: Workload, settings: dict[str, Any]
+) -> OpenedProcesses | None:
+    """The plan for processes that a file holds, or that TARGET is planned for; None where it is one of one process."""
+    from autoshard.cli.plans import is_plan, model_of, read_plan
+
+    if second is None and not is_plan(first):
+        cluster = devices_of(devices, settings["max_memory"])
+        loaded = load(first, workload)
+        chosen = choose_processes(loaded, workload, cluster, settings)
+        return None if chosen is None else open_chosen(chosen, loaded, cluster, first)
+    plan = read_plan(first)
+    if not plan.launch:
+        return None
+    if not workload.assumed:
+        raise SpecError("the plan has its workload: leave out --batch, --seq, --new-tokens and --train.")
+    return open_processes(plan, first, model_of(plan, first, second), devices)
 
 
 def _planned(
@@ -146,7 +191,6 @@ def _planned(
             plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)  # type: ignore[arg-type]
         return loaded, plan, profile, cluster.with_memory({row.name: row.memory_bytes for row in plan.devices})
     plan = read_plan(first)
-    refuse_priced_alone(plan, "this command", f"`autoshard estimate {first}` prints its figures and reasons.")
     if not (second or plan.target):
         raise SpecError(f"{first} is a plan: say of which model, as in `autoshard report {first} model.py`.")
     cluster = cluster_of(plan.devices) if devices == "auto" else devices_of(devices, {})

@@ -46,6 +46,23 @@ def workload_of(
     )
 
 
+def changed_workload(
+    known: Workload, batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
+) -> Workload:  # fmt: skip
+    """The workload of a plan with what options change of it: what they leave out stays as it was planned."""
+    asked = workload_of(batch, seq, new_tokens, train, optimizer)
+    if asked.assumed:
+        return known
+    return Workload(
+        batch_size=batch or known.batch_size,
+        sequence_length=seq or known.sequence_length,
+        new_tokens=known.new_tokens if new_tokens is None and not train else asked.new_tokens,
+        mode="training" if train or (known.training and new_tokens is None) else "inference",
+        optimizer=asked.optimizer if optimizer is not None else known.optimizer,
+        dtype=known.dtype,
+    )
+
+
 def pairs(texts: list[str] | None, option: str, example: str) -> dict[str, str]:
     """["cuda:0=20GiB,cpu=60GiB"] -> {"cuda:0": "20GiB", "cpu": "60GiB"}."""
     found: dict[str, str] = {}

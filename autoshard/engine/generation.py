@@ -54,17 +54,10 @@ def price_generation(
     With pipeline stages a replica's sequences are divided into `recipe.num_microbatches` groups that take turns.
     Raises `SpecError` where the mesh does not fit the cluster or the model, or shards parameters.
     """
-    if recipe.fsdp > 1 or recipe.cp > 1:
-        raise SpecError("generation is priced with dp, tp, pp and ep, not with fsdp or cp: use dp for replicas.")
-    if batch < 1 or prompt_tokens < 1 or new_tokens < 0:
-        raise SpecError("an answer has at least one sequence and one token of a prompt, and new tokens from 0 up.")
-    sequences = ceil(batch / recipe.dp)
-    groups = min(recipe.num_microbatches if recipe.pp > 1 else 1, sequences)
-    rows = ceil(sequences / groups)
-    recipe = replace(recipe, micro_batch=rows, num_microbatches=groups, recompute="none")
-    setting = make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens)
+    setting, sequences = answer_setting(work, recipe, card, topology, batch, prompt_tokens, new_tokens)
+    recipe, rows, groups = setting.recipe, setting.recipe.micro_batch, setting.recipe.num_microbatches
     stages = split_stages(work, recipe.pp)
-    prompts = [_prompt_seconds(setting, stage, rows) for stage in stages]
+    prompts = [sum(prompt_parts(setting, stage)) for stage in stages]
     prompt = sum(prompts) + (groups - 1) * max(prompts)
     middle = prompt_tokens + new_tokens / 2
     tokens = [token_parts(setting, stage, rows, middle) for stage in stages]
@@ -74,7 +67,7 @@ def price_generation(
     parts = {cause: sum(one[cause] for one in passed) for cause in tokens[busiest]}
     token = sum(parts.values())
     total = prompt + max(0, new_tokens - 1) * token
-    memory = max((_memory(setting, stage, sequences, rows, prompt_tokens + new_tokens) for stage in stages), key=_sum)
+    memory = max((answer_memory(setting, stage, sequences, prompt_tokens + new_tokens) for stage in stages), key=_sum)
     reserved = RESERVED_PART * _sum(memory) + RESERVED_BYTES
     return GenerationEstimate(
         prompt_seconds=prompt,
@@ -89,6 +82,21 @@ def price_generation(
     )
 
 
+def answer_setting(
+    work: ModelWork, recipe: Recipe, card: Card, topology: Topology, batch: int, prompt_tokens: int, new_tokens: int
+) -> tuple[Setting, int]:  # fmt: skip
+    """What an answer is priced with, its recipe with the sequences that are computed at once; sequences per replica."""
+    if recipe.fsdp > 1 or recipe.cp > 1:
+        raise SpecError("generation is priced with dp, tp, pp and ep, not with fsdp or cp: use dp for replicas.")
+    if batch < 1 or prompt_tokens < 1 or new_tokens < 0:
+        raise SpecError("an answer has at least one sequence and one token of a prompt, and new tokens from 0 up.")
+    sequences = ceil(batch / recipe.dp)
+    groups = min(recipe.num_microbatches if recipe.pp > 1 else 1, sequences)
+    rows = ceil(sequences / groups)
+    recipe = replace(recipe, micro_batch=rows, num_microbatches=groups, recompute="none")
+    return make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens), sequences
+
+
 def _sum(memory: Mapping[str, float]) -> float:
     return sum(memory.values())
 
@@ -99,14 +107,14 @@ def _last_tokens(setting: Setting, rows: float) -> Setting:
     return replace(setting, share=replace(setting.share, samples=rows / setting.work.samples, length=length))
 
 
-def _prompt_seconds(setting: Setting, stage: Stage, rows: int) -> float:
-    """Seconds of the prompt of `rows` sequences on one stage; logits of their last tokens only."""
-    total = 0.0
+def prompt_parts(setting: Setting, stage: Stage) -> tuple[float, float]:
+    """Seconds of kernels and of communication of a prompt on one stage; logits of the last tokens only."""
+    compute, network = 0.0, _send_seconds(setting, stage, setting.share)
     for block, count in stage:
-        part = _last_tokens(setting, rows) if block.path == "last" else setting
-        seconds = layer_seconds(block, part.share, part.recipe, part.card, part.reached).forward
-        total += count * (seconds + tensor_seconds(part, block) + expert_seconds(part, block))
-    return total + _send_seconds(setting, stage, setting.share)
+        part = _last_tokens(setting, setting.recipe.micro_batch) if block.path == "last" else setting
+        compute += count * layer_seconds(block, part.share, part.recipe, part.card, part.reached).forward
+        network += count * (tensor_seconds(part, block) + expert_seconds(part, block))
+    return compute, network
 
 
 def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> dict[str, float]:
@@ -187,8 +195,9 @@ def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
     return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
 
 
-def _memory(setting: Setting, stage: Stage, sequences: int, rows: int, context: int) -> dict[str, float]:
+def answer_memory(setting: Setting, stage: Stage, sequences: int, context: int) -> dict[str, float]:
     """Bytes of one rank: all of its weights, the cache of all sequences, activations of one forward of the prompt."""
+    rows = setting.recipe.micro_batch
     recipe = setting.recipe
     weights = 0.0
     for block, count in stage:

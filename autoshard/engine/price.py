@@ -78,23 +78,24 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
     setting = make_setting(work, recipe, card, topology)
     stages = split_stages(work, recipe.pp * recipe.stages_per_rank)
-    passes = _all_passes(setting, stages)
+    passes = all_passes(setting, stages)
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
     else:
         seconds, bubble = recipe.num_microbatches * (passes[0].forward + passes[0].backward), 0.0
     ends = {0, len(stages) - 1}
-    synchronised = max(_synchronised(setting, stages[index]) for index in ends)
-    optimizer = max(_optimizer_seconds(setting, stages[index]) for index in ends)
+    synchronised = max(synchronised_seconds(setting, stages[index]) for index in ends)
+    optimizer = max(optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
-    memory, rank = _fullest(setting, stages)
-    each = [sum(one.compute for one in passes[rank :: recipe.pp]) for rank in range(recipe.pp)]
-    compute = max(each) * recipe.num_microbatches
+    memories = rank_memories(setting, stages)
+    rank = max(range(recipe.pp), key=lambda index: memories[index].allocated)
+    memory = memories[rank]
+    compute, busy = _busiest(recipe, passes)
     return StepEstimate(
         seconds=total,
         tokens_per_second=recipe.global_batch * work.tokens / total,
         compute_seconds=compute,
-        exposed_seconds=max(0.0, total - compute - optimizer - bubble * seconds),
+        exposed_seconds=max(0.0, busy - compute) + synchronised,
         optimizer_seconds=optimizer,
         bubble=bubble,
         memory=memory,
@@ -126,21 +127,19 @@ def split_stages(work: ModelWork, count: int) -> list[list[tuple[Block, int]]]:
     return stages
 
 
-def _fullest(setting: Setting, stages: Sequence[Stage]) -> tuple[Memory, int]:
-    """Memory of the fullest rank, and which stage it has."""
+def rank_memories(setting: Setting, stages: Sequence[Stage]) -> list[Memory]:
+    """Memory of each pipeline rank over a step."""
     recipe = setting.recipe
     known: dict[tuple[object, ...], Memory] = {}
-    best: tuple[Memory, int] | None = None
+    found = []
     for rank in range(recipe.pp):
         own = [pair for index in range(rank, len(stages), recipe.pp) for pair in stages[index]]
         flying = in_flight(recipe, rank)
         key = (flying, *((id(block), count) for block, count in own))
         if key not in known:
             known[key] = step_memory(own, setting.share, recipe, flying)
-        if best is None or known[key].allocated > best[0].allocated:
-            best = known[key], rank
-    assert best is not None
-    return best
+        found.append(known[key])
+    return found
 
 
 def in_flight(recipe: Recipe, rank: int) -> float:
@@ -157,14 +156,20 @@ def in_flight(recipe: Recipe, rank: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one micro-batch through one stage; `compute` of its kernels alone, both ways."""
+    """Seconds of one micro-batch through one stage, and the part of them in which kernels run."""
 
     forward: float
     backward: float
-    compute: float
+    forward_compute: float
+    backward_compute: float
+
+    @property
+    def compute(self) -> float:
+        """Seconds of kernels, forward and backward."""
+        return self.forward_compute + self.backward_compute
 
 
-def _all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
+def all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
     """Of every stage; equal ones once."""
     layers: dict[int, tuple[Layer, Layer]] = {}
     known: dict[tuple[tuple[int, int], ...], Passes] = {}
@@ -174,7 +179,7 @@ def _all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
         if key not in known:
             for block, _ in stage:
                 if id(block) not in layers:
-                    layers[id(block)] = _layer_passes(setting, block)
+                    layers[id(block)] = layer_passes(setting, block)
             known[key] = _stage_passes([(layers[id(block)], count) for block, count in stage])
         passes.append(known[key])
     return passes
@@ -183,11 +188,15 @@ def _all_passes(setting: Setting, stages: Sequence[Stage]) -> list[Passes]:
 def _stage_passes(stage: Sequence[tuple[tuple[Layer, Layer], int]]) -> Passes:
     forward = pass_seconds([(ahead, count) for (ahead, _), count in stage])
     backward = pass_seconds([(back, count) for (_, back), count in reversed(stage)])
-    compute = sum((one.compute - one.inner) * count for layer, count in stage for one in layer)
-    return Passes(forward=forward, backward=backward, compute=compute)
+    return Passes(
+        forward=forward,
+        backward=backward,
+        forward_compute=sum(ahead.kernels * count for (ahead, _), count in stage),
+        backward_compute=sum(back.kernels * count for (_, back), count in stage),
+    )
 
 
-def _layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
+def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     """Forward and backward of one layer for one micro-batch."""
     recipe, slow = setting.recipe, setting.reached.overlap
     seconds = layer_seconds(block, setting.share, recipe, setting.card, setting.reached)
@@ -273,20 +282,24 @@ def expert_seconds(setting: Setting, block: Block) -> float:
     return 2 * setting.network.all_to_all(group_of(setting.network.topology, recipe.ep, stride), nbytes)
 
 
+def _busiest(recipe: Recipe, passes: Sequence[Passes]) -> tuple[float, float]:
+    """Seconds of a step in which the busiest rank's kernels run, and those with its collectives."""
+    ranks = [passes[rank :: recipe.pp] for rank in range(recipe.pp)]
+    own = max(ranks, key=lambda own: sum(one.forward + one.backward for one in own))
+    each = sum(one.compute for one in own), sum(one.forward + one.backward for one in own)
+    return recipe.num_microbatches * each[0], recipe.num_microbatches * each[1]
+
+
 def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float]:
     """Seconds of all micro-batches through all stages, and the part of it that is bubble.
 
     The busiest rank computes every micro-batch; before and after it waits for one to pass through the others, in
     pieces of a rank's part where stages are interleaved. Halves of backward fill a part of that with "zero-bubble".
     """
-    recipe, topology = setting.recipe, setting.network.topology
+    recipe = setting.recipe
     count, chunks = recipe.num_microbatches, recipe.stages_per_rank
     check_schedule(recipe.schedule, recipe.pp, count, stages_per_device=chunks)
-    block = next(block for block in setting.work.blocks if block.layer)
-    nbytes = block.input_elements * setting.share.rows * recipe.precision.compute
-    if recipe.sequence_parallel:
-        nbytes /= recipe.tp
-    send = setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
+    send = stage_send_seconds(setting)
     ranks = [passes[rank :: recipe.pp] for rank in range(recipe.pp)]
     each = [sum(one.forward + one.backward for one in own) for own in ranks]
     busiest = max(range(recipe.pp), key=each.__getitem__)
@@ -299,7 +312,17 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
     return seconds, 1 - count * sum(each) / (recipe.pp * seconds)
 
 
-def _synchronised(setting: Setting, stage: Stage) -> float:
+def stage_send_seconds(setting: Setting) -> float:
+    """Seconds until the next stage has what one micro-batch made."""
+    recipe, topology = setting.recipe, setting.network.topology
+    block = next(block for block in setting.work.blocks if block.layer)
+    nbytes = block.input_elements * setting.share.rows * recipe.precision.compute
+    if recipe.sequence_parallel:
+        nbytes /= recipe.tp
+    return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
+
+
+def synchronised_seconds(setting: Setting, stage: Stage) -> float:
     """Gradients of replicas at the end of a step, as far as backward does not hide them."""
     recipe, network = setting.recipe, setting.network
     if recipe.dp * recipe.cp < 2 or recipe.fsdp > 1:
@@ -313,7 +336,8 @@ def _synchronised(setting: Setting, stage: Stage) -> float:
     return 0.5 * network.all_reduce(group, elements * recipe.precision.reduce)
 
 
-def _optimizer_seconds(setting: Setting, stage: Stage) -> float:
+def optimizer_seconds(setting: Setting, stage: Stage) -> float:
+    """Seconds of the optimizer's step on one rank of a stage."""
     recipe, precision = setting.recipe, setting.recipe.precision
     dense, experts = held_elements(stage, recipe)
     elements = dense / recipe.shards + experts / recipe.expert_shards

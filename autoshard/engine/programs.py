@@ -75,6 +75,11 @@ class Layer:
     gather: float = 0.0
     reduce: float = 0.0
 
+    @property
+    def kernels(self) -> float:
+        """Seconds in which kernels run."""
+        return self.compute - self.inner
+
 
 def pass_program(layers: Sequence[Layer]) -> list[Task]:
     """The tasks of one pass: parameters are gathered ahead, gradients reduced behind."""

@@ -9,6 +9,7 @@ from autoshard.report.words import print_item
 from autoshard.sizes import format_bytes, format_seconds
 
 _HEADS = {
+    "seconds per step": "One step", "seconds per answer": "Answer",
     "seconds per pass": "One pass", "seconds of the busiest device": "Busiest", "share of the fullest device": "Share",
 }  # fmt: skip
 
@@ -20,7 +21,8 @@ def print_explanation(console: Console, found: Explanation) -> None:
         print_item(console, sentence, "")
     if not found.alternatives or found.chosen is None:
         return
-    print_section(console, "Other choices", "everything else as it is")
+    same = "the best recipe of each mesh" if found.kind == "the plan" else "everything else as it is"
+    print_section(console, "Other choices", same)
     columns = [
         Column(title="Choice", flexible=True),
         *(Column(title=title, right=True) for title in (_HEADS[found.unit], "", "Fullest", "Lacks")),

@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.estimate import Estimate
+from autoshard.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
-from autoshard.report.layout import INDENT, Column, print_section, print_table
+from autoshard.report.layout import INDENT, Column, print_left_off, print_section, print_table
 from autoshard.sizes import format_bytes, format_seconds
 
 MEANING = {
@@ -17,6 +17,7 @@ MEANING = {
     "ep": "groups of experts",
 }
 MOST_STAGES = 8
+MOST_RANKS = 8
 CURVE_WIDTH = 24
 
 
@@ -79,12 +80,40 @@ def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
     ]
 
 
-def print_curve(console: Console, estimate: Estimate) -> None:
-    """Print what the fullest rank holds at each moment of a step."""
+def ranks_label(rank: RankEstimate, plan: Plan) -> str:
+    """Name a class of equal ranks: its pipeline rank, and its devices."""
+    more = f" and {rank.devices - 1} more" if rank.devices > 1 else ""
+    if plan.mesh is None or plan.mesh.pp == 1:
+        return f"every rank · {rank.first}{more}"
+    stages = sorted(rank.stages)
+    named = ", ".join(map(str, stages[:3])) + (f" … {stages[-1]}" if len(stages) > 3 else "")
+    return f"stage{'s' if len(stages) > 1 else ''} {named} · {rank.first}{more}"
+
+
+def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
+    """Print what each class of ranks does with the time, and how full it is."""
+    if len(estimate.ranks) < 2:
+        return
+    print_section(console, "Ranks", "seconds of kernels, of waiting for communication, and idle")
+    rows: list[list[str | Text]] = [
+        [
+            ranks_label(rank, plan), format_bytes(rank.peak_bytes), format_seconds(rank.compute_seconds),
+            format_seconds(rank.exposed_seconds), format_seconds(rank.idle_seconds),
+        ]
+        for rank in estimate.ranks[:MOST_RANKS]
+    ]  # fmt: skip
+    titles = ("Peak", "Kernels", "Waits", "Idle")
+    print_table(console, [Column(flexible=True), *(Column(title=title, right=True) for title in titles)], rows, INDENT)
+    print_left_off(console, len(estimate.ranks) - MOST_RANKS, "classes of ranks", "--json lists all")
+
+
+def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
+    """Print what the fullest rank holds at each moment of a step or an answer."""
     if not estimate.curve:
         return
     totals = [sum(moment.bytes.values()) for moment in estimate.curve]
-    print_section(console, "Memory over a step", "of tensors on the fullest rank")
+    over = "a step" if plan.workload.training else "an answer"
+    print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
     rows: list[list[str | Text]] = []
     for moment, total in zip(estimate.curve, totals, strict=True):
         largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:3]

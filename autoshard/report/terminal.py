@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.cuts import collectives_line, print_cuts
@@ -25,7 +25,7 @@ from autoshard.report.layout import (
     table_width,
 )
 from autoshard.report.pipelined import print_pipelining
-from autoshard.report.processes import print_curve, print_mesh, process_times
+from autoshard.report.processes import print_curve, print_mesh, print_ranks, process_times
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
@@ -72,6 +72,7 @@ ASCII_CELLS = {
     "overhead": "x",
     "free": ".",
 }
+FULLNESS = {"": "", "amber": "bold yellow", "bad": "bold red"}
 BAR_WIDTH = 22
 LEAST_BAR = 12
 """Bars are as wide as fits beside the figures."""
@@ -111,7 +112,8 @@ def print_plan(
     if plan.launch:
         columns = [Column(), Column(right=True), Column(flexible=True)]
         print_table(console, columns, process_times(plan, estimate), INDENT)
-        print_curve(console, estimate)
+        print_ranks(console, plan, estimate)
+        print_curve(console, plan, estimate)
     else:
         _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
@@ -212,7 +214,7 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
             "",
             format_bytes(device.peak_bytes) if device.peak_bytes else "unused",
             format_bytes(device.memory_bytes),
-            Text(format_bytes(device.free_bytes), style="" if device.free_bytes >= 0 else "bold red"),
+            Text(format_bytes(device.free_bytes), style=FULLNESS[level(device.peak_bytes, device.memory_bytes)]),
             format_seconds(device.compute_seconds) if device.compute_seconds else "-",
         ]
         for device, label in shown

@@ -18,6 +18,8 @@ from autoshard.search.limits import Given, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
 Figures = StepEstimate | GenerationEstimate
+WORTH_STARTING = 2.0
+"""A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
 AS_GOOD = 1.03
 """Recipes that take so little longer than the best one count as equal: the simplest of them is taken."""
 
@@ -109,6 +111,16 @@ def search(task: Task) -> Searched:
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
 
 
+def alone(task: Task, found: Searched) -> Priced | None:
+    """The answer on one device, where more of them are not faster by enough; None where they are."""
+    best = found.best
+    assert best is not None
+    one = search(replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))).best
+    if one is None or one.value(task.goal) > WORTH_STARTING * best.value(task.goal):
+        return None
+    return one
+
+
 def _simplicity(one: Priced) -> tuple[float, ...]:
     """Fewer devices first, then fewer dimensions, then those that cost a user least, then seconds."""
     recipe = one.recipe
@@ -132,6 +144,16 @@ def part_of(topology: Topology, devices: int) -> Topology | None:
     if devices % per_host:
         return None
     return replace(topology, hosts=devices // per_host, devices_per_host=per_host)
+
+
+def price_recipe(task: Task, recipe: Recipe) -> Priced:
+    """Price one recipe on the first devices. Raises `SpecError` where it does not go with the devices or the model."""
+    topology = part_of(task.topology, recipe.devices)
+    if topology is None:
+        raise SpecError(f"{recipe.devices} of {task.devices} devices are no whole hosts.")
+    if task.training:
+        return Priced(recipe=recipe, figures=price_step(task.work, recipe, task.card, topology))
+    return Priced(recipe=recipe, figures=price_answer(task, recipe, topology))
 
 
 def _steps(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:

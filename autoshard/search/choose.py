@@ -19,17 +19,12 @@ from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
 from autoshard.progress import tell
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Priced, Searched, Task, search
-from autoshard.search.estimates import estimate_of
+from autoshard.search.best import Goal, Priced, Searched, Task, alone
+from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Given, parse_mesh
 from autoshard.search.processes import Asked, plan_processes
-from autoshard.search.reasons import shown_mesh
 from autoshard.search.traced import Traced, trace, why_undivided
-from autoshard.sizes import format_seconds
 from autoshard.workload import Workload
-
-WORTH_STARTING = 2.0
-"""A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +115,15 @@ def choose(
             raise
         return None  # what does not fit on the devices may fit with the help of others, and is refused by that search
     assert found.best is not None
-    alone = None if forced or workload.training or _several_hosts(cluster) else _alone(task, found)
-    if alone is not None:
-        plan, found = _on_one(traced, cluster, asked, task, found, alone)
+    single = None if forced or workload.training or _several_hosts(cluster) else alone(task, found)
+    if single is not None:
+        plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
     assert best is not None
     if best.recipe.devices == 1 and not forced and not task.new_tokens:
         return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
-    estimate = estimate_of(plan, best.recipe, best.figures, cluster)
+    estimate = estimate_recipe(plan, best.recipe, task, cluster)
     return Chosen(plan=plan, estimate=estimate, profile=profile, traced=traced, searched=found, task=task)
 
 
@@ -165,16 +160,6 @@ def _why_undivided(traced: Traced, assume_independent_rows: bool) -> str:
         return str(error)
 
 
-def _alone(task: Task, found: Searched) -> Priced | None:
-    """The answer on one device, where more of them are not faster by enough; None where they are."""
-    best = found.best
-    assert best is not None
-    one = search(replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))).best
-    if one is None or one.value(task.goal) > WORTH_STARTING * best.value(task.goal):
-        return None
-    return one
-
-
 def _on_one(
     traced: Traced, cluster: Cluster, asked: Asked, task: Task, found: Searched, alone: Priced
 ) -> tuple[Plan, Searched]:  # fmt: skip
@@ -185,11 +170,4 @@ def _on_one(
     assert best is not None
     changed = replace(found, best=alone)
     plan = write_plan(traced, cluster, asked, alone.recipe)
-    reasons = list(explain(task, changed))
-    if best.recipe.devices > 1:
-        reasons.insert(
-            1,
-            f"{shown_mesh(best.recipe)} would take {format_seconds(best.seconds)} instead of "
-            f"{format_seconds(alone.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
-        )
-    return replace(plan, reasons=tuple(reasons)), changed
+    return replace(plan, reasons=explain(task, changed, instead_of=best)), changed

@@ -1,16 +1,18 @@
 """Estimates of plans that the engine prices: every figure that is shown of such a plan comes from here."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.engine.generation import GenerationEstimate
-from autoshard.engine.memory import outside_bytes
-from autoshard.engine.price import StepEstimate, price_step
+from autoshard.engine.generation import GenerationEstimate, answer_setting
+from autoshard.engine.price import Setting, StepEstimate, make_setting
+from autoshard.engine.ranks import RankFigures, answer_ranks, step_ranks
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Moment
+from autoshard.estimate import DeviceEstimate, Estimate, Moment, RankEstimate
 from autoshard.plan import Plan
-from autoshard.search.best import Figures, part_of, price_answer
+from autoshard.search.best import Figures, Task, part_of, price_recipe
 from autoshard.search.limits import Given
 from autoshard.search.processes import Asked, make_task, recipe_of
 from autoshard.search.traced import Traced
@@ -31,27 +33,46 @@ def estimate_processes(plan: Plan, traced: Traced, cluster: Cluster) -> Estimate
                   dtype="auto" if plan.workload.training else plan.precision,
                   given=Given(), goal=plan.objective)  # type: ignore[arg-type]  # fmt: skip
     task = make_task(traced, cluster, asked)
-    topology = part_of(task.topology, recipe.devices)
-    if topology is None:
+    return estimate_recipe(plan, recipe, task, cluster)
+
+
+def estimate_recipe(plan: Plan, recipe: Recipe, task: Task, cluster: Cluster) -> Estimate:
+    """Price a plan's recipe: every class of equal ranks, and the whole. Raises `PlanError` without enough devices."""
+    if part_of(task.topology, recipe.devices) is None:
         raise PlanError(f"the plan is for {recipe.devices} devices, which {task.devices} of these hosts do not have.")
-    figures: Figures
-    if plan.workload.training:
-        figures = price_step(task.work, recipe, task.card, topology)
+    figures = price_recipe(task, recipe).figures
+    setting, sequences = setting_of(task, recipe)
+    if isinstance(figures, StepEstimate):
+        ranks = step_ranks(setting, figures)
     else:
-        figures = price_answer(task, recipe, topology)
-    return estimate_of(plan, recipe, figures, cluster)
+        ranks = answer_ranks(setting, sequences, figures, task.new_tokens)
+    return _estimate_of(plan, figures, ranks, cluster)
 
 
-def estimate_of(plan: Plan, recipe: Recipe, figures: Figures, cluster: Cluster) -> Estimate:
-    """Write the figures of a recipe as an estimate: the fullest rank stands for all ranks."""
-    used = {device.name for device in plan.devices}
+def setting_of(task: Task, recipe: Recipe) -> tuple[Setting, int]:
+    """What a recipe of a task is priced with, and the sequences of a replica."""
+    topology = part_of(task.topology, recipe.devices)
+    assert topology is not None
+    if task.training:
+        return make_setting(task.work, recipe, task.card, topology), recipe.micro_batch * recipe.num_microbatches
+    sizes = task.limits.samples, task.prompt_tokens, task.new_tokens
+    return answer_setting(task.work, recipe, task.card, topology, *sizes)
+
+
+def _estimate_of(plan: Plan, figures: Figures, ranks: Sequence[RankFigures], cluster: Cluster) -> Estimate:
+    """Write the figures of a plan as an estimate; devices of one pipeline rank follow each other."""
+    each = len(plan.devices) // len(ranks)
+    rank_of = {device.name: ranks[at // each] for at, device in enumerate(plan.devices)}
     rows = []
     for device in cluster.devices:
-        if device.name in used:
-            rows.append(_device(device.name, device.memory_bytes, recipe, figures))
+        if device.name in rank_of:
+            rows.append(_device(device.name, device.memory_bytes, rank_of[device.name]))
         else:
             rows.append(DeviceEstimate.unused(device.name, device.memory_bytes))
+    names = [device.name for device in plan.devices[::each]]
+    classes = _classes(names, each, ranks)
     training = isinstance(figures, StepEstimate)
+    tokens = (plan.workload.batch_size or 1) * (plan.workload.sequence_length or 1)
     return Estimate(
         devices=tuple(rows),
         transfers=(),
@@ -60,49 +81,55 @@ def estimate_of(plan: Plan, recipe: Recipe, figures: Figures, cluster: Cluster) 
         bottleneck_seconds=figures.seconds,
         lower_bound_seconds=0.0,
         gap=0.0,
-        tokens_per_second=_rate(plan, figures),
+        tokens_per_second=rate(tokens, plan.workload.new_tokens, figures),
         prompt_seconds=0.0 if isinstance(figures, StepEstimate) else figures.prompt_seconds,
         token_seconds=0.0 if isinstance(figures, StepEstimate) else figures.token_seconds,
         exposed_seconds=figures.exposed_seconds if isinstance(figures, StepEstimate) else 0.0,
         bubble=figures.bubble if isinstance(figures, StepEstimate) else 0.0,
-        curve=_curve(figures) if training else (),
+        curve=max(classes, key=lambda one: one.peak_bytes).curve,
+        ranks=classes,
+        token_parts={} if training or not plan.workload.new_tokens else dict(cast(GenerationEstimate, figures).parts),
     )
 
 
-def _rate(plan: Plan, figures: Figures) -> float:
-    """Tokens per second of the whole machine: those trained on, those generated, else those of the prompt."""
-    if isinstance(figures, StepEstimate) or plan.workload.new_tokens:
+def _classes(names: Sequence[str], each: int, ranks: Sequence[RankFigures]) -> tuple[RankEstimate, ...]:
+    """Pipeline ranks as they are shown; neighbours that differ in their stages alone are one class."""
+    found: list[RankEstimate] = []
+    for name, rank in zip(names, ranks, strict=True):
+        made = RankEstimate(
+            first=name, devices=each, stages=rank.stages, compute_seconds=rank.compute_seconds,
+            exposed_seconds=rank.exposed_seconds, idle_seconds=rank.idle_seconds, peak_bytes=int(rank.used_bytes),
+            curve=tuple(Moment(name=at, bytes={kind: int(n) for kind, n in held.items()}) for at, held in rank.curve),
+        )  # fmt: skip
+        last = found[-1] if found else made
+        if found and replace(made, first=last.first, devices=last.devices, stages=last.stages) == last:
+            found[-1] = replace(last, devices=last.devices + each, stages=tuple(sorted((*last.stages, *made.stages))))
+        else:
+            found.append(made)
+    return tuple(found)
+
+
+def rate(tokens: int, new_tokens: int, figures: Figures) -> float:
+    """Tokens per second of the whole machine: those trained on, those generated, else those of all prompts."""
+    if isinstance(figures, StepEstimate) or new_tokens:
         return figures.tokens_per_second
-    tokens = (plan.workload.batch_size or 1) * (plan.workload.sequence_length or 1)
     return tokens / figures.seconds
 
 
-def _kinds(figures: Figures) -> Mapping[str, float]:
-    return figures.memory if isinstance(figures, GenerationEstimate) else figures.memory.kinds
-
-
-def _curve(figures: Figures) -> tuple[Moment, ...]:
-    if isinstance(figures, GenerationEstimate):
-        return ()
-    return tuple(
-        Moment(name=moment.name, bytes={name: int(n) for name, n in moment.kinds.items()})
-        for moment in figures.memory.curve
-    )
-
-
-def _device(name: str, memory_bytes: int, recipe: Recipe, figures: Figures) -> DeviceEstimate:
+def _device(name: str, memory_bytes: int, rank: RankFigures) -> DeviceEstimate:
     fields = dict.fromkeys((*KINDS.values(),), 0)
-    for kind, nbytes in _kinds(figures).items():
+    fullest = max((held for _, held in rank.curve), key=lambda held: sum(held.values()))
+    for kind, nbytes in fullest.items():
         if kind in KINDS:
             fields[KINDS[kind]] += int(nbytes)
-    peak = int(figures.reserved_bytes + sum(outside_bytes(recipe).values()))
+    peak = int(rank.used_bytes)
     return DeviceEstimate(
         name=name,
         memory_bytes=memory_bytes,
         buffer_bytes=0,
         overhead_bytes=peak - sum(fields.values()),
         peak_bytes=peak,
-        compute_seconds=figures.compute_seconds if isinstance(figures, StepEstimate) else figures.seconds,
-        transfer_seconds=figures.exposed_seconds if isinstance(figures, StepEstimate) else 0.0,
+        compute_seconds=rank.compute_seconds,
+        transfer_seconds=rank.exposed_seconds,
         **fields,
     )

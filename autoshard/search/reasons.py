@@ -7,7 +7,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.engine.memory import outside_bytes
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import Priced, Searched, Task, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, Task, part_of, search
 from autoshard.sizes import format_bytes, format_seconds
 
 WHAT: Mapping[str, str] = {
@@ -25,12 +25,18 @@ def shown_mesh(recipe: Recipe) -> str:
     return ",".join(f"{name}={degree}" for name, degree in recipe.mesh.items() if degree > 1) or "one device"
 
 
-def explain(task: Task, found: Searched) -> tuple[str, ...]:
-    """The reasons of the best recipe, in sentences."""
+def explain(task: Task, found: Searched, *, instead_of: Priced | None = None) -> tuple[str, ...]:
+    """The reasons of the best recipe, in sentences; `instead_of`: a faster one that is not worth starting."""
     assert found.best is not None
     best = found.best
     about = (_what, _where_time_goes, _memory)
     reasons = [sentence for describe in about for sentence in describe(task, best)]
+    if instead_of is not None and instead_of.recipe.devices > best.recipe.devices:
+        reasons.insert(
+            1,
+            f"{shown_mesh(instead_of.recipe)} would take {format_seconds(instead_of.seconds)} instead of "
+            f"{format_seconds(best.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
+        )
     return (*reasons, *_others(task, found), *_what_would_change(task, best), launch_command(task, best.recipe))
 
 
@@ -106,10 +112,18 @@ def _others(task: Task, found: Searched) -> Iterator[str]:
         kinds.add(_kind(other.recipe))
         shown += 1
         factor = other.value(task.goal) / best.value(task.goal)
-        about = f"{factor:.2f} times as long" if factor >= 1.005 else "no faster by enough for what it adds"
-        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {about}"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {beside(factor)}"
     fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
+
+
+def beside(factor: float) -> str:
+    """Say how long another recipe takes, as a multiple of the one that is taken."""
+    if factor >= 1.005:
+        return f"{factor:.2f} times as long"
+    if factor * AS_GOOD < 1:
+        return f"{1 - factor:.0%} less than what was asked for"
+    return "no faster by enough for what it adds"
 
 
 def _kind(recipe: Recipe) -> tuple[bool, ...]:
@@ -158,10 +172,10 @@ def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
         f"{format_bytes(used_bytes(closest))} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
         f"{format_bytes(task.card.memory_bytes)} that may be used"
     )
-    return f"{said}. {_remedy(task)}"
+    return f"{said}. {remedy(task)}"
 
 
-def _remedy(task: Task) -> str:
+def remedy(task: Task) -> str:
     """The first change that makes it fit, tried with the same search."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []

@@ -16,7 +16,7 @@ from autoshard.profile.profile import Profile
 from autoshard.timeline.apart import of_cuts, of_mesh
 from autoshard.timeline.turns import of_placements, of_streamed
 
-LINKS = ("transfer", "fetch")
+LINKS = ("transfer", "fetch", "gather", "reduce")
 """Kinds of events that occupy a link into their device, not the device."""
 
 

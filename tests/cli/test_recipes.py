@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from autoshard.cli.main import app
 from autoshard.plan import Plan
+from autoshard.sizes import format_seconds
 
 MODEL = """
 import torch
@@ -79,3 +80,57 @@ def test_what_makes_no_sense_is_one_paragraph(net, tmp_path, options, status, wo
     done = run("plan", net, "-d", "8xA100-40GB", "--train", "--batch", "64", "-o", out, *options)
     assert done.exit_code == status and words in " ".join(done.output.split()), done.output
     assert not out.exists() and "Traceback" not in done.output
+
+
+@pytest.fixture
+def plan_file(net, tmp_path):
+    out = tmp_path / "plan.json"
+    words = ["plan", net, "-d", "4xA100-40GB", "--train", "--batch", "64", "--mesh", "fsdp=2,pp=2", "-o", out]
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_a_plan_is_reported_explained_and_traced(plan_file, tmp_path):
+    shown = json.loads(run("estimate", plan_file, "--json").output)["estimate"]
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    done = run("report", plan_file, "-o", page)
+    assert done.exit_code == 0, done.output
+    assert format_seconds(shown["latency_seconds"]) in page.read_text()
+    words = json.loads(run("explain", plan_file, "--json").output)
+    assert words["chosen"]["value"] == shown["latency_seconds"] and words["alternatives"]
+    assert any("torchrun" in sentence for sentence in words["sentences"])
+    assert "rank 3 of 4, and has stage" in " ".join(run("explain", plan_file, "cuda:3").output.split())
+    assert "stage" in run("explain", plan_file, "5").output  # the last block
+    assert run("explain", plan_file, "cuda:9").exit_code == 2
+    assert run("trace", plan_file, "-o", trace).exit_code == 0
+    events = [row for row in json.loads(trace.read_text())["traceEvents"] if row["ph"] == "X"]
+    ends = max(row["ts"] + row["dur"] for row in events)
+    assert ends == pytest.approx(1e6 * shown["latency_seconds"])
+    assert run("trace", plan_file, "--measure", "-o", trace).exit_code == 2
+
+
+def test_a_target_is_reported_as_it_would_be_planned(net, tmp_path):
+    page = tmp_path / "page.html"
+    words = ["-d", "8xA100-40GB", "--train", "--batch", "64", "--strategy", "fsdp"]
+    done = run("report", net, *words, "--no-what-if", "-o", page)
+    assert done.exit_code == 0, done.output
+    shown = json.loads(run("plan", net, *words, "--json").output)["estimate"]
+    assert format_seconds(shown["latency_seconds"]) in page.read_text()
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(net):
+    words = ["-d", "2xT4", "--train", "--mesh", "fsdp=2", "--max-memory", "cuda:0=3GiB,cuda:1=3GiB"]
+    done = run("plan", net, *words, "--max-batch", "--json")
+    assert done.exit_code == 0, done.output
+    batch = json.loads(done.stdout)["plan"]["workload"]["batch_size"]
+    once = [*words, "--micro-batches", "1"]
+    assert run("plan", net, *once, "--batch", str(batch)).exit_code == 0
+    assert run("plan", net, *once, "--batch", str(batch + 2)).exit_code == 1
+
+
+def test_an_estimate_keeps_what_options_leave_out_and_fails_where_it_does_not_fit(plan_file):
+    more = json.loads(run("estimate", plan_file, "--batch", "128", "--json").output)
+    assert more["plan"]["workload"]["mode"] == "training" and more["plan"]["workload"]["batch_size"] == 128
+    done = run("estimate", plan_file, "-d", "4x1300MiB")
+    assert done.exit_code == 1 and "it does not fit" in " ".join(done.output.split())

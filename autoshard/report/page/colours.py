@@ -19,7 +19,25 @@ KINDS = {
     "fetch": "#2aa5b5",
     "all-reduce": "#3aa76d",
     "all-gather": "#7bc47f",
+    "decode": "#3b7dd8",
+    "exchange": "#e0a030",
+    "gather": "#7bc47f",
+    "reduce": "#3aa76d",
 }
+HELD = {
+    "context, allocator": "#8a8f98",
+    "workspace": "#b4b9c1",
+    "weights": PARTS["weights"],
+    "optimizer": PARTS["optimizer"],
+    "gradients": PARTS["gradients"],
+    "cache": PARTS["cache"],
+    "unsharded parameters": "#7fb2ee",
+    "activations": PARTS["activations"],
+    "transient": "#f0cf8e",
+}
+"""Kinds of memory of a rank over a step, from the bottom of a picture to its top."""
+SPENT = {"kernels": "#3b7dd8", "waits for communication": "#e0a030", "idle": "#c3c8d0"}
+"""What a rank does with the time of a step."""
 _DEVICES = (
     "#3b7dd8",
     "#e0a030",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.estimate import DeviceEstimate, Estimate
@@ -19,6 +19,9 @@ from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_m
 from autoshard.report.terminal import describe_workload
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 FORMULAS = ("formula.js", "formula_stages.js", "formula_replicas.js", "formula_streams.js", "whatif.js")
 """Scripts that compute what the sliders show, in order; they need no page."""
@@ -40,13 +43,6 @@ def make_page(
 
     `alternatives`: rows of other plans, as `alternatives.rows` makes them. `what_if`: see `report.whatif`.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("autoshard.report.page", "."), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": format_number}
     colours = device_colours([device.name for device in cluster.devices])
     root = module_tree(plan, profile)
     data = {
@@ -55,7 +51,7 @@ def make_page(
         **({"whatif": what_if} if what_if is not None else {}),
     }
     tied = tied_modules(profile)
-    return environment.get_template("page.html.j2").render(
+    return template("page.html.j2").render(
         title=title or profile.modules[0].class_name,
         headline=headline(plan, estimate),
         workload=describe_workload(profile.workload, profile.dtype),
@@ -79,9 +75,21 @@ def make_page(
         what_if=what_if,
         plan_json=plan.to_json(),
         data=embedded(data),
-        style=_file("page.css"),
-        script="\n".join(map(_file, ("page.js", *(WHAT_IF if what_if is not None else ())))),
+        style=page_file("page.css"),
+        script="\n".join(map(page_file, ("page.js", "tree.js", *(WHAT_IF if what_if is not None else ())))),
     )
+
+
+def template(name: str) -> "Template":
+    """The template of a page, with the filters that write figures."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("autoshard.report.page", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": format_number}
+    return environment.get_template(name)
 
 
 def embedded(data: Any) -> str:
@@ -90,7 +98,8 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _file(name: str) -> str:
+def page_file(name: str) -> str:
+    """The text of a file of the page."""
     return resources.files("autoshard.report.page").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,0 +1,133 @@
+"""Plans for one process per device on the command line: choose one, open one again, and study it."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autoshard.cli.console import errors, step
+from autoshard.cli.steps import capturing, check_same_model, devices_of, load
+from autoshard.errors import PlanError
+
+if TYPE_CHECKING:
+    from autoshard.cli.target import Target
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.plan import Plan
+    from autoshard.profile.profile import Profile
+    from autoshard.search.choose import Chosen
+    from autoshard.search.study import Study
+    from autoshard.search.traced import Traced
+    from autoshard.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedProcesses:
+    """A plan for processes with the model that it is for, as it was run, and its devices."""
+
+    plan: "Plan"
+    loaded: "Target"
+    traced: "Traced"
+    profile: "Profile"
+    cluster: "Cluster"
+
+    def study(self, *, sizes: bool = True) -> "Study":
+        """Search again around the plan."""
+        from autoshard.search.study import study
+
+        with step("pricing other recipes"):
+            return study(self.plan, self.traced, self.cluster, sizes=sizes)
+
+
+def choose_processes(
+    loaded: "Target", workload: "Workload", cluster: "Cluster", settings: dict[str, Any],
+    wishes: dict[str, Any] | None = None,
+) -> "Chosen | None":  # fmt: skip
+    """The plan for processes, where they are asked for or worth it, of the workload as it was typed."""
+    from autoshard.api import chosen_for
+
+    batch = workload.batch_size  # without one, derived inputs have one sample, which is no wish for a step of training
+    asked = replace(loaded.workload, batch_size=batch)
+    with capturing(loaded):
+        return chosen_for(loaded.model, loaded.inputs, asked, cluster, wishes=wishes, **settings)
+
+
+def open_chosen(chosen: "Chosen", loaded: "Target", cluster: "Cluster", target: str) -> OpenedProcesses:
+    """A plan that was just made."""
+    plan = replace(chosen.plan, target=target)
+    return OpenedProcesses(
+        plan=plan, loaded=loaded, traced=chosen.traced, profile=chosen.profile, cluster=cluster
+    )  # fmt: skip
+
+
+def open_processes(plan: "Plan", plan_file: str, target: str, devices: str = "auto") -> OpenedProcesses:
+    """Find the model of a plan for processes again. Raises `PlanError` for another model, and what capturing raises."""
+    from autoshard.cluster.parse import cluster_of
+    from autoshard.profile.measure import profile_graph
+    from autoshard.search.traced import trace
+
+    cluster = cluster_of(plan.devices) if devices == "auto" else devices_of(devices, {})
+    loaded = load(target, plan.workload)
+    with capturing(loaded):
+        traced = trace(loaded.model, loaded.inputs, plan.workload)
+    profile = profile_graph(traced.graph, traced.workload)
+    check_same_model(plan, profile, plan_file)
+    names = [device.name for device in plan.devices]
+    if any(name not in cluster.names for name in names):
+        raise PlanError(f"the plan is for {len(names)} devices, and {len(cluster.devices)} are named.")
+    return OpenedProcesses(plan=plan, loaded=loaded, traced=traced, profile=profile, cluster=cluster)
+
+
+def process_page(opened: OpenedProcesses, *, sizes: bool) -> str:
+    """The page of a plan for processes."""
+    from autoshard.report.page.processes import make_process_page
+
+    found = opened.study(sizes=sizes)
+    with step("drawing"):
+        notes = (*opened.loaded.notes, *opened.cluster.notes)
+        return make_process_page(found, opened.profile, opened.cluster, title=opened.loaded.title, notes=notes)
+
+
+def plan_largest_processes(
+    target: str, workload: "Workload", cluster: "Cluster", batch: bool, settings: dict[str, Any],
+    wishes: dict[str, Any],
+) -> "tuple[Chosen, Target] | None":  # fmt: skip
+    """The plan for processes with the largest batch or sequence that fits; None where one process is planned.
+
+    A step of training with several micro-batches has no largest batch, so its batch is one micro-batch per replica
+    unless their number is given. Raises what planning raises for the first size.
+    """
+    from autoshard.largest_size import largest
+
+    vary = "batch_size" if batch else "sequence_length"
+    count = settings.get("num_microbatches")
+    if batch and workload.training and count is None:
+        settings = {**settings, "num_microbatches": 1}
+    cards = len(cluster.devices) if workload.training else 1
+    known: dict[int, tuple[Chosen, Target]] = {}
+
+    def make(size: int) -> tuple[int, float]:
+        asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
+        loaded = load(target, asked)
+        chosen = choose_processes(loaded, asked, cluster, settings, wishes)
+        if chosen is None:
+            raise PlanError(f"a {vary.replace('_', ' ')} of {size} is planned for one process.")
+        known.clear()
+        known[size] = chosen, loaded
+        return size, max(one.peak_bytes / max(one.memory_bytes, 1) for one in chosen.estimate.devices)
+
+    def tried(size: int, load: float | None) -> None:
+        said = "does not fit" if load is None else f"fits, the fullest device is {load:.0%} full"
+        errors().print(f"{vary.replace('_', ' ')} {size} {said}", style="bright_black", soft_wrap=True)
+
+    step_size = cards * (count or 1) if batch else 1
+    start = getattr(workload, vary) or (step_size if batch else 512)
+    first = replace(workload, **{vary: -(-start // step_size) * step_size, "assumed": False})  # type: ignore[arg-type]
+    loaded = load(target, first)
+    if choose_processes(loaded, first, cluster, settings, wishes) is None:
+        return None
+    found = largest(make, start=start, step=step_size, tried=tried)
+    if found.size not in known:
+        make(found.size)
+    chosen, loaded = known[found.size]
+    what = vary.replace("_", " ")
+    shown = f"{what} {found.size} is the largest that fits: of {len(found.trials)} that were tried no larger one did"
+    plan = replace(chosen.plan, reasons=(*chosen.plan.reasons[:-1], shown, chosen.plan.reasons[-1]))
+    return replace(chosen, plan=plan), loaded

@@ -1,0 +1,181 @@
+"""The page of a plan for one process per device: pictures first, tables folded, every figure of the one Estimate."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.estimate import Estimate, Event, RankEstimate, level
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.report.page.assumptions import assumptions
+from autoshard.report.page.colours import HELD, KINDS, SPENT
+from autoshard.report.page.curves import curve_rows, curve_svg, kinds_of, percent
+from autoshard.report.page.lanes import timeline_data
+from autoshard.report.page.page import embedded, page_file, template
+from autoshard.report.processes import ranks_label
+from autoshard.report.rows import device_runs
+from autoshard.report.terminal import as_sentence, describe_workload
+from autoshard.search.study import Cell, Study
+from autoshard.sizes import format_bytes, format_seconds
+
+MOST_SPANS = 10_000
+MOST_CURVES, MOST_LANES, MOST_RANKED = 4, 16, 8
+
+
+def make_process_page(
+    study: Study, profile: Profile, cluster: Cluster, *, title: str = "", notes: Iterable[str] = ()
+) -> str:  # fmt: skip
+    """Return one HTML document that needs no other file and no network."""
+    plan, estimate = study.plan, study.estimate
+    events, said = events_of(study)
+    lanes = timeline_data(events, [rank.first for rank in estimate.ranks], estimate.latency_seconds)
+    labels = {rank.first: ranks_label(rank, plan) for rank in estimate.ranks}
+    lanes["lanes"] = [_lane(name, labels) for name in lanes["lanes"]]
+    return template("processes.html.j2").render(
+        title=title or profile.modules[0].class_name,
+        workload=describe_workload(plan.workload, profile.dtype),
+        plan=plan,
+        estimate=estimate,
+        verdict=_verdict(estimate),
+        figures=process_figures(plan, estimate),
+        study=study,
+        curves=[_curve(rank, plan, estimate) for rank in shown_ranks(estimate.ranks)],
+        kinds=kinds_of(estimate.ranks),
+        held=HELD,
+        tables=[(ranks_label(rank, plan), curve_rows(rank, kinds_of(estimate.ranks))) for rank in estimate.ranks],
+        spent=SPENT,
+        lanes=[_spent(rank, plan, estimate) for rank in _evenly(estimate.ranks, MOST_LANES)],
+        drawn=said,
+        most=max((row.seconds for row in study.rows[:MOST_RANKED]), default=1.0),
+        ranked=study.rows[:MOST_RANKED] if any(row.chosen for row in study.rows[:MOST_RANKED])
+        else [*study.rows[: MOST_RANKED - 1], *(row for row in study.rows if row.chosen)],
+        reasons=[as_sentence(reason) for reason in study.reasons[:-1]],
+        start=study.reasons[-1].partition(": ")[2],
+        changes=[as_sentence(change) for change in study.changes],
+        grids=grids(study.cells),
+        devices=device_runs(estimate.devices),
+        assumptions=assumptions(plan, estimate, profile, cluster, notes),
+        plan_json=plan.to_json(),
+        data=embedded({"timeline": lanes, "kinds": KINDS}),
+        style=page_file("page.css"),
+        script=page_file("page.js"),
+    )  # fmt: skip
+
+
+def _lane(name: str, labels: Mapping[str, str]) -> str:
+    link, _, device = name.rpartition(" ")
+    return f"{link}{' ' if link else ''}{labels[device].partition(' · ')[0]}"
+
+
+def process_figures(plan: Plan, estimate: Estimate) -> list[tuple[str, str, str]]:
+    """(what, figure, remark) of the figures that count, as the terminal has them."""
+    unit = "tokens/s" if plan.workload.sequence_length else "samples/s"
+    speed = f"{estimate.tokens_per_second:,.0f} {unit}"
+    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    found: list[tuple[str, str, str]]
+    if plan.workload.training:
+        each = f"{estimate.tokens_per_second / len(plan.devices):,.0f} per device"
+        found = [("One training step", format_seconds(estimate.latency_seconds), ""), ("Speed", speed, each)]
+        if len(plan.devices) > 1:
+            found.append(("Waits for communication", format_seconds(estimate.exposed_seconds), "of the step"))
+        if estimate.bubble:
+            found.append(("Stages are idle", f"{estimate.bubble:.0%}", "of the time"))
+    elif plan.workload.new_tokens:
+        found = [
+            ("Prompt", format_seconds(estimate.prompt_seconds), "until the first token"),
+            ("Each further token", format_seconds(estimate.token_seconds), "of every sequence"),
+            (f"{plan.workload.new_tokens} new tokens", format_seconds(estimate.latency_seconds), "prompt included"),
+            ("Speed", speed, "of the whole machine"),
+        ]
+    else:
+        found = [("One pass", format_seconds(estimate.latency_seconds), ""), ("Speed", speed, "of the whole machine")]
+    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
+    found.append(("Fullest device", f"{share:.0%}", f"{format_bytes(fullest.peak_bytes)} of "
+                  f"{format_bytes(fullest.memory_bytes)}, {fullest.name}"))  # fmt: skip
+    return found
+
+
+def _verdict(estimate: Estimate) -> tuple[str, str]:
+    used = [device for device in estimate.devices if device.peak_bytes]
+    worst = max(used, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    on = f"{len(used)} of {len(estimate.devices)} devices" if len(estimate.devices) > 1 else worst.name
+    kind = level(worst.peak_bytes, worst.memory_bytes)
+    if kind == "bad":
+        return kind, f"Does not fit on {on}: {worst.name} lacks {format_bytes(-worst.free_bytes)}"
+    if kind == "amber":
+        return kind, f"Fits on {on}, but {worst.name} is {worst.peak_bytes / worst.memory_bytes:.1%} full"
+    return "good", f"Fits on {on}"
+
+
+def shown_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
+    """The fullest class of ranks first, then the others that differ most: the first, the last, the emptiest."""
+    fullest = max(ranks, key=lambda rank: rank.peak_bytes)
+    found = [fullest]
+    for other in (ranks[0], ranks[-1], min(ranks, key=lambda rank: rank.peak_bytes)):
+        if other not in found:
+            found.append(other)
+    return found[:MOST_CURVES]
+
+
+def _evenly(ranks: Sequence[RankEstimate], most: int) -> list[RankEstimate]:
+    """So many of the classes, first and last among them."""
+    if len(ranks) <= most:
+        return list(ranks)
+    return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
+
+
+def _curve(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    memory = next(device.memory_bytes for device in estimate.devices if device.name == rank.first)
+    label = ranks_label(rank, plan)
+    said = f"{format_bytes(rank.peak_bytes)} of {format_bytes(memory)}"
+    svg = curve_svg(rank, memory, f"{label}: memory over time, at most {said}")
+    return {"label": label, "said": said, "svg": svg, "level": level(rank.peak_bytes, memory)}
+
+
+def _spent(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    seconds = (rank.compute_seconds, rank.exposed_seconds, rank.idle_seconds)
+    parts = dict(zip(SPENT, seconds, strict=True))
+    words = ", ".join(f"{name} {format_seconds(part)}" for name, part in parts.items() if part)
+    return {
+        "label": ranks_label(rank, plan), "words": words, "percent": percent(parts, estimate.latency_seconds),
+    }  # fmt: skip
+
+
+def events_of(study: Study, most: int = MOST_SPANS) -> tuple[list[Event], str]:
+    """The played step as events on the first device of every class of ranks, and what was left out to keep few."""
+    played = study.played()
+    each = len(study.plan.devices) // study.own.recipe.pp
+    names = [device.name for device in study.plan.devices[::each]]
+    first = {rank.first for rank in study.estimate.ranks}
+    numbers = [number for number, name in enumerate(names) if name in first]
+    said = [] if abs(played.stretch - 1) < 0.0005 else [
+        f"The order of the micro-batches, played by the clock, is stretched by {played.stretch - 1:+.1%} to the price."
+    ]  # fmt: skip
+    own = [span for span in played.spans if span.rank in numbers]
+    if len(own) > most:
+        kept = max(2, most * len(numbers) // len(own))
+        some = {numbers[round(at * (len(numbers) - 1) / (kept - 1))] for at in range(kept)}
+        own = [span for span in own if span.rank in some]
+        said.append(f"{len(some)} of {len(numbers)} classes of ranks are drawn.")
+    events = [
+        Event(
+            device=names[span.rank], kind=span.kind, begin_seconds=span.begin, end_seconds=span.end, stage=span.stage,
+            microbatch=span.microbatch, label=span.label,
+        )
+        for span in own
+    ]  # fmt: skip
+    return events, " ".join(said)
+
+
+def grids(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Cells by length of the sequence, as tables of batches and numbers of devices."""
+    found = []
+    for tokens in sorted({cell.tokens for cell in cells}):
+        own = [cell for cell in cells if cell.tokens == tokens]
+        devices = sorted({cell.devices for cell in own})
+        rows = [
+            (batch, [next((c for c in own if (c.batch, c.devices) == (batch, count)), None) for count in devices])
+            for batch in sorted({cell.batch for cell in own})
+        ]
+        found.append({"tokens": tokens, "devices": devices, "rows": rows})
+    return found

@@ -1,0 +1,233 @@
+"""Study: a plan for processes with everything that is shown of it, all of it from one search and one Estimate.
+
+plan, run of two samples, cluster ─▶ search again ─▶ ranking, what would change ─▶ page, explain, comparison
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.topology import Topology
+from autoshard.engine.played import Played, play_answer, play_step
+from autoshard.engine.price import StepEstimate
+from autoshard.errors import AutoshardError
+from autoshard.estimate import FULL, Estimate
+from autoshard.plan import Plan
+from autoshard.search.best import Goal, Priced, Searched, Task, alone, price_recipe, search
+from autoshard.search.estimates import estimate_recipe, rate, setting_of
+from autoshard.search.limits import Given, limits_of
+from autoshard.search.processes import Asked, make_task, recipe_of
+from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
+from autoshard.search.traced import Traced, trace, why_undivided
+from autoshard.sizes import format_bytes, format_seconds
+
+MOST_PRICED = 10_000
+"""Recipes that the other sizes of a page may take, some seconds: each size takes about as many as the plan's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The best recipe of one mesh. `seconds` of a step or an answer; `beside`: how it compares, in words."""
+
+    mesh: str
+    how: str
+    seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+    chosen: bool
+    beside: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The best plan for another size, as `autoshard plan` would make it; `mesh` "" where nothing fits."""
+
+    batch: int
+    tokens: int
+    devices: int
+    mesh: str
+    seconds: float
+    tokens_per_second: float
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What is shown of a plan for processes.
+
+    Attributes:
+        rows: the best recipe of every mesh that fits, best first, and the plan's own.
+        reasons: what, why, the runner-up and by how much, in sentences; the last is how to start it.
+        to_fit: what would make it fit, or less full, as tried; "" where it fits.
+        cells: other sizes, priced by the same search.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    traced: Traced
+    task: Task
+    own: Priced
+    searched: Searched
+    rows: tuple[Row, ...]
+    reasons: tuple[str, ...]
+    to_fit: str = ""
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What other batches, lengths and numbers of devices would change, in sentences."""
+        own = next((cell for cell in self.cells if cell.own), None)
+        return tuple(_changed(own, cell) for cell in self.cells if own is not None and _steps(own, cell) == 1)
+
+    def played(self) -> Played:
+        """The step or answer as it is played."""
+        setting, _ = setting_of(self.task, self.own.recipe)
+        if isinstance(self.own.figures, StepEstimate):
+            return play_step(setting, self.own.figures)
+        return play_answer(setting, self.own.figures, self.task.new_tokens)
+
+
+def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:
+    """Search again around a plan. `sizes`: other batches, lengths and numbers of devices, too, which takes seconds."""
+    task = make_task(traced, cluster, _asked(plan, traced))
+    recipe = recipe_of(plan)
+    whole = replace(task, card=replace(task.card, memory_bytes=min(device.memory_bytes for device in plan.devices)))
+    estimate = estimate_recipe(plan, recipe, whole, cluster)
+    found, own = search(task), price_recipe(whole, recipe)
+    one = None if found.best is None or recipe.devices > 1 else alone(task, found)
+    reasons = explain(task, replace(found, best=own), instead_of=found.best if one is not None else None)
+    done = Study(
+        plan=plan, estimate=estimate, traced=traced, task=task, own=own, searched=found,
+        rows=tuple(_rows(task, found, own)), reasons=reasons, to_fit=_to_fit(task, own, estimate),
+    )  # fmt: skip
+    return replace(done, cells=tuple(_cells(done))) if sizes else done
+
+
+def _asked(plan: Plan, traced: Traced) -> Asked:
+    training = plan.workload.training
+    assert plan.mesh is not None
+    divided = (
+        plan.mesh.data > 1 or plan.num_microbatches > 1
+    )  # then it was found divisible, or assumed so, when planned
+    return Asked(
+        goal=cast(Goal, plan.objective), precision=plan.precision if training else "auto", compiled=plan.compiled,
+        dtype="auto" if training else plan.precision,
+        why_undivided="" if divided or traced.samples == 1 else _why_undivided(traced),
+    )  # fmt: skip
+
+
+def _why_undivided(traced: Traced) -> str:
+    try:
+        return why_undivided(traced)
+    except AutoshardError as error:
+        return str(error)
+
+
+def _rows(task: Task, found: Searched, own: Priced) -> Iterator[Row]:
+    """The ranking; the plan's own recipe takes the place of the one with its mesh."""
+    others = [one for one in found.ranking if one.recipe.mesh != own.recipe.mesh]
+    for one in sorted([own, *others], key=lambda one: one.value(task.goal)):
+        recipe, mine = one.recipe, one is own
+        how = []
+        if task.training:
+            how.append(f"{recipe.num_microbatches} x {recipe.micro_batch}, recompute {recipe.recompute}")
+        if recipe.pp > 1:
+            how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
+        yield Row(
+            mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=_rate(task, one),
+            peak_bytes=int(used_bytes(one)), chosen=mine,
+            beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal)),
+        )  # fmt: skip
+
+
+def _rate(task: Task, one: Priced) -> float:
+    return rate(task.limits.samples * task.work.tokens, task.new_tokens, one.figures)
+
+
+def _to_fit(task: Task, own: Priced, estimate: Estimate) -> str:
+    """What would make a plan fit that does not, or leave what is kept free."""
+    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    if fullest.peak_bytes <= FULL * fullest.memory_bytes:
+        return ""
+    lacking = fullest.peak_bytes - fullest.memory_bytes
+    said = (
+        f"{fullest.name} lacks {format_bytes(lacking)}" if lacking > 0
+        else f"{fullest.name} is {fullest.peak_bytes / fullest.memory_bytes:.1%} full: fragments may not fit any more"
+    )  # fmt: skip
+    recipe = own.recipe
+    mesh = {name: degree for name, degree in recipe.mesh.items() if degree > 1}
+    same = Given(mesh=mesh, micro_batch=recipe.micro_batch, recompute=recipe.recompute if task.training else None)
+    return f"{said}. {remedy(replace(task, given=same))}"
+
+
+def _cells(done: Study) -> Iterator[Cell]:
+    """The plan's size first, then those one step away, then the rest, as long as they take few enough recipes."""
+    left: float = MOST_PRICED // max(1, done.searched.priced)
+    works: dict[int, Traced | None] = {done.task.work.tokens: done.traced}
+    samples, tokens, devices = done.task.limits.samples, done.task.work.tokens, done.task.devices
+    sizes = [(b, t, d) for t in (1, 0.5, 2) for b in (1, 0.5, 2) for d in (1, 0.5, 2)]
+    for size in sorted(sizes, key=lambda size: (sum(part != 1 for part in size), sizes.index(size))):
+        batch, length, count = (part * own for part, own in zip(size, (samples, tokens, devices), strict=True))
+        topology = _scaled(done.task.topology, size[2])
+        if topology is None or batch != int(batch) or length != int(length) or (tokens == 1 and length != 1):
+            continue
+        cost = 0 if size == (1, 1, 1) else max(1, size[2])
+        if left < cost:
+            continue
+        left -= cost
+        if length not in works:
+            works[int(length)] = _longer(done.traced, int(length))
+        traced = works[int(length)]
+        if traced is not None:
+            yield _cell(done, traced, int(batch), topology, int(count))
+
+
+def _longer(traced: Traced, tokens: int) -> Traced | None:
+    """The same model with sequences of another length; None where inputs are given, or it takes no such sequences."""
+    if not traced.derived:
+        return None
+    try:
+        return trace(traced.model, None, replace(traced.workload, sequence_length=tokens))
+    except AutoshardError:
+        return None
+
+
+def _scaled(topology: Topology, factor: float) -> Topology | None:
+    """So many times as many devices: whole hosts, or a part of the only one."""
+    if factor < 1 and topology.hosts == 1:
+        per_host = int(topology.devices_per_host * factor)
+        return replace(topology, devices_per_host=per_host) if per_host else None
+    return replace(topology, hosts=int(topology.hosts * factor)) if (topology.hosts * factor) % 1 == 0 else None
+
+
+def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: int) -> Cell:
+    task, tokens = done.task, traced.work.tokens
+    own = topology == task.topology and batch == task.limits.samples and tokens == task.work.tokens
+    limits = limits_of(traced.work, batch, widest=topology.devices_per_host, why_not=task.limits.why_not)
+    task = replace(task, work=traced.work, prompt_tokens=tokens, topology=topology, limits=limits)
+    found = done.searched if own else search(task)
+    best = found.best
+    if best is not None and not task.training and topology.hosts == 1:
+        best = alone(task, found) or best
+    return Cell(
+        batch=batch, tokens=tokens, devices=devices, own=own, mesh="" if best is None else shown_mesh(best.recipe),
+        seconds=0.0 if best is None else best.seconds, tokens_per_second=0.0 if best is None else _rate(task, best),
+    )  # fmt: skip
+
+
+def _steps(own: Cell, cell: Cell) -> int:
+    """In how many of its sizes a cell differs."""
+    return sum(getattr(own, name) != getattr(cell, name) for name in ("batch", "tokens", "devices"))
+
+
+def _changed(own: Cell, cell: Cell) -> str:
+    what = (
+        f"a batch of {cell.batch}" if cell.batch != own.batch
+        else f"{cell.tokens} tokens" if cell.tokens != own.tokens
+        else f"{cell.devices} devices"
+    )  # fmt: skip
+    if not cell.mesh:
+        return f"with {what} nothing fits"
+    same = "the same mesh" if cell.mesh == own.mesh else cell.mesh
+    return f"with {what}: {same}, {format_seconds(cell.seconds)}, {cell.tokens_per_second:,.0f} tokens/s"

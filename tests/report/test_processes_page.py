@@ -1,0 +1,179 @@
+"""The page of a plan for processes: its figures are those of the terminal, --json, explain and the play."""
+
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from autoshard.cluster.parse import parse_devices
+from autoshard.profile.measure import profile_graph
+from autoshard.report.document import plan_document
+from autoshard.report.explained_processes import explain_study
+from autoshard.report.page.curves import held
+from autoshard.report.page.processes import events_of, make_process_page, process_figures
+from autoshard.report.terminal import print_plan
+from autoshard.report.trace import trace_document
+from autoshard.search.limits import Given
+from autoshard.search.processes import Asked, plan_processes
+from autoshard.search.study import study
+from autoshard.sizes import format_bytes, format_seconds
+from tests.report.test_page import Structure
+from tests.search.models import traced
+
+CASES = {
+    "sharded": ("8xA100-40GB", {}, Given(mesh={"fsdp": 8})),
+    "tensor": ("8xA100-40GB", {}, Given(mesh={"fsdp": 4, "tp": 2}, micro_batch=2)),
+    "pipeline": ("8xA100-40GB", {}, Given(mesh={"fsdp": 2, "pp": 4}, micro_batch=2, schedule="1f1b")),
+    "interleaved": ("4xA100-40GB", {}, Given(mesh={"pp": 4}, micro_batch=4, schedule="interleaved")),
+    "answer": ("4xA100-40GB", {"training": False, "new_tokens": 100}, Given(mesh={"tp": 2, "pp": 2})),
+    "forward": ("4xA100-40GB", {"training": False}, Given(mesh={"dp": 4})),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    """A study of a plan, its profile and cluster, and its page."""
+    spec, changes, given = CASES[request.param]
+    work, cluster = traced(**changes), parse_devices(spec)
+    plan, _, _ = plan_processes(work, cluster, Asked(given=given))
+    found = study(plan, work, cluster)
+    profile = profile_graph(work.graph, work.workload)
+    return found, profile, cluster, make_process_page(found, profile, cluster, title="decoder")
+
+
+def test_a_page_is_whole_and_fetches_nothing(case):
+    text = case[3]
+    structure = Structure()
+    structure.feed(text)
+    assert not structure.open and not structure.fetched
+    assert len(structure.ids) == len(set(structure.ids))
+    for target in re.findall(r'href="#([^"]*)"', text):
+        assert target in structure.ids
+    assert len(text) < 1_500_000
+
+
+def test_terminal_json_page_and_explain_say_the_same(case):
+    found, profile, _, text = case
+    plan, estimate = found.plan, found.estimate
+    screen = io.StringIO()
+    print_plan(Console(file=screen, width=160), replace(plan, reasons=found.reasons), estimate, profile)
+    printed, document = screen.getvalue(), plan_document(plan, estimate, profile)["estimate"]
+    explained = " ".join(explain_study(found).sentences)
+    seconds = format_seconds(document["latency_seconds"])
+    assert all(seconds in shown for shown in (printed, text)) and explain_study(found).chosen is not None
+    assert explain_study(found).chosen.value == document["latency_seconds"]
+    for _, figure, _ in process_figures(plan, estimate)[:-1]:
+        assert figure in printed and figure in text
+    fullest = max(document["devices"], key=lambda row: row["peak_bytes"])
+    assert all(format_bytes(fullest["peak_bytes"]) in shown for shown in (printed, text, explained))
+    if plan.workload.new_tokens:
+        for name in ("prompt_seconds", "token_seconds", "latency_seconds"):
+            assert format_seconds(document[name]) in printed and format_seconds(document[name]) in text
+    for rank, row in zip(estimate.ranks, document["ranks"], strict=True):
+        assert row["peak_bytes"] == rank.peak_bytes
+        assert format_seconds(rank.compute_seconds) in text
+    assert max(row.tokens_per_second for row in found.rows if row.chosen) == pytest.approx(
+        document["tokens_per_second"]
+    )
+
+
+def test_the_timeline_ends_with_the_pass_and_its_parts_are_those_of_the_ranks(case):
+    found, _, cluster, text = case
+    estimate, played = found.estimate, found.played()
+    assert max(span.end for span in played.spans) == pytest.approx(estimate.latency_seconds, rel=1e-6)
+    assert abs(played.stretch - 1) < 0.05
+    each = len(found.plan.devices) // found.own.recipe.pp
+    network = ("gather", "reduce")
+    for number in range(found.own.recipe.pp):
+        name = found.plan.devices[number * each].name
+        rank = next((one for one in estimate.ranks if one.first == name), None)
+        if rank is None:
+            continue
+        own = [span for span in played.spans if span.rank == number]
+        busy = sum(span.end - span.begin for span in own if span.kind not in (*network, "exchange"))
+        assert busy == pytest.approx(rank.compute_seconds, rel=0.08)
+        total = rank.compute_seconds + rank.exposed_seconds + rank.idle_seconds
+        assert total == pytest.approx(estimate.latency_seconds, rel=0.02)
+        streams = [[s for s in own if s.kind in network], [s for s in own if s.kind not in network]]
+        for spans in streams:
+            for before, after in pairwise(spans):
+                assert after.begin >= before.end - 1e-9
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+    assert data["timeline"]["end"] == pytest.approx(estimate.latency_seconds)
+    assert {data["timeline"]["kinds"][row[1]] for row in data["timeline"]["events"]} <= set(data["kinds"])
+    rows = trace_document(events_of(found)[0], cluster)["traceEvents"]
+    assert max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X") == pytest.approx(
+        1e6 * estimate.latency_seconds
+    )
+
+
+def test_memory_by_rank_adds_up_and_the_fullest_is_the_estimate_s(case):
+    found, _, _, text = case
+    estimate = found.estimate
+    assert sum(rank.devices for rank in estimate.ranks) == len(found.plan.devices)
+    for rank in estimate.ranks:
+        assert max(sum(kinds.values()) for _, kinds in held(rank)) == rank.peak_bytes
+        assert format_bytes(rank.peak_bytes) in text
+    peaks = {device.peak_bytes for device in estimate.devices if device.peak_bytes}
+    assert peaks == {rank.peak_bytes for rank in estimate.ranks}
+    assert len(estimate.curve) >= 2 and estimate.curve in [rank.curve for rank in estimate.ranks]
+
+
+def test_other_sizes_are_what_would_be_planned_for_them():
+    work, cluster = traced(), parse_devices("8xA100-40GB")
+    plan, _, _ = plan_processes(work, cluster, Asked())
+    found = study(plan, work, cluster)
+    own = next(cell for cell in found.cells if cell.own)
+    assert own.seconds == pytest.approx(found.estimate.latency_seconds)
+    for cell in found.cells:
+        other, searched, _ = plan_processes(
+            replace(work, samples=cell.batch), parse_devices(f"{cell.devices}xA100-40GB"), Asked()
+        )
+        assert searched.best is not None and cell.seconds == pytest.approx(searched.best.seconds), cell
+        assert other.mesh is not None and cell.mesh.count("=") == sum(n > 1 for n in other.mesh.degrees.values())
+    assert len(found.cells) > 4 and found.changes
+
+
+def test_a_full_device_is_amber_and_what_does_not_fit_says_what_to_change():
+    work, cluster = traced(), parse_devices("8xA100-40GB")
+    plan, _, _ = plan_processes(work, cluster, Asked(given=Given(mesh={"fsdp": 8}, micro_batch=4)))
+    peak = max(device.peak_bytes for device in study(plan, work, cluster, sizes=False).estimate.devices)
+    for memory, kind, words in ((peak * 1.03, "amber", "full"), (peak * 0.97, "bad", "Does not fit")):
+        less = {device.name: int(memory) for device in plan.devices}
+        tight = replace(plan, devices=tuple(replace(one, memory_bytes=int(memory)) for one in plan.devices))
+        found = study(tight, work, cluster.with_memory(less), sizes=False)
+        text = make_process_page(found, profile_graph(work.graph, work.workload), cluster.with_memory(less))
+        assert f'<p class="verdict {kind}">' in text and words in text
+        assert "What to change:" in text and "it fits: " in found.to_fit
+        assert found.estimate.fits == (kind == "amber")
+
+
+def test_the_same_plan_gives_the_same_bytes():
+    work, cluster = traced(), parse_devices("4xA100-40GB")
+    plan, _, _ = plan_processes(work, cluster, Asked())
+    profile = profile_graph(work.graph, work.workload)
+    pages = [make_process_page(study(plan, work, cluster), profile, cluster) for _ in range(2)]
+    assert pages[0] == pages[1]
+
+
+def test_a_browser_opens_it_without_a_word(case, tmp_path):
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").sync_playwright
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium is installed")
+    (tmp_path / "page.html").write_text(case[3])
+    with sync() as player:
+        browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page, troubles = browser.new_page(), []
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda one: None if one.url.startswith("file:") else troubles.append(one.url))
+        page.goto((tmp_path / "page.html").as_uri())
+        assert page.locator("#lanes svg rect").count() > 2 and page.locator("svg.curve").count() >= 1
+        assert not troubles
+        browser.close()
