@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from autoshard.verify import Verification
 
 
-RUNS_TODAY = "Plan in processes started with torchrun, or with launch='one-process': those plans are carried out."
-
-
 def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "ModelGraph":
     """Record one run of the model without its weights.
 
@@ -270,14 +267,17 @@ def apply(
     planned for with the other arguments. `check_first_batch`: the first call whose batch is divided, or that runs on
     cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
-    that this one process carries out. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
+    that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
+    mesh has dp and fsdp only: each calls the model with samples of its own, as under torch's fully_shard, and gradients
+    are means over processes. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
     """
     from autoshard.runtime import apply_device_map, apply_plan
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
     if isinstance(plan, Plan):
-        refuse_priced_alone(plan, "apply", RUNS_TODAY)
+        if check_first_batch and plan.launch:
+            refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}

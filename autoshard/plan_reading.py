@@ -66,9 +66,8 @@ def read_plan(text: str) -> Plan:
     _check_streamed(data["streamed"])
     mesh = data["mesh"] = read_mesh(data["mesh"], Mesh, len(data["devices"]))
     data["batch"] = read_batch(data["batch"])
-    data["stages"] = read_stages(
-        data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1, bool(mesh and mesh.sharded)
-    )
+    layered = mesh is not None and (mesh.sharded or (bool(data["launch"]) and mesh.data > 1))
+    data["stages"] = read_stages(data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1, layered)
     data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
     data["whole"] = read_whole(data["whole"])
     data["results"] = read_results(data["results"], data["cuts"])

@@ -298,13 +298,14 @@ _apply_of_function: Any = vars(_function_class)["apply"]
 _checkpointed: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
 
 
-def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple) -> Any:
+def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple, in_forward: Any = None) -> Any:
     """Return torch's checkpoint as a generator: `next` begins it, the second `next` ends it, `close` gives it up.
 
-    `run(*args)` is called in backward, inside the context `in_backward`, once for every backward.
+    `run(*args)` is called in backward, inside the context `in_backward`, once for every backward. `in_forward`: the
+    context between the first and the second `next`.
     """
     make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    return make(run, True, lambda: (nullcontext(), in_backward), "default", False, True, *args)
+    return make(run, True, lambda: (in_forward or nullcontext(), in_backward), "default", False, True, *args)
 
 
 def intercept(interceptor: Interceptor) -> None:

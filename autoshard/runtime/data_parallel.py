@@ -36,6 +36,7 @@ from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.groups import Made, end_groups, group_of
 from autoshard.runtime.hooks import to_device
+from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.runtime.sharded import (
     Replaced,
@@ -44,6 +45,7 @@ from autoshard.runtime.sharded import (
     is_sharded,
     no_sync,
     shard,
+    shards,
     unshard,
     unshard_failed,
 )
@@ -89,7 +91,7 @@ def apply_replicas(
     try:
         if problem is None:
             check_replicas(model, plan)
-            if mesh is not None and mesh.sharded:
+            if shards(plan):
                 check_shardable(model, plan)
             # each replica draws random numbers of its own
             mark = replace(mark_of(model, plan.cuts, device), plan=digest_of(plan), random=())
@@ -104,20 +106,20 @@ def apply_replicas(
         return model
     undo = None
     try:
-        sharded = {id(parameter) for parameter in model.parameters()} if mesh.sharded else set()
+        sharded = {id(parameter) for parameter in model.parameters()} if shards(plan) else set()
         stay = {name for name, tensor in tensors.items() if id(tensor) in sharded}  # they go block by block
         undo = move_tensors(tensors, {name: originals[name] if name in stay else device for name in tensors})
     except Exception as found:
         error = found
     try:
         agree(ranks, Mark(), error)
-        if mesh.sharded:
+        if shards(plan):
             _shard_replica(model, record)
     except BaseException:
         if undo is not None:
             undo()
         raise
-    if not mesh.sharded:
+    if not shards(plan):
         average_gradients(model, record)
     return model
 
@@ -147,7 +149,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     try:
         try:
             used = shard(model, record.plan, record.ranks, record.device, record.replaced)
-            record.handles += used.handles
+            record.handles += [*used.handles, *recompute_layers(model, record.plan)]
         except Exception as found:
             error = found
         agree(record.ranks, Mark(), error)
@@ -170,7 +172,7 @@ def _groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, 
 
 def check_replicas(model: nn.Module, plan: Plan) -> None:
     """Raise unless the model can be a replica: it has values, and rows of its batch are not mixed."""
-    if plan.batch is None:
+    if plan.batch is None and not plan.launch:
         raise PlanError(
             "this plan has replicas and does not say how the batch is divided. Plan again with "
             'strategy="data-parallel".'

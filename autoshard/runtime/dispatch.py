@@ -15,6 +15,7 @@ from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
 from autoshard.runtime.devices import check_copies, make_current, resolve_device
+from autoshard.runtime.launched import check_launched
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
@@ -30,6 +31,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     model on meta while it is cut. Raises `PlanError` if the plan does not belong to the model, `ApplyError` if it can't
     be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
+    if plan.launch == "processes":
+        check_launched(plan)
     if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
         return _apply_pipeline(model, plan)
     if plan.mesh is not None and plan.mesh.data > 1 and plan.mesh.pipeline == 1 and count_processes() > 1:

@@ -8,11 +8,12 @@ changes are given to it again as they were.
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autoshard import torch_private
 from autoshard.module_paths import is_container
@@ -38,11 +39,11 @@ def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def hook_recompute(modules: Mapping[str, nn.Module], paths: tuple[str, ...]) -> list[Any]:
-    """Hook modules, behind what moves their arguments; returns handles."""
+def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], *, selective: bool = False) -> list[Any]:
+    """Hook modules, behind what moves their arguments; returns handles. `selective`: what is costly is kept."""
     handles: list[Any] = []
     for path in paths:
-        hook = Recompute()
+        hook = Recompute(selective)
         handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         handles.append(modules[path].register_forward_hook(Kept(hook), prepend=True, always_call=True))
     return handles
@@ -59,14 +60,15 @@ class _Local(threading.local):
 class Recompute:
     """Pre-hook of a module: what autograd saves from here on is computed again when backward needs it."""
 
-    __slots__ = ("local",)
+    __slots__ = ("local", "selective")
     uncounted = True
 
-    def __init__(self) -> None:
+    def __init__(self, selective: bool = False) -> None:
         self.local = _Local()
+        self.selective = selective
 
     def __reduce__(self) -> tuple:  # a copy or a saved model starts without calls
-        return Recompute, ()
+        return Recompute, (self.selective,)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
@@ -85,7 +87,11 @@ class Recompute:
 
         # torch looks for devices with random numbers in positional ones only
         values = _copied((*args, *kwargs.values()), {})
-        begun = torch_private.begin_checkpoint(run, self, values)
+        if self.selective:
+            first, again = create_selective_checkpoint_contexts(_KeepCostly())
+            begun = torch_private.begin_checkpoint(run, _Both(self, again), values, first)
+        else:
+            begun = torch_private.begin_checkpoint(run, self, values)
         local.open.append(begun)
         next(begun)
 
@@ -95,6 +101,49 @@ class Recompute:
 
     def __exit__(self, *error: object) -> None:
         self.local.again -= 1
+
+
+class _Both:
+    """Two contexts, one inside of the other."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_ATTENTIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+class _KeepCostly:
+    """What of a module's results is kept: attention, and every second matrix product; the rest is computed again.
+
+    The engine counts the memory and the seconds of selective recomputation like this.
+    """
+
+    def __init__(self) -> None:
+        self.products = {False: 0, True: 0}  # of the forward, and of the run in backward
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTIONS:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _PRODUCTS:
+            self.products[context.is_recompute] += 1
+            if self.products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _copied(given: Any, seen: dict[int, Any]) -> Any:

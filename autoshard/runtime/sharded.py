@@ -39,25 +39,30 @@ class Replaced:
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
     device: torch.device
+    dtype: torch.dtype
 
 
 def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device, replaced: list[Replaced]) -> "Used":
     """Let every rank keep its part of each parameter; returns what follows their use, and fills `replaced`.
 
-    All ranks call it, after `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
+    Ranks of different replicas have the same parts (`Mesh.dp`). Parameters get the dtype of the plan's precision. All
+    ranks call it, after `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     modules = dict(model.named_modules())
     blocks = [path for stage in plan.stages for path in stage.paths]
-    mesh = DeviceMesh.from_group(ranks.group, device.type)
+    mesh, dtype = _mesh_of(plan, ranks, device), STORED.get(plan.precision if plan.launch else "")
+    options: dict[str, Any] = {"mesh": mesh, **policy_of(plan)}
     order = Order(ranks, device)
     for number, module in enumerate((*(modules[path] for path in blocks), model)):
         own = _parameters(module, {id(one.parameter) for one in replaced})
         replaced += own
+        for one in own:
+            if dtype is not None and one.parameter.is_floating_point():
+                one.parameter.data = one.parameter.data.to(dtype)
         whole = [one.parameter.data for one in own]
-        engine = fully_shard(module, mesh=mesh)
+        engine = fully_shard(module, **options)
         for one, data in zip(own, whole, strict=True):
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(_Gather(ranks, order, number))
@@ -71,6 +76,35 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
     return used
 
 
+STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
+"""The dtype of parameters, their gradients and their optimizer state, by a plan's precision."""
+
+
+def policy_of(plan: Plan) -> dict[str, Any]:
+    """What fully_shard is told of the precision of a plan for processes: "mixed" gathers and computes in 16 bits."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not plan.launch or plan.precision != "mixed":
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+def shards(plan: Plan) -> bool:
+    """Whether fully_shard carries out a plan: of sharded replicas, and of all that are trained by a given precision."""
+    mesh = plan.mesh
+    return mesh is not None and (mesh.sharded or (bool(plan.launch) and plan.workload.training))
+
+
+def _mesh_of(plan: Plan, ranks: ProcessRanks, device: torch.device) -> Any:
+    """All ranks, or replicas x the ranks that share one."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    assert plan.mesh is not None
+    if plan.mesh.dp == 1:
+        return DeviceMesh.from_group(ranks.group, device.type)
+    return init_device_mesh(device.type, (plan.mesh.dp, plan.mesh.fsdp), mesh_dim_names=("dp", "fsdp"))
+
+
 def forget_whole(replaced: Sequence[Replaced]) -> None:
     """Free the memory of the whole parameters, once all ranks have sharded theirs."""
     for one in replaced:
@@ -82,6 +116,7 @@ def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
     """Undo what `shard` did, also half-way, while the whole parameters are there; nobody else is asked."""
     torch_private.undo_fully_shard(model)
     for one in replaced:
+        one.parameter.data = one.parameter.data.to(one.dtype)
         for module, name in one.places:
             module._parameters[name] = one.parameter
 
@@ -189,8 +224,8 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
         present: Any = module._parameters[name]
         target = originals.get(names.get(id(present), ""), one.device)
         with torch.no_grad():
-            one.parameter.data = whole_of(present).to(target)
-            one.parameter.grad = None if present.grad is None else whole_of(present.grad).to(target)
+            one.parameter.data = whole_of(present).to(target, one.dtype)
+            one.parameter.grad = None if present.grad is None else whole_of(present.grad).to(target, one.dtype)
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
             module._parameters[name] = one.parameter
@@ -215,7 +250,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return sharded.full_tensor()
     except RuntimeError as error:
-        raise lost(ProcessRanks.of(sharded.device_mesh.get_group()), error) from error
+        raise lost(ProcessRanks.of(sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)), error) from error
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -229,7 +264,7 @@ def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) in done or is_sharded(parameter):
                 continue
-            one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device))
+            one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device, parameter.dtype))
             one.places.append((inner, name))
     return list(found.values())
 

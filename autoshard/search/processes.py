@@ -161,11 +161,12 @@ def strategy_of(recipe: Recipe) -> str:
 
 
 def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tuple[tuple[Stage, ...], dict[str, str]]:
-    """The stages of a pipeline with the device of each; of sharded replicas, the modules that are gathered as one."""
+    """The stages of a pipeline with the device of each; of trained replicas, the layers, gathered one at a time."""
     first = {"": devices[0].name}
     if recipe.pp == 1:
-        gathered = layer_paths(traced) if recipe.fsdp > 1 else []
-        return tuple(Stage(paths=(path,)) for path in gathered), first
+        layers = layer_paths(traced) if recipe.dp * recipe.fsdp > 1 and traced.workload.training else []
+        again = recipe.recompute == "full"
+        return tuple(Stage(paths=(path,), recompute=again) for path in layers), first
     count = recipe.pp * recipe.stages_per_rank
     stage_of_layer = [
         index for index, stage in enumerate(split_stages(traced.work, count)) for block, n in stage if block.layer

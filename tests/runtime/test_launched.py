@@ -1,0 +1,173 @@
+"""Plans made for processes before they run, carried out by them: replicas, sharded ones, both; recomputed; in 16 bits.
+
+Every process computes its own samples. What they train is held against one process that has all samples.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import autoshard
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.runtime.sharded import whole_of
+from autoshard.workload import Workload
+from tests.ranks import run_ranks
+from tests.search.models import Decoder
+from tests.torch_releases import sharded_replicas
+
+SAMPLES, LENGTH, WORDS = 8, 6, 48
+
+
+def decoder(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Decoder(32, 3, 4, WORDS).to(dtype)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator)
+
+
+def plan_for(mesh, devices, model_dtype=torch.float32, **wishes):
+    """A plan that is made without processes, and goes through its file."""
+    ids = samples()
+    plan = autoshard.plan(
+        decoder(model_dtype), {f"cpu:{index}": "8GiB" for index in range(devices)}, inputs={"ids": ids, "labels": ids},
+        workload=Workload(mode="training", batch_size=SAMPLES), launch="processes", mesh=mesh, **wishes,
+    )  # fmt: skip
+    return plan.to_json()
+
+
+def train(model, ids, steps=3, micro_batch=None):
+    """Losses of some steps of AdamW with clipping, and the gradients of the first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, gradients = [], {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parts = ids.split(micro_batch or len(ids))
+        total = 0.0
+        for part in parts:
+            loss = model(part, labels=part) / len(parts)
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        gradients = gradients or {
+            name: whole_of(one.grad).detach().clone() for name, one in model.named_parameters() if one.grad is not None
+        }
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return losses, gradients, {name: whole_of(one).detach().clone() for name, one in model.named_parameters()}
+
+
+def own_part(ids):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return ids[rank * len(ids) // size : (rank + 1) * len(ids) // size]
+
+
+def largest_error(found, expected):
+    """Relative to the largest number of each tensor."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name].float() - one.float()).abs().max() / one.float().abs().max().clamp(min=1e-12))
+        for name, one in expected.items()
+    )
+
+
+def trained(text, dtype=torch.float32):
+    """How far three steps are from those of one process that has all samples, and what the parameters were."""
+    plan, ids = Plan.from_json(text), samples()
+    expected = train(decoder(dtype), ids)
+    model = autoshard.apply(decoder(dtype), plan)
+    kept = sum(one.to_local().numel() for one in model.parameters()) / sum(one.numel() for one in model.parameters())
+    stored = {one.dtype for one in model.parameters()}
+    losses, gradients, values = train(model, own_part(ids), micro_batch=plan.micro_batch)
+    assert {one.dtype for one in gradients.values()} == stored
+    means = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(means)
+    means /= dist.get_world_size()
+    autoshard.remove(model)
+    assert {one.dtype for one in model.parameters()} == {dtype}
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    return {
+        "losses": max(abs(one - other) / other for one, other in zip(means.tolist(), expected[0], strict=True)),
+        "gradients": largest_error(gradients, expected[1]),
+        "values": largest_error(values, expected[2]),
+        "kept": kept, "stored": stored,
+    }  # fmt: skip
+
+
+MESHES = {"fsdp=2": 2, "dp=2": 2, "dp=2,fsdp=2": 4}
+
+
+QUICK = {("fsdp=2", "selective"), ("dp=2", "none"), ("dp=2,fsdp=2", "full")}
+
+
+@sharded_replicas
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    [
+        pytest.param(mesh, recompute, marks=() if (mesh, recompute) in QUICK else pytest.mark.slow)
+        for mesh in MESHES
+        for recompute in ("none", "selective", "full")
+    ],
+)
+def test_steps_are_those_of_one_process(mesh, recompute):
+    """Sums in another order: 1e-5 of the largest number of a tensor."""
+    text = plan_for(mesh, MESHES[mesh], recompute=recompute, precision="full")
+    for found in run_ranks(trained, MESHES[mesh], text):
+        assert found["losses"] < 1e-5 and found["gradients"] < 1e-5, found
+        assert found["values"] < 1e-4, found  # AdamW divides by the root of small gradients
+        assert found["kept"] == pytest.approx(0.5 if "fsdp" in mesh else 1.0, abs=0.02)
+
+
+@sharded_replicas
+@pytest.mark.parametrize("mesh", ["fsdp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
+def test_mixed_precision_keeps_float32_and_computes_in_bfloat16(mesh):
+    """Two parts in 2**8 of bfloat16, through three layers: 5 % of the largest number of a gradient."""
+    text = plan_for(mesh, 2, torch.bfloat16, precision="mixed")
+    for found in run_ranks(trained, 2, text, torch.bfloat16):
+        assert found["stored"] == {torch.float32}
+        assert found["losses"] < 0.01 and found["gradients"] < 0.05, found
+
+
+def backward_flops(text):
+    plan = Plan.from_json(text)
+    model = autoshard.apply(decoder(), plan)
+    part = own_part(samples())[: plan.micro_batch]
+    loss = model(part, labels=part)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    return counter.get_total_flops()
+
+
+@sharded_replicas
+def test_layers_are_computed_again_as_the_plan_says():
+    """All products of a layer but the last, which backward does not need; or the second and fourth of its six."""
+    none, selective, full = (
+        run_ranks(backward_flops, 2, plan_for("fsdp=2", 2, recompute=one, micro_batch=1))[0]
+        for one in ("none", "selective", "full")
+    )
+    square, wide = 2 * 32 * 32, 2 * 32 * 128
+    assert full - none == 3 * LENGTH * (4 * square + wide)
+    assert selective - none == 3 * LENGTH * 2 * square
+
+
+def refused(text):
+    model = decoder()
+    before = dict(model.named_parameters())
+    with pytest.raises(PlanError) as caught:
+        autoshard.apply(model, Plan.from_json(text))
+    assert all(one is before[name] for name, one in model.named_parameters())
+    return str(caught.value)
+
+
+def test_what_does_not_run_is_refused_with_what_does():
+    for mesh, words in (("tp=2", 'tp=2. Plan in processes started with torchrun, with strategy="column-parallel"'),):
+        assert words in run_ranks(refused, 2, plan_for(mesh, 2))[0]
+    assert "optimizer keeps a copy" in refused(plan_for("fsdp=2", 2, precision="master"))
+    alone = refused(plan_for("fsdp=2", 2))
+    assert "for 2 processes, one per device, and this is none of torchrun's" in alone
+    assert "torchrun --nproc-per-node=2" in alone
