@@ -52,7 +52,11 @@ class Unpriced(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """A decoder: `kind` "gpt" or "llama"; `experts` of which `chosen` compute each token."""
+    """A decoder: `kind` "gpt" or "llama"; `experts` of which `chosen` compute each token.
+
+    `fused_norms`: not with nanotron, which keeps its projections beside the copies that attention reads: as many bytes
+    per token as the float32 copies of norms that are written op by op.
+    """
 
     kind: str
     hidden: int
@@ -65,6 +69,7 @@ class Dimensions:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    fused_norms: bool = True
 
 
 def number(row: Row, name: str, default: int = 0) -> int:
@@ -94,9 +99,8 @@ def dimensions_of(row: Row) -> Dimensions:
     hidden, layers = number(row, "hidden"), number(row, "layers")
     heads = number(row, "heads") or max(1, hidden // 128)
     kv_heads = number(row, "kv_heads", heads)
-    named = re.search(r"(\d+) experts top-(\d+)", row["model"])
-    experts, chosen = (int(named[1]), int(named[2])) if named else (0, 0)
-    if not named and re.search(r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi", row["model"], re.I):
+    experts, chosen = experts_of(row)
+    if not experts and re.search(r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi", row["model"], re.I):
         raise Unpriced("a mixture whose experts are not given")
     vocab = number(row, "vocab") or (50304 if gpt or "gpt2" in text else 32000)
     shape = hidden, layers, heads, kv_heads, vocab, experts
@@ -107,8 +111,14 @@ def dimensions_of(row: Row) -> Dimensions:
         raise Unpriced("no seq")
     return Dimensions(
         kind="gpt" if gpt else "llama", hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn,
-        vocab=vocab, seq=seq, tied=tied, experts=experts, chosen=chosen,
+        vocab=vocab, seq=seq, tied=tied, experts=experts, chosen=chosen, fused_norms=family(row) != "nano",
     )  # fmt: skip
+
+
+def experts_of(row: Row) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them compute each token; (0, 0) without."""
+    named = re.search(r"(\d+) experts top-(\d+)", row["model"])
+    return (int(named[1]), int(named[2])) if named else (0, 0)
 
 
 def _ffn_of(
@@ -124,6 +134,21 @@ def _ffn_of(
     left = float(row["params_b"]) * 1e9 - (1 if tied else 2) * vocab * hidden - layers * attention
     found = round(left / layers / (3 * hidden * max(1, experts)) / 64) * 64
     return found if hidden // 4 <= found <= 8 * hidden else usual
+
+
+def with_fused_norms(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace norms that are written as six element-wise ops by torch's own: training stacks have one kernel for it."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm") and not isinstance(child, torch.nn.RMSNorm):
+                setattr(
+                    module,
+                    name,
+                    torch.nn.RMSNorm(
+                        child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype, device="meta"
+                    ),
+                )
+    return model
 
 
 @functools.cache
@@ -149,6 +174,8 @@ def work_of(shape: Dimensions) -> ModelWork:
         config, make = transformers.LlamaConfig(**decoder, **common), transformers.LlamaForCausalLM
     with torch.device("meta"):
         model = make(config).to(torch.bfloat16)
+        if shape.fused_norms:
+            model = with_fused_norms(model)
     ids = torch.zeros(2, shape.seq, dtype=torch.long)
     workload = Workload(batch_size=2, sequence_length=shape.seq)
     graph = capture(model, {"input_ids": ids, "labels": ids.clone()}, workload=workload, composite=True)
@@ -184,8 +211,8 @@ def recipe_of(row: Row) -> Recipe:
     stack = stack_of(row)
     if row["fsdp"] and not (stack == "fused" and row["fsdp"] == "1"):
         fsdp = number(row, "fsdp", rest)
-        if fsdp * tp * pp * cp * ep == gpus:  # ranks of experts given apart
-            fsdp *= ep
+        if ep > 1 and fsdp * tp * pp * cp * ep == gpus:
+            raise Unpriced("ranks of experts that compute the same samples")
         dp = max(1, rest // max(1, fsdp))
     elif row["dp"] or stack == "fused":
         fsdp, dp = 1, rest
@@ -212,7 +239,8 @@ def recipe_of(row: Row) -> Recipe:
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=family(row) not in ("bs", "sc21"),
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(stack == "fused" or "ZeRO-1" in row["optimizer"]),
-        loss_parallel=not own, accumulate_unsharded=own,
+        loss_parallel=not own, accumulate_unsharded=own, balanced_stages=family(row) == "nano",
+        logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
 
 
@@ -237,10 +265,14 @@ def precision_of(row: Row) -> Precision:
     """Bytes per element, from what the dtype and the optimizer say."""
     if "pure" in row["dtype"] or "states bf16" in row["optimizer"]:
         reduce = 4 if "reduced in fp32" in row["optimizer"] else 2
-        return Precision(parameters=2, compute=2, gradients=2, reduce=reduce, moments=2)
+        # Sums over micro-batches are kept in the precision that they are reduced in, also where nothing is sharded.
+        return Precision(
+            parameters=2, compute=2, gradients=2 if number(row, "fsdp") > 1 else reduce, reduce=reduce, moments=2
+        )
     if stack_of(row) == "fused" or "ZeRO-1" in row["optimizer"]:
-        gradients = 4 if "fp32" in row["optimizer"] or "fp32 gradient" in row["dtype"] else 2
-        return Precision(parameters=2, compute=2, gradients=gradients, reduce=gradients, master=4, moments=4)
+        summed = "fp32 gradient" in row["dtype"]  # besides those of 16 bits that a backward makes
+        gradients = 6 if summed else 4 if "fp32" in row["optimizer"] else 2
+        return Precision(parameters=2, compute=2, gradients=gradients, reduce=min(4, gradients), master=4, moments=4)
     return Precision()
 
 

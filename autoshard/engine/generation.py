@@ -166,8 +166,13 @@ def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
         chosen = min(1.0, routed / max(1, _router_rows(block)))
         replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
         hit = 1 - (1 - chosen) ** (tokens * max(1, replicas))
-    quantised = recipe.precision.parameters if block.layer else max(recipe.precision.parameters, 1.0)
-    return (dense + experts * hit) * quantised
+    return (dense + experts * hit) * stored_bytes(block, recipe)
+
+
+def stored_bytes(block: Block, recipe: Recipe) -> float:
+    """Bytes per element of a block's weights: where layers are quantised, tables and heads are not."""
+    precision = recipe.precision
+    return precision.parameters if block.layer else max(precision.parameters, float(precision.compute))
 
 
 def _router_rows(block: Block) -> int:
@@ -201,9 +206,8 @@ def answer_memory(setting: Setting, stage: Stage, sequences: int, context: int) 
     recipe = setting.recipe
     weights = 0.0
     for block, count in stage:
-        itemsize = recipe.precision.parameters if block.layer else max(recipe.precision.parameters, 1.0)
         tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
-        weights += (count * sum(local_elements(block, recipe)) - tied) * itemsize
+        weights += (count * sum(local_elements(block, recipe)) - tied) * stored_bytes(block, recipe)
     cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
     widest = max((_working_bytes(setting, block, rows) for block, _ in stage), default=0.0)
     return {"weights": weights, "cache": cache, "activations": widest, "workspace": float(WORKSPACE_BYTES)}

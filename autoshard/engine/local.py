@@ -118,7 +118,8 @@ class Sums:
     Attributes:
         views: ops that make no kernel; eager, fused: of element-wise ops.
         kept, kept_fused: of its activations, all that backward reads; selective: without what is computed again.
-        widest: the two largest activations that are made; logits: elements of what the loss reads.
+        widest: the two largest activations that are made; logits: elements of what the loss reads, which are not in
+            `kept` and `widest`: they are there around the loss only.
     """
 
     products: tuple[Product, ...]
@@ -131,7 +132,7 @@ class Sums:
     selective: Volume
     regathered: Volume
     widest: Volume
-    logits: Volume
+    logits: int
     lookups: int
 
     def kept_of(self, *, fused: bool) -> Volume:
@@ -156,9 +157,12 @@ def _sums(block: Block) -> Sums:
     made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
     columns = column_inputs(block)
     kept, kept_fused = kept_parts(block, fused=False), kept_parts(block, fused=True)
-    made = [part for op in block.ops if not op.free for part in op.outputs if part.batch]
     losses = [max(op.inputs, key=lambda part: part.numel) for op in block.ops if op.kind == "loss"]
-    largest = sorted(losses, key=lambda part: -part.numel)[:1]
+    logits = max((part.numel for part in losses), default=0)
+    made = [part for op in block.ops if not op.free for part in op.outputs if part.batch and part.numel != logits]
+    for stored in (kept, kept_fused):
+        for key in [key for key, part in stored.items() if part.numel == logits]:
+            del stored[key]
     plain = [op for op in block.ops if op.kind in ("other", "loss", "lookup") and not op.free]
     groups = _fused_groups(block.ops)
     return Sums(
@@ -172,7 +176,7 @@ def _sums(block: Block) -> Sums:
         selective=volume_of(selective_parts(block)),
         regathered=volume_of(kept_fused.values()),
         widest=volume_of(sorted(made, key=lambda part: -part.numel * part.itemsize)[:2]),
-        logits=volume_of(largest),
+        logits=logits,
         lookups=sum(part.numel for op in block.ops if op.kind == "lookup" for part in op.inputs if part.weight),
     )
 

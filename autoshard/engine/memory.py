@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 
 from autoshard.engine.blocks import Block
 from autoshard.engine.local import Share, sums_of
-from autoshard.engine.recipe import Recipe
+from autoshard.engine.recipe import Recipe, Stack
 
 CONTEXT_BYTES = 768 * 2**20
 """Context and kernels of a process on a card, outside of torch's allocator."""
-COMMUNICATOR_BYTES = 256 * 2**20
+COMMUNICATOR_BYTES = 512 * 2**20
 """Buffers of the collectives' library for each mesh dimension of more than one rank, outside of the allocator."""
 WORKSPACE_BYTES = 64 * 2**20
 """Of the matrix library, inside of it."""
 RESERVED_PART, RESERVED_BYTES = 1.02, 512 * 2**20
 """What the allocator holds: pieces that fit no tensor grow with what is allocated, and some are there in any case."""
+LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "compiled": 16, "fused": 8}
+"""Of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the logarithm of its
+softmax, the gradient of that, and the logit or its gradient; hand-fused losses write over what they read."""
 GATHERED_LAYERS = 2
 """Layers whose whole parameters lie on a rank at one time: the one that is computed, and the next."""
 
@@ -85,8 +88,9 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """What the allocator holds of the device."""
-        return RESERVED_PART * self.allocated + RESERVED_BYTES
+        """What the allocator holds of the device: large flat buffers of an optimizer fit in no piece that is cached."""
+        before = max(moment.allocated for moment in self.curve[:-1])
+        return max(self.allocated, RESERVED_PART * before + self.curve[-1].transient) + RESERVED_BYTES
 
     @property
     def used(self) -> float:
@@ -161,11 +165,15 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) ->
     earlier = whole or (sharded if recipe.num_microbatches > 1 or recipe.shards == 1 else 0.0)
     largest, outer, at_loss = _unsharded(stage, recipe)
     kept = in_flight * sum(count * kept_bytes(block, share, recipe) for block, count in stage)
+    if recipe.pp > 1 and stage[-1][0].layer:  # what was sent to the next stage is kept until its gradient comes
+        kept += in_flight * _input_bytes(stage[-1][0], share, recipe)
     loss = max((_loss_bytes(block, share, recipe) for block, _ in stage), default=0.0)
     backward = max((_backward_bytes(block, share, recipe) for block, _ in stage if block.layer), default=0.0)
     reducing = largest * (precision.compute + precision.reduce) if recipe.shards > 1 else 0.0
     first_reducing = outer * (precision.compute + precision.reduce) if recipe.shards > 1 else 0.0
-    optimizer_copies = 0.0
+    # An optimizer of float32 copies reads gradients of 16 bits from a flat buffer, and a second one in float32.
+    copied = precision.gradients + 4 if precision.master and precision.gradients < 4 else 0
+    optimizer_copies = copied * (dense / recipe.shards + experts / recipe.expert_shards) / replicas
     curve = (
         Moment(name="before", **fixed, gradients=earlier),
         Moment(name="loss", **fixed, gradients=earlier, activations=kept, unsharded=at_loss, transient=loss),
@@ -189,7 +197,7 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
     outer = [elements for block, elements, _ in each if not block.layer]
     if recipe.shards < 2:
         return largest, max(outer, default=0.0), 0.0
-    if recipe.gathers_once:
+    if recipe.pp > 1:  # all micro-batches go through what was gathered once
         dense, experts = held_elements(stage, recipe)
         return largest, max(outer, default=0.0), (dense + experts) * recipe.precision.compute
     layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)
@@ -198,15 +206,9 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
 
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
-    """What lies beside the kept activations where a loss is made: more copies of its input, and its gradient."""
-    logits = sums_of(block).logits.on(share)
-    if not logits:
-        return 0.0
-    # The loss reads 4 bytes per element, which are kept; sequence parallelism does not divide them, vocabulary does.
-    if recipe.sequence_parallel and recipe.tp > 1 and not recipe.loss_parallel:
-        logits *= recipe.tp
-    copies = (4 + recipe.precision.compute) if recipe.stack != "eager" else (4 + 4 + recipe.precision.compute)
-    return logits / (4 * share.scale) * copies
+    """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients."""
+    logits = sums_of(block).logits * share.rows / (recipe.tp if recipe.loss_parallel else 1)
+    return logits * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack])
 
 
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from autoshard.cluster.topology import Group, Topology, group_of
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import Efficiency, efficiency_of
-from autoshard.engine.local import Share, cache_elements
+from autoshard.engine.local import Share, cache_elements, sums_of
 from autoshard.engine.memory import Memory, Stage, held_elements, local_elements, step_memory
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
@@ -77,7 +78,7 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
 def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
     """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
     setting = make_setting(work, recipe, card, topology)
-    stages = split_stages(work, recipe.pp * recipe.stages_per_rank)
+    stages = split_stages(work, recipe.pp * recipe.stages_per_rank, balanced=recipe.balanced_stages)
     passes = all_passes(setting, stages)
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
@@ -105,12 +106,17 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     )
 
 
-def split_stages(work: ModelWork, count: int) -> list[list[tuple[Block, int]]]:
+def split_stages(work: ModelWork, count: int, *, balanced: bool = False) -> list[list[tuple[Block, int]]]:
     """Layers over stages, as evenly as whole layers allow; what is outside of them goes to the ends."""
     layers = sum(block.count for block in work.blocks if block.layer)
     if count > 1 and layers < count:
         raise SpecError(f"{layers} layers can't be divided into {count} stages.")
-    borders = [-(-index * layers // count) for index in range(count + 1)]
+    part = layers / count
+    if balanced:  # each stage takes layers until it has its part of all products, the head's too
+        flops = [sum(one.flops for one in sums_of(block).products) for block in work.blocks]
+        each = sum(one * block.count for one, block in zip(flops, work.blocks, strict=True) if block.layer) / layers
+        part += sum(one for one, block in zip(flops, work.blocks, strict=True) if not block.layer) / each / count
+    borders = [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
     stages: list[list[tuple[Block, int]]] = []
     for index in range(count):
         stage, begin = [], 0

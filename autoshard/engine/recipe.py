@@ -47,8 +47,11 @@ class Recipe:
         reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
         loss_parallel: tensor-parallel ranks keep their parts of the logits; else each gathers the whole.
+        logit_bytes: of all copies of one logit around the loss; 0 for what the stack makes of a loss in float32.
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.
+        balanced_stages: stages are divided where their products are as many, those of the loss counted; else each has
+            as many layers.
         imbalance: tokens of the busiest rank's experts over those of the mean.
     """
 
@@ -63,7 +66,9 @@ class Recipe:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     loss_parallel: bool = True
+    logit_bytes: int = 0
     accumulate_unsharded: bool = False
+    balanced_stages: bool = False
     recompute: Recompute = "none"
     stack: Stack = "eager"
     precision: Precision = Precision()
