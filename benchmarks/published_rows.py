@@ -41,6 +41,8 @@ GPT_LIKE = re.compile(r"\b(gpt|mpt|opt|bloom|bigscience|megatron|turing)", re.I)
 """Models with learned positions, LayerNorm, a plain MLP of four times the width and tied embeddings."""
 MEGATRON = re.compile(r"megatron|nemo|bigscience|transformer.?engine|\bTE\b", re.I)
 """Sources whose layers are made of hand-fused kernels."""
+EARLY = re.compile(r"mosaicml|llm-foundry", re.I)
+"""Sources of 2023: torch 1.13 or 2.0 and the first fused attention, made for the A100."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
 QUANTISED = {"int8": 1.0, "int4": 0.625, "nf4-dq": 0.516, "nf4": 0.5625, "fp4": 0.5625, "awq": 0.53, "gptq": 0.53}
 """Bytes per parameter, scales of groups included."""
@@ -198,6 +200,8 @@ def stack_of(row: Row) -> Any:
         return "compiled"
     if MEGATRON.search(row["source"]) or family(row) in ("sc21", "mb", "mlm", "mk22"):
         return "fused"
+    if EARLY.search(row["source"]):
+        return "early"
     return "compiled" if row["compile"] in ("yes", "thunder") else "eager"
 
 
@@ -234,10 +238,12 @@ def recipe_of(row: Row) -> Recipe:
     if not batch and accumulated:
         count = int(accumulated[1])
     own = family(row) in ("kf", "kfc")
+    whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
     return Recipe(
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro, num_microbatches=count,
+        reshard="SHARD_GRAD_OP" not in row["source"],
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
-        precision=precision_of(row), sequence_parallel=family(row) not in ("bs", "sc21"),
+        precision=precision_of(row), sequence_parallel=not whole_sequences,
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(stack == "fused" or "ZeRO-1" in row["optimizer"]),
         loss_parallel=not own, accumulate_unsharded=own, balanced_stages=family(row) == "nano",
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
@@ -247,7 +253,7 @@ def recipe_of(row: Row) -> Recipe:
 def _refuse_dtype(row: Row) -> None:
     if re.search(r"fp8|mxfp8|nvfp4|nf4|int\d", row["dtype"].lower()):
         raise Unpriced(f"computes in {row['dtype']}")
-    if not row["dtype"] and "quantis" in row["source"]:
+    if not row["dtype"] and re.search(r"quantis|nemo", row["source"], re.I):
         raise Unpriced("computes in a precision that is not given")
 
 
@@ -311,7 +317,7 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
         raise Unpriced(f"the card {text!r} is not in the table") from error
     watts = re.search(r"(\d+) ?W", text)
     full_watts = {"sm90": 700, "sm80": 400}.get(known.arch, 0)
-    power = min(1.0, int(watts[1]) / full_watts) ** 0.5 if watts and full_watts else 1.0
+    power = min(1.0, int(watts[1]) / full_watts) if watts and full_watts else 1.0
     bandwidth = re.search(r"([\d.]+) TB/s", text)
     size = re.search(r"(\d+)GB", text)
     gigabytes = int(size[1]) if size else known.nominal_gb

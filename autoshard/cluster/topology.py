@@ -38,7 +38,7 @@ class Topology:
     devices_per_host: int
     local_bytes_per_second: float
     network_bytes_per_second: float
-    local_latency_seconds: float = 2e-6
+    local_latency_seconds: float = 3e-6
     network_latency_seconds: float = 5e-6
 
     def __post_init__(self) -> None:

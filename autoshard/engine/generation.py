@@ -131,12 +131,12 @@ def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> di
         read, computed = weights / pace, flops / (card.flops_per_second * reached.matmul)
         cache = _cache_bytes(block, setting, rows, context) / pace
         kernels = len(sums.products) + len(sums.attentions)
-        kernels += sums.fused.kernels if recipe.stack != "eager" else sums.eager.kernels
+        kernels += sums.eager.kernels if recipe.op_by_op else sums.fused.kernels
         parts["weights" if read > computed else "arithmetic"] += count * max(read, computed)
         parts["cache"] += count * cache
         parts["launches"] += count * kernels * GRAPH_KERNEL_SECONDS
         parts["communication"] += count * (tensor_seconds(one, block) + expert_seconds(one, block))
-        if recipe.stack == "eager":
+        if recipe.op_by_op:
             host += count * host_seconds(block, recipe, reached)
     parts["communication"] += _send_seconds(setting, stage, one.share)
     device = sum(parts.values())

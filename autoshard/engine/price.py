@@ -301,6 +301,8 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
 
     The busiest rank computes every micro-batch; before and after it waits for one to pass through the others, in
     pieces of a rank's part where stages are interleaved. Halves of backward fill a part of that with "zero-bubble".
+    Where no more micro-batches are in flight than there are ranks, each waits for what it sent to come back: p of them
+    per round trip of p (forward + backward) + 2 (p - 1) sends.
     """
     recipe = setting.recipe
     count, chunks = recipe.num_microbatches, recipe.stages_per_rank
@@ -314,7 +316,8 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
         for index, own in enumerate(ranks)
         if index != busiest
     ]
-    seconds = count * each[busiest] + sum(waits) / chunks + 2 * (recipe.pp * chunks - 1) * send
+    sends = 2 * chunks * send * (recipe.pp - 1) / recipe.pp if recipe.schedule != "gpipe" else 0.0
+    seconds = count * (each[busiest] + sends) + sum(waits) / chunks + 2 * (recipe.pp * chunks - 1) * send
     return seconds, 1 - count * sum(each) / (recipe.pp * seconds)
 
 

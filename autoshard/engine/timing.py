@@ -43,7 +43,7 @@ class LayerSeconds:
 def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reached: Efficiency) -> LayerSeconds:
     """Seconds of the kernels of one layer, collectives left out."""
     sums = sums_of(block)
-    fused = recipe.stack != "eager"
+    fused = not recipe.op_by_op
     products = [product_seconds(product, share, card, reached) for product in sums.products]
     forward = sum(products)
     backward = 2 * forward
@@ -66,7 +66,7 @@ def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reache
 def host_seconds(block: Block, recipe: Recipe, reached: Efficiency) -> float:
     """Seconds in which the host launches one forward of a layer."""
     sums = sums_of(block)
-    fused = recipe.stack != "eager"
+    fused = not recipe.op_by_op
     kernels = len(sums.products) + len(sums.attentions) + (sums.fused if fused else sums.eager).kernels
     return (kernels + (0.0 if fused else VIEW_LAUNCH * sums.views)) * reached.launch_seconds
 
