@@ -197,7 +197,7 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
     outer = [elements for block, elements, _ in each if not block.layer]
     if recipe.shards < 2:
         return largest, max(outer, default=0.0), 0.0
-    if recipe.pp > 1:  # all micro-batches go through what was gathered once
+    if recipe.stays_whole:
         dense, experts = held_elements(stage, recipe)
         return largest, max(outer, default=0.0), (dense + experts) * recipe.precision.compute
     layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)

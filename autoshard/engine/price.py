@@ -213,7 +213,7 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     busiest = recipe.imbalance if block.experts and recipe.ep > 1 else 1.0
     ahead = _slowed(seconds.forward * busiest, gather, slow) + inner + routed
     repeated = inner + routed if recipe.recompute == "full" and block.layer else 0.0
-    kept = recipe.pp > 1 or not recipe.reshard or not block.layer
+    kept = recipe.stays_whole or not recipe.reshard or not block.layer
     back = _slowed((seconds.backward + again) * busiest, gather + reduce, slow) + inner + routed + repeated
     return (
         Layer(name=block.path, compute=ahead, inner=inner + routed, gather=gather),
@@ -247,7 +247,7 @@ def _sharding_seconds(setting: Setting, block: Block) -> tuple[float, float]:
         nbytes = (dense / recipe.shards + experts / recipe.expert_shards) * recipe.precision.reduce
         reduce += network.all_reduce(setting.group("dp", recipe.dp), nbytes)
     once = recipe.num_microbatches
-    return (gather / once if recipe.pp > 1 else gather), (reduce / once if recipe.gathers_once else reduce)
+    return (gather / once if recipe.stays_whole else gather), (reduce / once if recipe.gathers_once else reduce)
 
 
 def tensor_seconds(setting: Setting, block: Block) -> float:

@@ -51,6 +51,7 @@ class Recipe:
         logit_bytes: of all copies of one logit around the loss; 0 for what the stack makes of a loss in float32.
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.
+        regathers: in a pipeline, too, parameters of `fsdp` are freed and gathered again for each micro-batch.
         balanced_stages: stages are divided where their products are as many, those of the loss counted; else each has
             as many layers.
         imbalance: tokens of the busiest rank's experts over those of the mean.
@@ -69,6 +70,7 @@ class Recipe:
     loss_parallel: bool = True
     logit_bytes: int = 0
     accumulate_unsharded: bool = False
+    regathers: bool = False
     balanced_stages: bool = False
     recompute: Recompute = "none"
     stack: Stack = "eager"
@@ -128,6 +130,11 @@ class Recipe:
     def op_by_op(self) -> bool:
         """Whether each op is a kernel that the host launches."""
         return self.stack in ("eager", "early")
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether parameters of `fsdp` are gathered once per step: all micro-batches of a pipeline go through them."""
+        return self.pp > 1 and not self.regathers
 
     @property
     def gathers_once(self) -> bool:
