@@ -73,11 +73,11 @@ def test_training_70b_on_64_h100_shards_parameters():
 
 
 def test_training_405b_on_512_h100_uses_all_three():
-    """torchtitan, 405B, 512 H100, TP 8, PP 8, FSDP 8, fp8: 100 tokens/s per GPU with 1F1B, 128 interleaved."""
+    """Meta, 405B on 16,384 H100 of 700 W, TP 8, PP 16, DP 128, bf16: 400 TFLOP/s, which are 154 tokens/s per GPU."""
     found = train("405B", "512xH100-80GB", 256)
     mesh = found.plan.mesh
     assert mesh is not None and mesh.fsdp > 1 and mesh.pp > 1 and 1 < mesh.tp <= 8
-    assert per_device(found) == pytest.approx(115, rel=0.3)
+    assert per_device(found) == pytest.approx(154, rel=0.3)
 
 
 def test_answers_of_70b_on_8_h100_are_tensor_parallel():
