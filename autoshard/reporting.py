@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from autoshard.api import as_plan, cluster_for, measured_for
+from autoshard.api import as_plan, chosen_for, cluster_for, measured_for
 from autoshard.choices import Objective, check_choices
 from autoshard.errors import SpecError
 from autoshard.workload import Workload
@@ -42,9 +42,16 @@ def compare(
     """
     from autoshard.comparing import compare_all
     from autoshard.planning import Request
+    from autoshard.search.compared import compare_processes
 
     check_choices(objective=objective)
     cluster = cluster_for(devices, max_memory)
+    chosen = chosen_for(
+        model, inputs, workload or Workload(assumed=True), cluster, strategy="auto", objective=objective,
+        max_memory=max_memory, assume_independent_rows=assume_independent_rows,
+    )  # fmt: skip
+    if chosen is not None:
+        return compare_processes(chosen, cluster)
     request = Request(
         model=model, inputs=inputs, profile=measured_for(model, inputs, workload, profile), cluster=cluster,
         objective=objective, max_memory=max_memory, assume_independent_rows=assume_independent_rows,

@@ -32,19 +32,29 @@ def compare_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
+    from autoshard.cli.processes import choose_processes
     from autoshard.comparing import compare_all
     from autoshard.planning import Request
+    from autoshard.search.compared import compare_processes
 
     check_before(None, objective=objective)
     limits = pairs(max_memory, "--max-memory", "cuda:0=20GiB")
     cluster = devices_of(devices, limits)
-    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
-    request = Request(
-        model=loaded.model, inputs=loaded.inputs, profile=profile_of(loaded), cluster=cluster, objective=objective,
-        max_memory=limits, assume_independent_rows=assume_independent_rows,
-    )  # fmt: skip
-    with step("planning with every strategy"):
-        found = compare_all(request)
+    workload = workload_of(batch, seq, new_tokens, train, optimizer)
+    loaded = load(target, workload)
+    settings = {"strategy": "auto", "objective": objective, "max_memory": limits}
+    settings |= {"assume_independent_rows": assume_independent_rows}
+    chosen = choose_processes(loaded, workload, cluster, settings)
+    if chosen is not None:
+        with step("pricing the best recipe of every kind"):
+            found = compare_processes(chosen, cluster)
+    else:
+        request = Request(
+            model=loaded.model, inputs=loaded.inputs, profile=profile_of(loaded), cluster=cluster, objective=objective,
+            max_memory=limits, assume_independent_rows=assume_independent_rows,
+        )  # fmt: skip
+        with step("planning with every strategy"):
+            found = compare_all(request)
     if as_json:
         from autoshard.report.compared import comparison_document
 

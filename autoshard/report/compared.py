@@ -86,6 +86,9 @@ def _why(found: Comparison) -> list[str]:
     if found.objective == "throughput" and found.training:
         best = "has the fastest step"
     sentences = [f"{chosen.name} {best}, and at most {found.gap:.1%} could be gained by any plan on these devices."]
+    if not found.bound:  # of recipes for processes: none is known
+        sentences = [f"{chosen.name} {best}, or is the simplest of those within 3 % of it."]
+        return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
     faster = [one for one in found.alternatives if one.plan is not None and one.value < chosen.value * (1 - 1e-9)]
     if faster:
         one = min(faster, key=lambda row: row.value)

@@ -90,7 +90,7 @@ class Study:
 
 def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:
     """Search again around a plan. `sizes`: other batches, lengths and numbers of devices, too, which takes seconds."""
-    task = make_task(traced, cluster, _asked(plan, traced))
+    task = make_task(traced, cluster, asked_of(plan, traced))
     recipe = recipe_of(plan)
     whole = replace(task, card=replace(task.card, memory_bytes=min(device.memory_bytes for device in plan.devices)))
     estimate = estimate_recipe(plan, recipe, whole, cluster)
@@ -104,7 +104,8 @@ def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -
     return replace(done, cells=tuple(_cells(done))) if sizes else done
 
 
-def _asked(plan: Plan, traced: Traced) -> Asked:
+def asked_of(plan: Plan, traced: Traced) -> Asked:
+    """What was asked for a plan, as far as it says; its mesh may have been given or found."""
     training = plan.workload.training
     assert plan.mesh is not None
     divided = (
