@@ -231,6 +231,17 @@ class Estimate:
         return f"<Estimate: {format_seconds(self.latency_seconds)} per pass, {fits}; peaks: {peaks}{more}>"
 
     @property
+    def fullest(self) -> DeviceEstimate:
+        """The device of which the largest part is taken at its peak."""
+        return max(self.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is copied between devices in one pass: tensors, and parameters that are brought."""
+        brought = self.streaming.nbytes if self.streaming is not None else 0
+        return sum(transfer.nbytes for transfer in self.transfers) + brought
+
+    @property
     def fits(self) -> bool:
         """Whether every device has room for its peak."""
         return all(device.free_bytes >= 0 for device in self.devices)

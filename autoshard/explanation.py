@@ -86,7 +86,7 @@ def _price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
 
 
 def _alternative(title: str, plan: Plan, figures: Estimate) -> Alternative:
-    fullest = max(figures.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    fullest = figures.fullest
     value = {
         "memory": fullest.peak_bytes / max(fullest.memory_bytes, 1),
         "throughput": figures.bottleneck_seconds,

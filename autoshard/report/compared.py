@@ -66,7 +66,7 @@ def _row(one: Alternative, found: Comparison) -> list[str | Text]:
     if one.plan is None or one.estimate is None:
         return [name, Text("not possible", style="bright_black"), "", "", "", ""]
     figures = one.estimate
-    fullest = max(figures.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    fullest = figures.fullest
     share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
     return [
         name,
@@ -74,7 +74,7 @@ def _row(one: Alternative, found: Comparison) -> list[str | Text]:
         Text(f"{share:.0%}", style="" if figures.fits else "bold red"),
         format_seconds(figures.latency_seconds),
         format_seconds(figures.bottleneck_seconds),
-        format_bytes(sum(transfer.nbytes for transfer in figures.transfers)) if figures.transfers else "-",
+        format_bytes(figures.moved_bytes) if figures.moved_bytes else "-",
     ]
 
 
@@ -87,7 +87,7 @@ def _why(found: Comparison) -> list[str]:
         best = "has the fastest step"
     sentences = [f"{chosen.name} {best}, and at most {found.gap:.1%} could be gained by any plan on these devices."]
     if not found.bound:  # of recipes for processes: none is known
-        sentences = [f"{chosen.name} {best}, or is the simplest of those within 3 % of it."]
+        sentences = [f"{chosen.name} is taken: it {best}, or is the simplest of those within 3 % of that."]
         return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
     faster = [one for one in found.alternatives if one.plan is not None and one.value < chosen.value * (1 - 1e-9)]
     if faster:
@@ -133,6 +133,7 @@ def _data(one: Alternative) -> dict[str, Any]:
         "latency_seconds": figures.latency_seconds,
         "bottleneck_seconds": figures.bottleneck_seconds,
         "transfer_bytes": sum(transfer.nbytes for transfer in figures.transfers),
+        "moved_bytes": figures.moved_bytes,
         "peak_bytes": {device.name: device.peak_bytes for device in figures.devices},
         "reasons": list(one.plan.reasons),
     }

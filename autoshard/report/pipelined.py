@@ -6,7 +6,6 @@ cuda:1  ...000111222333aaaaaabbbbbbccccccdddddd...       dots: it waits
 
 from collections.abc import Sequence
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -47,22 +46,26 @@ def print_pipelining(console: Console, pipelining: Pipelining) -> None:
 
 
 def lane(events: Sequence[Event], end: float, width: int) -> Text:
-    """Return one mark per slice of time: of what takes most of it, or a dot where that is waiting."""
+    """Return one mark per slice of time: of what takes most of it, or a dot where the device waits for more than half.
+
+    Events shorter than a slice add up with others of their kind, or a busy device would look as if it waited.
+    """
     line = Text()
     if end <= 0:
         return line
-    edges = np.linspace(0.0, end, width + 1)
-    most = np.full(width, 0.5 * end / width)  # a device that waits for more than half of a slice waits
-    marks: list[Text] = [_IDLE] * width
+    each = end / width
+    spent: list[dict[str, float]] = [{} for _ in range(width)]
+    marks: dict[str, Text] = {}
     for event in events:
-        first = int(np.searchsorted(edges, event.begin_seconds, "right")) - 1
-        last = int(np.searchsorted(edges, event.end_seconds, "left"))
-        for at in range(max(first, 0), min(last, width)):
-            share = min(event.end_seconds, edges[at + 1]) - max(event.begin_seconds, edges[at])
-            if share > most[at] or (marks[at] is _IDLE and share >= most[at]):
-                most[at], marks[at] = share, _mark(event)
-    for mark in marks:
-        line.append_text(mark)
+        mark = _mark(event).plain
+        marks.setdefault(mark, _mark(event))
+        first, last = int(event.begin_seconds / each), min(int(event.end_seconds / each), width - 1)
+        for at in range(first, last + 1):
+            share = min(event.end_seconds, (at + 1) * each) - max(event.begin_seconds, at * each)
+            spent[at][mark] = spent[at].get(mark, 0.0) + max(share, 0.0)
+    for slice_ in spent:
+        busy = sum(slice_.values()) >= 0.5 * each * (1 - 1e-9)
+        line.append_text(marks[max(slice_, key=slice_.__getitem__)] if busy else _IDLE)
     line.rstrip()
     return line
 

@@ -148,7 +148,7 @@ def _rate(task: Task, one: Priced) -> float:
 
 def _to_fit(task: Task, own: Priced, estimate: Estimate) -> str:
     """What would make a plan fit that does not, or leave what is kept free."""
-    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    fullest = estimate.fullest
     if fullest.peak_bytes <= FULL * fullest.memory_bytes:
         return ""
     lacking = fullest.peak_bytes - fullest.memory_bytes

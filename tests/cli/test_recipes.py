@@ -134,3 +134,16 @@ def test_an_estimate_keeps_what_options_leave_out_and_fails_where_it_does_not_fi
     assert more["plan"]["workload"]["mode"] == "training" and more["plan"]["workload"]["batch_size"] == 128
     done = run("estimate", plan_file, "-d", "4x1300MiB")
     assert done.exit_code == 1 and "it does not fit" in " ".join(done.output.split())
+
+
+def test_every_kind_of_recipe_is_compared(net):
+    words = [net, "-d", "4xA100-40GB", "--train", "--batch", "64"]
+    found = json.loads(run("compare", *words, "--json").output)
+    rows = {row["name"].partition(":")[0]: row for row in found["strategies"]}
+    assert {"one device", "ddp", "fsdp", "tensor-parallel", "pipeline", "hybrid"} == set(rows)
+    planned = json.loads(run("plan", *words, "--launch", "processes", "--json").output)
+    chosen = next(row for row in found["strategies"] if row["name"] == found["chosen"])
+    assert chosen["latency_seconds"] == planned["estimate"]["latency_seconds"]
+    assert rows["fsdp"]["possible"] and rows["ddp"]["value"] > 0
+    shown = " ".join(run("compare", *words).output.split())
+    assert "is taken: it has the fastest pass, or is the simplest" in shown and "fsdp=4" in shown

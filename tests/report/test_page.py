@@ -74,6 +74,14 @@ def test_figures_are_those_of_the_estimate():
     assert max(row[3] for row in data["timeline"]["events"]) == pytest.approx(estimate.latency_seconds, rel=1e-8)
 
 
+def test_what_is_moved_counts_the_parameters_that_are_brought():
+    plan, profile, cluster = made("streamed")
+    estimate = autoshard.estimate(plan, profile, cluster)
+    assert estimate.streaming is not None and estimate.moved_bytes >= estimate.streaming.nbytes > 0
+    text = make_page(plan, estimate, profile, cluster)
+    assert f"<dt>Moved per pass</dt><dd><b>{format_bytes(estimate.moved_bytes)}</b>" in text
+
+
 def test_the_same_plan_gives_the_same_bytes():
     assert page("training") == page("training")
 

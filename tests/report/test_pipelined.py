@@ -24,6 +24,12 @@ def test_a_lane_shows_what_takes_most_of_each_slice():
     assert lane([], 0.0, 5).plain == ""
 
 
+def test_a_busy_device_looks_busy_however_short_its_events_are():
+    events = [event("forward", at / 10, (at + 0.9) / 10, at % 10) for at in range(100)]
+    assert lane(events, 10.0, 5).plain.count(".") == 0
+    assert lane([event("forward", at, at + 0.3) for at in range(10)], 10.0, 5).plain == "....."
+
+
 def test_a_plan_shows_a_lane_per_device_within_80_columns():
     profile = profile_of(Decoder(), training=True)
     plan = plan_by_hand(profile, "2xA100-40GB", halves(), schedule="1f1b")

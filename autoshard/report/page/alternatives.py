@@ -23,8 +23,8 @@ def alternative_rows(alternatives: Sequence[Alternative], plan: Plan) -> list[di
                 "fits": fits,
                 "latency_seconds": figures.latency_seconds if figures else 0.0,
                 "bottleneck_seconds": figures.bottleneck_seconds if figures else 0.0,
-                "peak_bytes": max(device.peak_bytes for device in figures.devices) if figures else 0,
-                "moved_bytes": sum(transfer.nbytes for transfer in figures.transfers) if figures else 0,
+                "peak_bytes": figures.fullest.peak_bytes if figures else 0,
+                "moved_bytes": figures.moved_bytes if figures else 0,
                 "remark": remark,
             }
         )

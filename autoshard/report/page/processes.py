@@ -71,7 +71,7 @@ def process_figures(plan: Plan, estimate: Estimate) -> list[tuple[str, str, str]
     """(what, figure, remark) of the figures that count, as the terminal has them."""
     unit = "tokens/s" if plan.workload.sequence_length else "samples/s"
     speed = f"{estimate.tokens_per_second:,.0f} {unit}"
-    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    fullest = estimate.fullest
     found: list[tuple[str, str, str]]
     if plan.workload.training:
         each = f"{estimate.tokens_per_second / len(plan.devices):,.0f} per device"

@@ -21,9 +21,8 @@ def headline(plan: Plan, estimate: Estimate) -> str:
 
 def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, str]]:
     """(what, figure, remark) of the few figures that count."""
-    fullest = max(estimate.devices, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    fullest, moved = estimate.fullest, estimate.moved_bytes
     share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
-    moved = sum(transfer.nbytes for transfer in estimate.transfers)
     latency, bottleneck = estimate.latency_seconds, estimate.bottleneck_seconds
     found = [(what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency))]
     if bottleneck < latency * (1 - 1e-9):
@@ -31,7 +30,9 @@ def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, st
         found.append(("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"))
     found.append(("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"))
     if moved:
-        found.append(("Moved per pass", format_bytes(moved), f"{len(estimate.transfers)} tensors"))
+        brought = f"{format_bytes(estimate.streaming.nbytes)} of parameters" if estimate.streaming is not None else ""
+        tensors = f"{len(estimate.transfers)} tensors" if estimate.transfers else ""
+        found.append(("Moved per pass", format_bytes(moved), ", ".join(filter(None, (brought, tensors)))))
     elif estimate.collective_seconds:
         count = estimate.all_reduces + estimate.all_gathers
         found.append(("In collectives", format_seconds(estimate.collective_seconds), f"{count} of them"))
