@@ -1,5 +1,7 @@
 """compare: every strategy, and what peers would do, in one table."""
 
+from typing import Any
+
 from autoshard.cli.console import output, print_json, reports_errors, step
 from autoshard.cli.options import (
     AssumeOption,
@@ -42,7 +44,7 @@ def compare_command(
     cluster = devices_of(devices, limits)
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
     loaded = load(target, workload)
-    settings = {"strategy": "auto", "objective": objective, "max_memory": limits}
+    settings: dict[str, Any] = {"strategy": "auto", "objective": objective, "max_memory": limits}
     settings |= {"assume_independent_rows": assume_independent_rows}
     chosen = choose_processes(loaded, workload, cluster, settings)
     if chosen is not None:
