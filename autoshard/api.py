@@ -269,15 +269,19 @@ def apply(
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
     that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
     mesh has dp and fsdp only: each calls the model with samples of its own, as under torch's fully_shard, and gradients
-    are means over processes. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
+    are means over processes; or tp only, without training: where to cut is found here, with `inputs` like the plan's
+    unless it is a Hugging Face model. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
     """
     from autoshard.runtime import apply_device_map, apply_plan
+    from autoshard.runtime.launched import is_cut_alone
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
+        if is_cut_alone(plan):
+            plan = _with_cuts(model, plan, inputs)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
@@ -289,6 +293,18 @@ def apply(
 
     refuse_unless_checkable(model, plan)
     return check_at_first_call(apply_plan(model, plan))
+
+
+def _with_cuts(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+    """A tensor-parallel plan that was made before its processes ran, with the cuts; all ranks find the same ones."""
+    from autoshard.runtime.launched import check_launched
+
+    check_launched(plan)
+    made = _planned(
+        model, plan, inputs, plan.workload, strategy="column-parallel", objective="memory", schedule=None,
+        max_memory=None, wishes={"launch": "one-process"},
+    )  # fmt: skip
+    return replace(made, devices=plan.devices, placements={"": plan.devices[0].name})
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -10,20 +10,33 @@ from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
 
+
+def is_cut_alone(plan: Plan) -> bool:
+    """Whether a plan for processes says only that every matrix is shared by all of them."""
+    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.size == plan.mesh.tp > 1
+
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 OTHERS = {"tp": "column-parallel", "pp": "pipeline"}
-"""Degrees that are carried out when the plan is made by the processes themselves, and the strategy that has them."""
+"""Degrees of training that run where the processes plan themselves, and the strategy that has them."""
 
 
 def check_launched(plan: Plan) -> None:
     """Raise `PlanError` unless a plan for processes is one of replicas, and as many processes run as it has devices."""
     assert plan.mesh is not None
+    answers = is_cut_alone(plan) and not plan.workload.training
+    if answers and plan.precision not in FLOATS:
+        raise PlanError(
+            f"this plan is priced with weights of {plan.precision}, and parameters are cut as they are. Plan with "
+            "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
+        )
     for name, degree in plan.mesh.degrees.items():
-        if degree > 1 and name not in ("dp", "fsdp"):
+        if degree > 1 and name not in ("dp", "fsdp") and not answers:
             instead = "Plan with --mesh of dp and fsdp only"
             if name in OTHERS:
                 instead = f'Plan in processes started with torchrun, with strategy="{OTHERS[name]}"'
             raise PlanError(
-                f"of plans made for processes elsewhere, apply carries out dp and fsdp, and this one has "
+                f"of plans made for processes elsewhere, apply trains dp and fsdp, and this one has "
                 f"{name}={degree}. {instead}: those plans are carried out."
             )
     if plan.workload.training and plan.precision == "master":

@@ -155,6 +155,26 @@ def test_layers_are_computed_again_as_the_plan_says():
     assert selective - none == 3 * LENGTH * 2 * square
 
 
+def answered(text):
+    plan, ids = Plan.from_json(text), samples()
+    model, expected = decoder(), decoder()(ids)
+    autoshard.apply(model, plan, inputs={"ids": ids})
+    with torch.no_grad():
+        found = model(ids)
+    kept = model.layers[0].up.weight.numel() / 32 / 128
+    return float((found - expected).abs().max()), kept
+
+
+def test_answers_of_tensor_parallel_plans():
+    """Where to cut is found by the processes."""
+    ids = samples()
+    plan = autoshard.plan(
+        decoder(), {f"cpu:{index}": "8GiB" for index in range(2)}, inputs={"ids": ids}, launch="processes", mesh="tp=2"
+    )
+    for error, kept in run_ranks(answered, 2, plan.to_json()):
+        assert error < 1e-5 and kept == 0.5
+
+
 def refused(text):
     model = decoder()
     before = dict(model.named_parameters())
