@@ -17,6 +17,7 @@ from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.walk import name_of
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.errors import PlanError
+from autoshard.profile.experts import expert_weights
 
 Kind = Literal["matmul", "attention", "loss", "lookup", "other"]
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -192,11 +193,7 @@ def _block(
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
     groups = [group for group in groups if any(group.walk.cut_dims(value, group.leaf) for value in read)]
     cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.leaf)}
-    experts = {
-        graph.values[op.inputs[1]].storage: graph.values[op.inputs[1]].shape[0]
-        for op in (graph.ops[index] for index in indices)
-        if name_of(op).endswith("grouped_mm") and len(graph.values[op.inputs[1]].shape) == 3
-    }
+    experts = expert_weights(graph, (graph.ops[index] for index in indices))
 
     def part(value: int) -> TensorPart:
         seen = graph.values[value]

@@ -21,6 +21,7 @@ from autoshard.engine.price import Setting, expert_seconds, make_setting, split_
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
 from autoshard.errors import SpecError
+from autoshard.profile.experts import hit_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +164,8 @@ def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
     hit = 1.0
     if experts:
         # A token goes to k of E experts; m rows of all experts came from the rows that the router read.
-        chosen = min(1.0, routed / max(1, _router_rows(block)))
         replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
-        hit = 1 - (1 - chosen) ** (tokens * max(1, replicas))
+        hit = hit_part(routed / max(1, _router_rows(block)), tokens * max(1, replicas))
     return (dense + experts * hit) * stored_bytes(block, recipe)
 
 

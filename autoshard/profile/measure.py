@@ -7,6 +7,7 @@ import torch
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.module_paths import parent
+from autoshard.profile.experts import Router
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
@@ -269,14 +270,19 @@ def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
     for op in graph.ops:
         dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
         dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
-    return [sum([value_bytes[v] for v in values]) for values in counted_values(graph)], dtypes
+    moved = [sum([value_bytes[v] for v in values]) for values in counted_values(graph)]
+    router = Router(graph)
+    for i, op in enumerate(graph.ops):
+        if (hit := router.hit(op)) < 1 and moved[i]:
+            moved[i] -= round(value_bytes[op.inputs[1]] * (1 - hit))
+    return moved, dtypes
 
 
 def counted_values(graph: ModelGraph) -> Iterator[list[int]]:
     """Yield, for every op, the values whose bytes it reads and writes, as often as it does.
 
     A view moves nothing. A gather reads what it writes of its first input, not the whole table. An expanded input is
-    read as often as its storage is large.
+    read as often as its storage is large. Weights of experts are counted whole here; see `Router` for what is read.
     """
     storages, uncounted = graph.storages, graph.uncounted
     value_bytes = [min(value.nbytes, storages[value.storage].nbytes) for value in graph.values]

@@ -17,6 +17,7 @@ from math import prod
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Value
+from autoshard.profile.experts import is_grouped
 from autoshard.profile.measure import counted_values
 from autoshard.profile.profile import Profile
 from autoshard.workload import Workload
@@ -124,6 +125,11 @@ def find_scaling(profile: Profile, other: Profile) -> Scaling | None:
     smaller = [value.nbytes > one.storages[value.storage].nbytes for value in one.values]
     read = [int(storage[row.storage] if smaller[i] else value[i]) for i, row in enumerate(one.values)]
     moved = [fit.sum(tuple(sorted(read[v] for v in counted))) for counted in counted_values(one)]
+    for op in one.ops:
+        if is_grouped(op):  # how many experts are read does not follow from sizes alone
+            same = matched.get(op.index)
+            now = profile.op_bytes[op.index]
+            moved[op.index] = fit.amount(now, now if same is None else other.op_bytes[same])
     extra = _extra(fit, one, two, pairs, back, other) if len(matched) < len(two.ops) else ()
     return Scaling(
         sizes=fit.base, monomials=tuple(fit.columns), table=fit.rows(), value=value, storage=storage,

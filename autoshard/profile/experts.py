@@ -1,0 +1,54 @@
+"""Weights of experts, and which part of them a run reads: only that of experts to which a token is sent.
+
+Experts whose weights are one tensor [experts, in, out] are multiplied by a grouped product, which passes by those
+without rows. Experts in a list are modules of their own, whose calls say which were used.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+from autoshard.axes.walk import name_of
+from autoshard.capture.graph import ModelGraph, Op
+
+_PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "matmul": 0}
+"""Products of tokens with a matrix, and which input has the tokens."""
+
+
+def expert_weights(graph: ModelGraph, ops: Iterable[Op]) -> dict[int, int]:
+    """Return storage -> number of experts, of the weights that grouped products among these ops read."""
+    return {
+        graph.values[op.inputs[1]].storage: graph.values[op.inputs[1]].shape[0]
+        for op in ops
+        if is_grouped(op) and len(graph.values[op.inputs[1]].shape) == 3
+    }
+
+
+def hit_part(chosen: float, tokens: float) -> float:
+    """Return the part of the experts that is read for so many tokens, if each goes to `chosen` of all (k / E)."""
+    return 1 - (1 - min(1.0, chosen)) ** tokens
+
+
+class Router:
+    """Follows a run op by op: a grouped product gets its rows from the tokens that the product before it read."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self._graph = graph
+        self._tokens = 0
+
+    def hit(self, op: Op) -> float:
+        """Return the part of its experts' weights that an op reads: 1 for what has none. Ask in order of the ops."""
+        values = self._graph.values
+        if not is_grouped(op):
+            name = name_of(op)
+            if name in _PRODUCTS and op.inputs:
+                self._tokens = prod(values[op.inputs[_PRODUCTS[name]]].shape[:-1])
+            return 1.0
+        shape = values[op.inputs[1]].shape
+        if len(shape) != 3 or not self._tokens:
+            return 1.0
+        rows = prod(values[op.inputs[0]].shape[:-1])
+        return hit_part(rows / self._tokens / max(1, shape[0]), self._tokens)
+
+
+def is_grouped(op: Op) -> bool:
+    return name_of(op).endswith("grouped_mm")
