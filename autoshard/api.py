@@ -234,7 +234,7 @@ def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | N
     cluster = cluster_for(plan if devices is None else devices)
     if plan.launch:
         return _estimate_processes(plan, profile, cluster)
-    return Pricer(profile, cluster, processes=count_processes() > 1 or None)(plan)
+    return Pricer(profile, cluster, processes=count_processes() > 1 or None).answer(plan)
 
 
 def _estimate_processes(plan: Plan, profile: "Profile", cluster: "Cluster") -> Estimate:

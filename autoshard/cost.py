@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.answer_cost import of_answer
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
@@ -19,6 +20,7 @@ from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.flow import HOST_NAME, Copy, Flow, flow
 from autoshard.plan import Plan
+from autoshard.profile.answer import op_counts
 from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
@@ -51,6 +53,20 @@ def estimate(
     """
     check_devices(plan.placements.values(), cluster, "places modules on")
     moves = flow_of_plan or flow(profile.graph, plan.placements)
+    bound = lower_bound_seconds
+    if bound is None:
+        bound = lower_bound(profile, cluster, "throughput" if plan.objective == "throughput" else "latency")
+
+    def price(half: Profile) -> Estimate:
+        return _estimate(plan, half, cluster, replace(moves, uncounted=half.graph.uncounted), 0.0)
+
+    return of_answer(
+        _estimate(plan, profile, cluster, moves, bound), profile, price, bound_seconds=bound, in_turns=True
+    )
+
+
+def _estimate(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow, bound: float) -> Estimate:
+    """Price a run as it was recorded."""
     compute = _compute_seconds(profile, cluster, moves)
     counted = [copy for copy in moves.copies if not copy.kept and moves.counts(copy)]
     transfers = tuple(_transfer(copy, profile, cluster) for copy in counted)
@@ -64,9 +80,6 @@ def estimate(
     )
     latency = sum(device.compute_seconds for device in devices) + sum(transfer.seconds for transfer in transfers)
     bottleneck = max(device.compute_seconds + device.transfer_seconds for device in devices)
-    bound = lower_bound_seconds
-    if bound is None:
-        bound = lower_bound(profile, cluster, "throughput" if plan.objective == "throughput" else "latency")
     value = bottleneck if plan.objective == "throughput" else latency
     return Estimate(
         devices=devices,
@@ -271,7 +284,7 @@ def divided_bound(profile: Profile, cluster: Cluster) -> float:
 
 
 def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray:
-    """Return [devices, units] seconds of one pass, the optimizer step included."""
+    """Return [devices, units] seconds of one pass or of a whole answer, the optimizer step included."""
     table = np.zeros((len(cluster.devices), len(units.paths)))
     trained = np.zeros(len(units.paths))
     if profile.workload.training:
@@ -281,7 +294,8 @@ def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray
     known: dict[object, np.ndarray] = {}
     for row, device in enumerate(cluster.devices):
         if device.speed not in known:
-            per_op = np.bincount(units.op_unit, weights=op_seconds(profile, device), minlength=len(units.paths))
+            of_op = op_seconds(profile, device) * op_counts(profile)
+            per_op = np.bincount(units.op_unit, weights=of_op, minlength=len(units.paths))
             known[device.speed] = per_op + optimizer_seconds(1.0, profile.workload, device) * trained
         table[row] = known[device.speed]
     return table

@@ -33,7 +33,7 @@ def estimate_cut_streams(plan: Plan, profile: Profile, cluster: Cluster, *, trac
         if key not in known:
             alone = replace(plan, cuts=(), whole=(), placements={"": row.name})
             local, one = local_profile(profile, traced, rank), one_rank(plan, cluster, row.name)
-            known[key] = estimate_streamed(alone, local, one, lower_bound_seconds=0.0)
+            known[key] = estimate_streamed(alone, replace(local, further=None), one, lower_bound_seconds=0.0)
         ranks[row.name] = known[key]
     latency = max(found.latency_seconds for found in ranks.values()) + base.collective_seconds
     devices = tuple(_device(row, ranks) for row in base.devices)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autoshard.answer_cost import of_answer
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import TensorInfo
 from autoshard.capture.stages import stage_of_ops
@@ -47,13 +48,17 @@ def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds
 
     `lower_bound_seconds`: of plans that place modules, if it is known or does not matter.
     """
-    if plan.mesh is not None:
-        return estimate_mesh(plan, profile, cluster)
-    if plan.cuts:
-        return (estimate_cut_streams if plan.streamed else estimate_cuts)(plan, profile, cluster)
-    if plan.streamed:
-        return estimate_streamed(plan, profile, cluster)
-    return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
+    if plan.mesh is None and not plan.cuts:
+        if plan.streamed:
+            return estimate_streamed(plan, profile, cluster)
+        return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
+
+    def recorded(half: Profile) -> Estimate:
+        if plan.mesh is not None:
+            return estimate_mesh(plan, half, cluster)
+        return (estimate_cut_streams if plan.streamed else estimate_cuts)(plan, half, cluster)
+
+    return of_answer(recorded(profile), profile, recorded)
 
 
 class Pricer:
@@ -65,6 +70,7 @@ class Pricer:
     def __init__(self, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> None:
         self.profile, self.cluster, self.processes = profile, cluster, processes
         self._known: list[tuple[Plan, Estimate]] = []
+        self._halves: dict[int, Pricer] = {}
 
     @cached_property
     def tracer(self) -> Tracer:
@@ -83,6 +89,19 @@ class Pricer:
             else:
                 known = price(plan, self.profile, self.cluster)
             self.remember(plan, known)
+        return known
+
+    def answer(self, plan: Plan) -> Estimate:
+        """Price a plan for a whole answer, where one is asked for; else as it is called."""
+        found = self(plan)
+        if plan.mesh is None and not plan.cuts:
+            return found
+        return of_answer(found, self.profile, lambda half: self._half(half)(plan))
+
+    def _half(self, half: Profile) -> "Pricer":
+        known = self._halves.get(id(half))
+        if known is None:
+            known = self._halves[id(half)] = Pricer(half, self.cluster, processes=self.processes)
         return known
 
     def remember(self, plan: Plan, figures: Estimate) -> None:
@@ -111,7 +130,7 @@ def estimate_mesh(
         and mesh.tensor == 1
         and not (processes or mesh.sharded or needs_processes(plan, cluster))
     ):
-        found = estimate(in_one_piece(plan), profile, cluster)
+        found = estimate(in_one_piece(plan), replace(profile, further=None), cluster)
         return replace(found, notes=(*found.notes, UNDIVIDED))
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster, processes=processes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.answer_cost import of_answer
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
@@ -23,6 +24,7 @@ from autoshard.flow import HOST_NAME, Buffers, Flow, flow
 from autoshard.module_paths import above
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
+from autoshard.profile.answer import op_counts
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units
 from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_seconds
@@ -57,9 +59,22 @@ def estimate_streamed(
     Raises `PlanError` if the plan names a device or a module that is not there.
     """
     check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
+    moves = flow_of_plan or flow(profile.graph, plan.placements)
+    bound = lower_bound_seconds
+    if bound is None:
+        bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
+
+    def price(half: Profile) -> Estimate:
+        return _estimate(plan, half, cluster, replace(moves, uncounted=half.graph.uncounted), 0.0)
+
+    recorded = _estimate(plan, replace(profile, further=None), cluster, moves, bound)
+    return of_answer(recorded, profile, price, bound_seconds=bound)
+
+
+def _estimate(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow, bound: float) -> Estimate:
+    """Price a run as it was recorded, again and again."""
     graph = profile.graph
     modules = streamed_modules(plan, graph)
-    moves = flow_of_plan or flow(graph, plan.placements)
     moved = with_slots(moves, modules, graph)
     bare = estimate(plan, profile, cluster, flow_of_plan=moved, lower_bound_seconds=0.0)
     timed = [module for module in modules if module.store != module.device]
@@ -71,9 +86,6 @@ def estimate_streamed(
     devices = tuple(_with_streamed(device, modules, graph, cluster, moved) for device in bare.devices)
     bottleneck = _bottleneck(profile, cluster, moves, timed, fetch, bare)
     value = bottleneck if plan.objective == "throughput" else latency
-    bound = lower_bound_seconds
-    if bound is None:
-        bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
     computing = sum(call.before_seconds + call.seconds for call in calls) + after
     return replace(
         bare,
@@ -147,7 +159,7 @@ def pass_calls(
         (begin, end, index)
         for index, module in enumerate(modules)
         for begin, end in module.calls
-        if only in (None, module.device)
+        if only in (None, module.device) and begin not in profile.graph.uncounted
     )
     calls, at = [], 0
     for begin, end, index in spans:
@@ -322,7 +334,7 @@ def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computin
     devices = tuple(cluster.device(name) for name in computing)
     limited = replace(cluster, devices=devices)
     seconds = unit_seconds(profile, limited, units)
-    fetches = _least_fetches(profile.graph, units.paths)
+    fetches = _least_fetches(profile, units.paths)
     held = np.where(np.bincount(units.op_unit, minlength=len(units.paths)) > 0, weight_bytes(profile, units), 0.0)
     least = float(fetches[held > 0].min(initial=np.inf))
     rates = np.array([max(_rates(cluster, device).values(), default=0.0) for device in devices])
@@ -365,12 +377,14 @@ def _rates(cluster: Cluster, device: Device) -> dict[str, float]:
     return {store: cluster.link(store, device.name).bytes_per_second for store in stores}
 
 
-def _least_fetches(graph: ModelGraph, paths: Sequence[tuple[str, ...]]) -> np.ndarray:
+def _least_fetches(profile: Profile, paths: Sequence[tuple[str, ...]]) -> np.ndarray:
     """Per unit, how often it is fetched at least: the fewest calls of any module around its tensors."""
-    counts: dict[str, int] = {}
+    graph, of_op = profile.graph, op_counts(profile)
+    counts: dict[str, float] = {}
     for call in graph.calls:
         if call.path and call.begin not in graph.uncounted:
-            counts[call.path] = counts.get(call.path, 0) + 1
+            times = float(of_op[call.begin]) if call.begin < len(of_op) else 1.0
+            counts[call.path] = counts.get(call.path, 0.0) + times
     found = []
     for of_unit in paths:
         around = [outer for path in of_unit for outer in (path, *above(path)) if outer in counts]

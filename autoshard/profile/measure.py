@@ -7,6 +7,7 @@ import torch
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.module_paths import parent
+from autoshard.profile.answer import further_tokens
 from autoshard.profile.experts import Router
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
@@ -57,6 +58,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
         activation_peak_bytes=int(live.max()),
         peak_bytes=peak,
         flops=root.flops,
+        further=further_tokens(graph, workload.new_tokens),
         bytes_moved=root.bytes_moved,
     )
 

@@ -40,7 +40,8 @@ class Profile:
     """The graph, the workload it was captured for, and per-module and whole-model figures on one device.
 
     `op_bytes[i]` is what op i reads and writes; `dtype` is the dtype most FLOPs run in. `source`: the model and its
-    inputs, so that other runs of it can be recorded.
+    inputs, so that other runs of it can be recorded. `further`: how often the recorded step of a generation is made in
+    the whole answer, see `answer.py`; None where the run is priced as it was recorded.
     """
 
     graph: ModelGraph
@@ -58,6 +59,7 @@ class Profile:
     peak_bytes: int
     flops: int
     bytes_moved: int
+    further: int | None = None
     source: tuple[Any, Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

@@ -73,11 +73,19 @@ def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
     tokens = plan.workload.new_tokens
     if not tokens:
         return [["one pass", bold, speed]]
-    return [
-        ["prompt", format_seconds(estimate.prompt_seconds), "until the first token"],
-        ["each further token", format_seconds(estimate.token_seconds), "of every sequence"],
-        [f"{tokens} new tokens", bold, f"{speed} of the whole machine"],
-    ]
+    return answer_times(estimate, tokens)
+
+
+def answer_times(estimate: Estimate, new_tokens: int) -> list[list[str | Text]]:
+    """Rows of the table of predicted times of an answer: its prompt, a token, and all of it."""
+    rows: list[list[str | Text]] = [["prompt", format_seconds(estimate.prompt_seconds), "until the first token"]]
+    if estimate.token_seconds:
+        rows.append(["each further token", format_seconds(estimate.token_seconds), "of every sequence"])
+    what = f"{new_tokens} new tokens" if new_tokens > 1 else "1 new token"
+    rate = estimate.tokens_per_second
+    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    bold = Text(format_seconds(estimate.latency_seconds), style="bold")
+    return [*rows, [what, bold, f"{speed} tokens/s of the whole machine"]]
 
 
 def ranks_label(rank: RankEstimate, plan: Plan) -> str:

@@ -25,7 +25,7 @@ from autoshard.report.layout import (
     table_width,
 )
 from autoshard.report.pipelined import print_pipelining
-from autoshard.report.processes import print_curve, print_mesh, print_ranks, process_times
+from autoshard.report.processes import answer_times, print_curve, print_mesh, print_ranks, process_times
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
@@ -264,17 +264,15 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
 
 
 def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None:
-    lines: list[list[str | Text]] = [
-        [
-            what_is_timed(profile),
-            Text(format_seconds(estimate.latency_seconds), style="bold"),
-            rate(profile, estimate.latency_seconds),
-        ]
-    ]
+    if estimate.prompt_seconds:
+        lines = answer_times(estimate, profile.workload.new_tokens)
+    else:
+        bold = Text(format_seconds(estimate.latency_seconds), style="bold")
+        lines = [[what_is_timed(profile), bold, rate(profile, estimate.latency_seconds)]]
     if estimate.pipelining is not None:
         lines.append(["devices wait", f"{estimate.pipelining.bubble:.0%}", "of the pass, on average"])
     elif estimate.streaming is not None:
-        lines += streaming_lines(estimate.streaming, estimate.latency_seconds)
+        lines += streaming_lines(estimate.streaming, estimate.token_seconds or estimate.latency_seconds)
     elif estimate.all_reduces or estimate.all_gathers:
         count = collectives_line(estimate.all_reduces, estimate.all_gathers)
         lines.append(["collectives", format_seconds(estimate.collective_seconds), count])

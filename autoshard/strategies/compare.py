@@ -16,6 +16,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
+from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes, format_seconds
 
@@ -129,7 +130,7 @@ def compare(
 
 
 def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> Alternative:
-    figures = price(plan)
+    figures = price.answer(plan)
     if not figures.fits:
         worst = min(figures.devices, key=lambda device: device.free_bytes)
         raise PlanError(f"{worst.name} would need {format_bytes(-worst.free_bytes)} more than it has.")
@@ -160,7 +161,11 @@ def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:
     For memory, what is held anyway is spread over all devices in proportion to their memory.
     """
     if objective != "memory":
-        return divided_bound(profile, cluster)
+        halves = prompt_and_token(profile)
+        if halves is None:
+            return divided_bound(profile, cluster)
+        prompt, token = (divided_bound(half, cluster) for half in halves)
+        return prompt + (profile.further or 0) * token
     graph = profile.graph
     held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}
     state = profile.optimizer_bytes if profile.workload.training else 0

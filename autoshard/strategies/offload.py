@@ -3,7 +3,7 @@
 1. Divide the model into modules that may be streamed (`streamable`), from whole blocks to ever smaller parts.
 2. Give every device that computes its part of the model with the ordinary solvers. A device that streams for T seconds
    reads its memory + T * bandwidth of its link, so it is posed with that much memory, for the least T that the pass of
-   the solution does not exceed.
+   the solution does not exceed. An answer of n tokens is n passes: what is brought in T seconds is n times less.
 3. Choose per device which modules stay, and where the others are kept (`offload_choice`).
 4. Check memory and seconds with the exact estimate. The best division wins, among equals the coarsest.
 """
@@ -21,6 +21,7 @@ from autoshard.estimate import Estimate
 from autoshard.flow import Flow, flow
 from autoshard.module_paths import is_below
 from autoshard.plan import Plan
+from autoshard.profile.answer import prompt_and_token, times_computed
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.strategies.balanced import balanced
@@ -164,7 +165,7 @@ class _Task:
         In contiguous parts the links of all devices but the one that computes wait with their two slots full. In T
         seconds a device reads its memory + T * rate, the CPU what it computes; T is what the whole model takes.
         """
-        rates = np.array([self._rate(name) for name in self.computing])
+        rates = np.array([self._rate(name) for name in self.computing]) / times_computed(self.profile)
         if self.chain.pins or not rates.any():
             return
         owner, nbytes = self._owners(division), {module.path: module.nbytes for module in division}
@@ -191,7 +192,7 @@ class _Task:
         """Solutions for streaming at the rate of each store, and one that fills all memory evenly."""
         room = np.maximum(np.array(chain.capacity_bytes, float), 0.0)
         for store in self.stores:
-            rates = np.array([self._rate(name, store) for name in chain.devices])
+            rates = np.array([self._rate(name, store) for name in chain.devices]) / times_computed(self.profile)
             if rates.any():
                 yield from self._streaming(chain, room, rates)
         streaming = np.array([self._rate(name) > 0 for name in chain.devices])
@@ -270,7 +271,10 @@ class _Task:
         streamed = [
             Streamed(path=m.path, device=homes[m.path], store="", storages=m.storages, calls=m.calls) for m in whole
         ]
-        calls, after = pass_calls(self.profile, cluster, moves, streamed)
+        halves = prompt_and_token(self.profile)
+        pace = self.profile if halves is None else halves[1 if self.profile.further else 0]  # what is done most often
+        pace_moves = replace(moves, uncounted=pace.graph.uncounted)
+        calls, after = pass_calls(pace, cluster, pace_moves, streamed)
 
         def seconds(store: str) -> tuple[float, ...]:
             if store not in self.stores:

@@ -6,6 +6,7 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import unit_seconds
+from autoshard.profile.answer import op_counts
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.strategies.chain import Chain, Tie
@@ -27,7 +28,7 @@ def chain_from_profile(
         transient_bytes=units.transient_bytes,
         tensor_unit=units.maker,
         tensor_bytes=units.nbytes,
-        tensor_copies=units.copies,
+        tensor_copies=units.copies * _times_made(profile, units),
         edge_tensor=units.edge_value,
         edge_unit=units.edge_unit,
         capacity_bytes=np.array([device.budget_bytes for device in devices], np.int64),
@@ -38,3 +39,12 @@ def chain_from_profile(
         pins=dict(pins or {}),
         home=units.home,
     )
+
+
+def _times_made(profile: Profile, units: Units) -> np.ndarray:
+    """How often each value that passes between units is made: in every token of an answer, or once."""
+    if profile.further is None:
+        return np.ones(len(units.value), np.int64)
+    made_by = np.array([profile.graph.values[value].op for value in units.value.tolist()], np.int64)
+    counts = np.append(op_counts(profile), 1.0)  # -1: an input
+    return counts[made_by].astype(np.int64)
