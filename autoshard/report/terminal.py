@@ -37,7 +37,7 @@ from autoshard.report.rows import (
     tied_modules,
     transfer_rows,
 )
-from autoshard.report.streamed import print_streamed, streaming_lines
+from autoshard.report.streamed import print_streamed, with_streaming
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.workload import Workload
 
@@ -272,7 +272,7 @@ def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None
     if estimate.pipelining is not None:
         lines.append(["devices wait", f"{estimate.pipelining.bubble:.0%}", "of the pass, on average"])
     elif estimate.streaming is not None:
-        lines += streaming_lines(estimate.streaming, estimate.token_seconds or estimate.latency_seconds)
+        lines = with_streaming(lines, estimate.streaming, estimate)
     elif estimate.all_reduces or estimate.all_gathers:
         count = collectives_line(estimate.all_reduces, estimate.all_gathers)
         lines.append(["collectives", format_seconds(estimate.collective_seconds), count])

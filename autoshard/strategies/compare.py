@@ -189,14 +189,19 @@ def explained(comparison: Comparison) -> Plan:
             reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
     reasons.append(
         f"chosen: {chosen.name}: {_figure(chosen, comparison)}; no plan of any kind on these devices is below "
-        f"{_shown(comparison.bound, comparison.objective)}{_above(comparison.gap)}"
+        f"{_shown(comparison.bound, comparison.objective, _answers(chosen))}{_above(comparison.gap)}"
     )
     return replace(chosen.plan, reasons=tuple(reasons))
 
 
 def _figure(row: Alternative, comparison: Comparison) -> str:
     assert row.plan is not None
-    return f"{_shown(row.value, comparison.objective)} on {_counted(row)}"
+    return f"{_shown(row.value, comparison.objective, _answers(row))} on {_counted(row)}"
+
+
+def _answers(row: Alternative) -> bool:
+    """Whether what is priced is a whole answer."""
+    return row.estimate is not None and row.estimate.prompt_seconds > 0
 
 
 def _counted(row: Alternative) -> str:
@@ -212,10 +217,11 @@ def devices_used(row: Alternative) -> int:
     return len(row.plan.devices) if row.plan.cuts else len(set(row.plan.placements.values()))
 
 
-def _shown(value: float, objective: str) -> str:
+def _shown(value: float, objective: str, answers: bool) -> str:
     if objective == "memory":
         return f"{value:.2%} of the fullest device's memory"
-    return f"{format_seconds(value)} {'per pass' if objective == 'latency' else 'between passes'}"
+    each, between = ("per answer", "between answers") if answers else ("per pass", "between passes")
+    return f"{format_seconds(value)} {each if objective == 'latency' else between}"
 
 
 def _above(gap: float) -> str:

@@ -50,7 +50,7 @@ def explain_offload(
     for link in streaming.links:
         reasons.append(
             f"{link.modules} modules come from {link.source} to {link.destination}: {format_bytes(link.nbytes)} and "
-            f"{format_seconds(link.seconds)} per pass"
+            f"{format_seconds(link.seconds)} per {'token' if figures.token_seconds else 'pass'}"
         )
     own = next(
         (d.parameter_bytes for d in figures.devices if d.name == "cpu" and d.parameter_bytes and len(using) > 1), 0
@@ -61,11 +61,12 @@ def explain_offload(
         reasons.append("all devices share the disk, which serves them in the order in which they ask")
     slots = [(d.name, d.slot_bytes) for d in figures.devices if d.slot_bytes]
     reasons += [f"two of them at a time take {format_bytes(nbytes)} of {name}" for name, nbytes in slots]
-    stalled = streaming.stall_seconds / figures.latency_seconds if figures.latency_seconds else 0.0
+    seconds = figures.token_seconds or figures.latency_seconds
+    stalled = streaming.stall_seconds / seconds if seconds else 0.0
     if stalled > 5e-3:
         reasons.append(
             f"computing waits {stalled:.0%} of the time: the links are the limit"
-            if figures.latency_seconds <= streaming.bound_seconds * 1.001
+            if seconds <= streaming.bound_seconds * 1.001
             else f"computing waits {stalled:.0%} of the time"
         )
     else:
