@@ -9,7 +9,9 @@ from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import find_units
+from autoshard.profile.units import Units, find_units
+from autoshard.strategies.chain import Chain
+from autoshard.strategies.cold import cold_pins, explain_cold
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.offload import Offloaded, offload
 from autoshard.strategies.offload_words import (
@@ -61,6 +63,12 @@ def make_plan(
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found = place(profile, limited, units, chain, strategy, goal)
+    colder = _with_cold_parts(profile, limited, units, chain, strategy, goal)
+    cold: tuple[str, ...] = ()
+    if colder is not None and (found is None or _value(colder, goal) < _value(found, goal)):
+        instead = None if found is None else _value(found, goal)
+        cold = explain_cold(chain, colder.solution.assignment, _value(colder, goal), instead)
+        found = colder
     if may_stream(profile, every) and (found is None or _leaves_accelerators(found, objective)):
         streamed = offload(
             profile, every, units, fixed,
@@ -68,12 +76,8 @@ def make_plan(
         )  # fmt: skip
         if found is None and not isinstance(streamed, Offloaded):
             raise PlanError(offload_refusal(streamed, every, computing) + not_on_disk(in_memory, every))
-        if isinstance(streamed, Offloaded) and (
-            found is None or streamed.value < value_of(found.estimate, goal, training=False)
-        ):
-            reasons = explain_offload(
-                profile, every, streamed, None if found is None else value_of(found.estimate, goal, training=False)
-            )
+        if isinstance(streamed, Offloaded) and (found is None or streamed.value < _value(found, goal)):
+            reasons = explain_offload(profile, every, streamed, None if found is None else _value(found, goal))
             return _plan(profile, every, strategy, objective, pins, streamed, reasons)
     if found is None:
 
@@ -82,8 +86,25 @@ def make_plan(
             return fits(profile, larger, units, posed, strategy, goal)
 
         raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
-    reasons = explain(strategy, goal, chain, found.chain, found.solution, found.estimate)
+    reasons = cold or explain(strategy, goal, chain, found.chain, found.solution, found.estimate)
     return _plan(profile, every, strategy, objective, pins, found, reasons)
+
+
+def _value(found: Checked, goal: Objective) -> float:
+    return value_of(found.estimate, goal, training=False)
+
+
+def _with_cold_parts(
+    profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, goal: Objective
+) -> Checked | None:
+    """The best plan with the coldest units on the CPU, for what the accelerators have no room for."""
+    if strategy != "auto" or goal == "memory":
+        return None
+    for pins in cold_pins(chain):
+        found = place(profile, cluster, units, replace(chain, pins=dict(pins)), strategy, goal)
+        if found is not None:
+            return found
+    return None
 
 
 def _computing(profile: Profile, cluster: Cluster) -> tuple[str, ...]:

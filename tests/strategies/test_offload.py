@@ -299,4 +299,8 @@ def test_what_generates_is_brought_for_the_prompt_and_for_each_token() -> None:
     estimate = autoshard.estimate(plan, profile, spec)
     assert plan.streamed and all(path.startswith("model.layers.") for path in plan.streamed)
     assert estimate.streaming is not None
-    assert estimate.streaming.links[0].fetches == 2 * len(plan.streamed)
+    assert estimate.streaming.links[0].fetches == len(plan.streamed)  # of a token
+    answer = estimate.prompt_seconds + 7 * estimate.token_seconds
+    assert estimate.latency_seconds == pytest.approx(answer)
+    assert estimate.tokens_per_second == pytest.approx(8 / answer)
+    assert estimate.token_seconds >= estimate.streaming.bound_seconds * (1 - 1e-9)
