@@ -135,7 +135,11 @@ def _planned(
     if chosen is not None:
         return chosen.plan
     measured = measured_for(model, inputs, workload, known)
-    return plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+    from autoshard.planning import limited_to
+    from autoshard.search.fewer_bits import with_hint
+
+    plan = plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+    return with_hint(plan, measured, limited_to(cluster, max_memory))
 
 
 def chosen_for(

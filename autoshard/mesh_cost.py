@@ -46,11 +46,11 @@ def in_one_piece(plan: Plan) -> Plan:
 def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds: float | None = None) -> Estimate:
     """Compute what any plan costs: one that places modules, streams them, cuts parameters, or has a mesh.
 
-    `lower_bound_seconds`: of plans that place modules, if it is known or does not matter.
+    `lower_bound_seconds`: of plans that place or stream modules, if it is known or does not matter.
     """
     if plan.mesh is None and not plan.cuts:
         if plan.streamed:
-            return estimate_streamed(plan, profile, cluster)
+            return estimate_streamed(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
         return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
 
     def recorded(half: Profile) -> Estimate:

@@ -119,7 +119,8 @@ def plan_command(
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
     from autoshard.cli.processes import choose_processes, plan_largest_processes
-    from autoshard.planning import plan_measured
+    from autoshard.planning import limited_to, plan_measured
+    from autoshard.search.fewer_bits import with_hint
 
     strategy = strategy_named(strategy)
     check_before(out, strategy, objective, schedule)
@@ -149,6 +150,8 @@ def plan_command(
             profile = profile_of(loaded)
             with step("planning"):
                 plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+            with step("pricing fewer bits"):
+                plan = with_hint(plan, profile, limited_to(cluster, limits))
     if chosen is not None:
         plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate
     plan = replace(plan, target=target)

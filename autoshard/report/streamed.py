@@ -18,14 +18,15 @@ def print_streamed(console: Console, plan: Plan, profile: Profile, streaming: St
     """Print what stays on its device, then what is kept elsewhere, equal neighbours as ranges."""
     rows = entry_rows(plan, profile)
     print_section(console, "Stays")
-    _print_groups(console, [row for row in rows if row.path not in plan.streamed], plan)
+    print_groups(console, [row for row in rows if row.path not in plan.streamed], plan)
     each = "token" if plan.workload.new_tokens > 1 else "pass"
     nbytes = f", {format_bytes(streaming.nbytes)} brought per {each}" if streaming else ""
     print_section(console, "Streamed", f"{len(plan.streamed)} modules{nbytes}")
-    _print_groups(console, [row for row in rows if row.path in plan.streamed], plan)
+    print_groups(console, [row for row in rows if row.path in plan.streamed], plan)
 
 
-def _print_groups(console: Console, rows: list[PlacedRow], plan: Plan) -> None:
+def print_groups(console: Console, rows: list[PlacedRow], plan: Plan) -> None:
+    """Print where modules are, those of a class on one device together."""
     groups: dict[tuple[str, str, str], list[PlacedRow]] = {}
     for row in rows:
         groups.setdefault((row.class_name, plan.streamed.get(row.path, ""), row.device), []).append(row)

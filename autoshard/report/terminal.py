@@ -31,13 +31,14 @@ from autoshard.report.rows import (
     cut_bar,
     device_parts,
     device_runs,
+    entry_rows,
     holders,
     module_rows,
     placed_rows,
     tied_modules,
     transfer_rows,
 )
-from autoshard.report.streamed import print_streamed, with_streaming
+from autoshard.report.streamed import print_groups, print_streamed, with_streaming
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.workload import Workload
 
@@ -77,6 +78,8 @@ BAR_WIDTH = 22
 LEAST_BAR = 12
 """Bars are as wide as fits beside the figures."""
 MOST_ROWS = 48
+SCATTERED = 24
+"""Rows of modules above which those of a kind on one device are told together: experts of some layers, say."""
 MOST_TRANSFERS = 12
 
 
@@ -254,6 +257,9 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
         Column(title="Device", style="bold"),
     ]
     rows, tied, pinned = placed_rows(plan, profile), tied_modules(profile), set(plan.pins)
+    if len(rows) > SCATTERED and not pinned:
+        print_groups(console, entry_rows(plan, profile), plan)
+        return
     table = []
     for row in rows[:MOST_ROWS]:
         device = f"{holders(plan, row.device)} (pinned)" if row.path in pinned else holders(plan, row.device)
