@@ -176,7 +176,7 @@ class RankEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
-    """What a plan costs. Times are of one pass of the workload: a forward, a training step, or a prompt and one token.
+    """What a plan costs. Times are of one pass of the workload: a forward, a training step, or an answer.
 
     Inputs are taken to be at the root's home. The peak of a generation is that of its prompt or of its last step.
 
@@ -191,10 +191,15 @@ class Estimate:
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
             `all_reduces` and `all_gathers` of them in one pass.
 
-    Of plans that the engine prices (`Plan.launch`), `latency_seconds` is a training step or the whole answer, and:
+    Where tokens are generated, `latency_seconds` and the seconds of devices are those of the whole answer, and what is
+    streamed is that of one token. Transfers are those of the recorded run, a prompt and one token. Then:
 
-        tokens_per_second: of the whole machine: those trained on, those generated, else those of the prompt.
+        tokens_per_second: of the whole machine.
         prompt_seconds: until the first token; token_seconds: for each further token of every sequence.
+
+    Of plans that the engine prices (`Plan.launch`) also:
+
+        tokens_per_second: those trained on, or of the prompt, where none are generated.
         exposed_seconds: of a step, in which ranks wait for communication; bubble: part of it in which stages are idle.
         curve: bytes on the fullest rank over a step or an answer; ranks: classes of equal ranks, by pipeline rank.
         token_parts: seconds of a further token by cause, of all stages that it passes through.
@@ -237,9 +242,19 @@ class Estimate:
 
     @property
     def moved_bytes(self) -> int:
-        """What is copied between devices in one pass: tensors, and parameters that are brought."""
-        brought = self.streaming.nbytes if self.streaming is not None else 0
-        return sum(transfer.nbytes for transfer in self.transfers) + brought
+        """What is copied between devices in the recorded run: tensors, and parameters that are brought."""
+        return sum(transfer.nbytes for transfer in self.transfers) + self.brought_bytes
+
+    @property
+    def brought_bytes(self) -> int:
+        """Parameters that are brought in the recorded run, which has two passes where tokens are generated."""
+        passes = 2 if self.token_seconds else 1
+        return passes * self.streaming.nbytes if self.streaming is not None else 0
+
+    @property
+    def recorded_seconds(self) -> float:
+        """What a timeline of the recorded run covers at least; 0 where it is a part of an answer."""
+        return 0.0 if self.prompt_seconds else self.latency_seconds
 
     @property
     def fits(self) -> bool:

@@ -76,7 +76,7 @@ def _memory(estimate: Estimate, title: str) -> str:
 def _timeline(plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, title: str) -> str:
     found = fold(events(plan, profile, cluster), _MOST_EVENTS)
     lanes = lanes_of(found, cluster.names)
-    end = max([estimate.latency_seconds, *(event.end_seconds for event in found)]) or 1.0
+    end = max([estimate.recorded_seconds, *(event.end_seconds for event in found)]) or 1.0
     scale = WIDTH - _LEFT - 40
     body = []
     for row, (name, link) in enumerate(lanes):

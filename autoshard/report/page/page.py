@@ -46,7 +46,7 @@ def make_page(
     colours = device_colours([device.name for device in cluster.devices])
     root = module_tree(plan, profile)
     data = {
-        "timeline": timeline_data(events(plan, profile, cluster), cluster.names, estimate.latency_seconds),
+        "timeline": timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
         "kinds": KINDS,
         **({"whatif": what_if} if what_if is not None else {}),
     }

@@ -4,6 +4,7 @@ from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import format_count, format_flops
+from autoshard.report.processes import answer_times
 from autoshard.report.rows import device_parts
 from autoshard.report.terminal import rate, what_is_timed
 from autoshard.sizes import format_bytes, format_seconds
@@ -24,15 +25,20 @@ def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, st
     fullest, moved = estimate.fullest, estimate.moved_bytes
     share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
     latency, bottleneck = estimate.latency_seconds, estimate.bottleneck_seconds
-    found = [(what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency))]
+    if estimate.prompt_seconds:
+        rows = [[str(cell) for cell in row] for row in answer_times(estimate, profile.workload.new_tokens)]
+        found = [(what.capitalize(), figure, remark) for what, figure, remark in (rows[-1], *rows[:-1])]
+    else:
+        found = [(what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency))]
     if bottleneck < latency * (1 - 1e-9):
         overlapped = "" if profile.workload.training else rate(profile, bottleneck)  # steps can't overlap
         found.append(("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"))
     found.append(("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"))
     if moved:
-        brought = f"{format_bytes(estimate.streaming.nbytes)} of parameters" if estimate.streaming is not None else ""
+        brought = f"{format_bytes(estimate.brought_bytes)} of parameters" if estimate.brought_bytes else ""
         tensors = f"{len(estimate.transfers)} tensors" if estimate.transfers else ""
-        found.append(("Moved per pass", format_bytes(moved), ", ".join(filter(None, (brought, tensors)))))
+        what = "Moved for prompt and token" if estimate.token_seconds else "Moved per pass"
+        found.append((what, format_bytes(moved), ", ".join(filter(None, (brought, tensors)))))
     elif estimate.collective_seconds:
         count = estimate.all_reduces + estimate.all_gathers
         found.append(("In collectives", format_seconds(estimate.collective_seconds), f"{count} of them"))
@@ -54,9 +60,11 @@ def sentences(plan: Plan, estimate: Estimate, profile: Profile) -> list[str]:
         _memory(estimate),
     ]
     if estimate.streaming is not None:
-        stall = estimate.streaming.stall_seconds / estimate.latency_seconds if estimate.latency_seconds else 0.0
+        seconds = estimate.token_seconds or estimate.latency_seconds
+        stall = estimate.streaming.stall_seconds / seconds if seconds else 0.0
+        each = "for every token" if estimate.token_seconds else "in every pass"
         found.append(
-            f"{format_bytes(estimate.streaming.nbytes)} of parameters are brought to their devices in every pass; "
+            f"{format_bytes(estimate.streaming.nbytes)} of parameters are brought to their devices {each}; "
             f"devices wait for them {stall:.0%} of the time."
         )
     if estimate.pipelining is not None:

@@ -1,0 +1,177 @@
+"""Answers at home: their seconds, experts that are read by hits, and cold parts on the CPU."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.parse import parse_devices
+from autoshard.cost import op_seconds
+from autoshard.plan import Plan
+from autoshard.profile.answer import op_counts, prompt_and_token
+from autoshard.profile.experts import hit_part
+from autoshard.profile.profile import Profile
+from autoshard.report.document import estimate_data
+from autoshard.sizes import format_seconds
+from autoshard.strategies import make_plan
+from autoshard.workload import Workload
+
+EXPERTS, CHOSEN, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 6
+EXPERT_BYTES = EXPERTS * 3 * WIDTH * INNER * 2
+
+
+def mixture() -> nn.Module:
+    """A mixture with the layers of one of 30 B, fewer of them: nearly all is experts, of which a token reads a 16th."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=INNER, intermediate_size=INNER,
+        vocab_size=32000, max_position_embeddings=512, tie_word_embeddings=False, norm_topk_prob=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def profiled(model: nn.Module, **workload: Any) -> Profile:
+    asked = {"batch_size": 1, "sequence_length": 32, "new_tokens": 64, **workload}
+    return autoshard.profile(model, workload=Workload(**asked))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profiled(mixture())
+
+
+def home(profile: Profile, part: float) -> Cluster:
+    """Two cards that have room for so large a part of the weights together, and a CPU."""
+    each = int(part * profile.parameter_bytes / 2)
+    cluster = parse_devices("2xRTX4090,cpu=16GiB")
+    limits = {"cuda:0": each, "cuda:1": each}
+    devices = tuple(
+        replace(device, overhead_bytes=0, memory_bytes=limits.get(device.name, device.memory_bytes))
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=devices)
+
+
+def read_by_experts(profile: Profile, phase: str) -> int:
+    """Bytes that grouped products of a phase move."""
+    begin, end = next((begin, end) for name, begin, end in profile.graph.phases if name == phase)
+    grouped = [op.index for op in profile.graph.ops[begin:end] if "grouped_mm" in str(op.target)]
+    assert grouped
+    return sum(profile.op_bytes[index] for index in grouped)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_token_reads_the_experts_that_are_hit(batch: int) -> None:
+    profile = profiled(mixture(), batch_size=batch)
+    hit = 1 - (1 - CHOSEN / EXPERTS) ** batch  # of all experts, as expected
+    expected = LAYERS * EXPERT_BYTES * hit
+    assert read_by_experts(profile, "decode") == pytest.approx(expected, rel=0.02)  # with what they compute
+
+
+def test_a_prompt_reads_nearly_all_experts(profile: Profile) -> None:
+    expected = LAYERS * EXPERT_BYTES * hit_part(CHOSEN / EXPERTS, 32)
+    assert 0.5 * LAYERS * EXPERT_BYTES < expected < read_by_experts(profile, "forward") < 1.1 * expected
+
+
+def test_an_answer_is_its_prompt_and_a_token_for_each_but_the_first(profile: Profile) -> None:
+    halves = prompt_and_token(profile)
+    assert halves is not None
+    cluster = parse_devices("1xRTX4090")
+    plan = make_plan(profile, cluster)
+    figures = autoshard.estimate(plan, profile, cluster)
+    seconds = [float(op_seconds(half, cluster.devices[0]).sum()) for half in halves]
+    assert figures.prompt_seconds == pytest.approx(seconds[0])
+    assert figures.token_seconds == pytest.approx(seconds[1])
+    assert figures.latency_seconds == pytest.approx(seconds[0] + 63 * seconds[1])
+    assert figures.tokens_per_second == pytest.approx(64 / figures.latency_seconds)
+    assert figures.devices[0].compute_seconds == pytest.approx(figures.latency_seconds)
+    assert figures.lower_bound_seconds <= figures.latency_seconds * (1 + 1e-9)
+    weighted = float((op_seconds(profile, cluster.devices[0]) * op_counts(profile)).sum())
+    assert weighted == pytest.approx(figures.latency_seconds)
+    written = json.loads(json.dumps(estimate_data(figures)))
+    for name in ("prompt_seconds", "token_seconds", "tokens_per_second", "latency_seconds"):
+        assert written[name] == pytest.approx(getattr(figures, name))
+
+
+def test_one_new_token_is_the_prompt_alone() -> None:
+    profile, cluster = profiled(mixture(), new_tokens=1), parse_devices("1xRTX4090")
+    figures = autoshard.estimate(make_plan(profile, cluster), profile, cluster)
+    assert figures.latency_seconds == figures.prompt_seconds > 0
+    assert figures.token_seconds == 0
+
+
+def test_more_tokens_take_longer_by_what_a_token_takes() -> None:
+    model, cluster = mixture(), parse_devices("1xRTX4090")
+    profiles = [profiled(model, new_tokens=count) for count in (16, 64)]
+    few, many = (autoshard.estimate(make_plan(one, cluster), one, cluster) for one in profiles)
+    more = many.latency_seconds - few.latency_seconds
+    assert more == pytest.approx(48 * many.token_seconds, rel=0.05)  # the cache is a little shorter
+
+
+def device_of(plan: Plan, path: str) -> str:
+    while path not in plan.placements:
+        path = path.rpartition(".")[0]
+    return plan.placements[path]
+
+
+def test_experts_go_to_the_cpu_and_attention_does_not(profile: Profile) -> None:
+    cluster = home(profile, 0.7)
+    plan = make_plan(profile, cluster)
+    figures = autoshard.estimate(plan, profile, cluster)
+    assert figures.fits and not plan.streamed
+    on_cpu = [i for i in range(LAYERS) if device_of(plan, f"model.layers.{i}.mlp.experts") == "cpu"]
+    assert 0 < len(on_cpu) < LAYERS
+    for i in range(LAYERS):
+        assert device_of(plan, f"model.layers.{i}.self_attn.q_proj").startswith("cuda")
+        assert device_of(plan, f"model.layers.{i}.mlp.gate").startswith("cuda")
+    assert any("read least for the room they take" in reason for reason in plan.reasons)
+
+
+def test_cold_parts_are_faster_than_whole_layers_on_the_cpu(profile: Profile) -> None:
+    cluster = home(profile, 0.7)
+    cold = autoshard.estimate(make_plan(profile, cluster), profile, cluster)
+    whole = autoshard.estimate(make_plan(profile, cluster, strategy="balanced"), profile, cluster)
+    assert cold.latency_seconds < whole.latency_seconds
+
+
+def test_what_has_room_is_not_moved(profile: Profile) -> None:
+    plan = make_plan(profile, home(profile, 1.6))
+    assert "cpu" not in plan.placements.values()
+
+
+def test_the_hint_is_the_figure_of_the_plan_with_fewer_bits() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=114688, num_hidden_layers=6, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    workload = Workload(batch_size=1, sequence_length=64, new_tokens=32)
+    plan = autoshard.plan(model, "1xRTX4090,cpu=128GiB", workload=workload)
+    hints = [reason for reason in plan.reasons if "--dtype" in reason]
+    assert len(hints) == 1 and "8-bit" in hints[0] and "--dtype int8" in hints[0]
+    small = autoshard.plan(model, "1xRTX4090", workload=workload, launch="processes", dtype="int8")
+    profile = autoshard.profile(model, workload=workload)
+    seconds = autoshard.estimate(small, profile).latency_seconds
+    assert format_seconds(seconds) in hints[0]
+    more = autoshard.plan(model, "2x80GiB,cpu=128GiB", workload=workload)
+    assert not any("--dtype" in reason for reason in more.reasons)
+
+
+HOSTS = "2 hosts of 1xRTX4090"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
+def test_two_hosts_are_never_one_process(profile: Profile, strategy: str) -> None:
+    plan = autoshard.plan(mixture(), HOSTS, workload=profile.workload, strategy=strategy)  # type: ignore[arg-type]
+    hosts = {device.name: device.host for device in parse_devices(HOSTS).devices}
+    used = {hosts[name] for name in plan.placements.values()}
+    assert plan.launch == "processes" or len(used) == 1
