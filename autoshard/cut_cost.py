@@ -17,9 +17,9 @@ from autoshard.axes.axis import Leaf, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
-from autoshard.axes.walk import MOST_NUMBERS, Walk, name_of
+from autoshard.axes.walk import MOST_NUMBERS, Walk
 from autoshard.capture.columns import columns_of
-from autoshard.capture.graph import ModelGraph, Op, TensorInfo
+from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices, estimate, of_every_device

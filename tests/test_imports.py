@@ -45,7 +45,7 @@ FLOORS = (
     {"schedules", "largest_size", "stage_reasons"},
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
-    {"flow", "prove", "cut_collectives", "engine"},
+    {"flow", "prove", "cut_collectives", "engine", "answer_cost"},
     {"cost", "stream_schedule", "joined_backward", "shard_memory", "stage_exchange", "recomputed"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},

@@ -15,8 +15,7 @@ import torch
 
 from autoshard.axes.sample_indices import Contents
 from autoshard.axes.samples import MIXED, Samples, all_of, combine, reduce, samples
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import Op
+from autoshard.capture.graph import Op, name_of
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk

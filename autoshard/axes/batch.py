@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.axes.axis import Axis, Leaf, describe, leaves, resolve
-from autoshard.axes.walk import Walk, name_of, where
-from autoshard.capture.graph import Call, ModelGraph
+from autoshard.axes.walk import Walk, where
+from autoshard.capture.graph import Call, ModelGraph, name_of
 
 _LOSSES = ("cross_entropy_loss", "nll_loss")
 IGNORED = -100

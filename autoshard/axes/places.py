@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.axes.walk import Contraction, Walk, name_of, where
-from autoshard.capture.graph import Call, ModelGraph, SiteCall
+from autoshard.axes.walk import Contraction, Walk, where
+from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import DROPOUTS, Action
 

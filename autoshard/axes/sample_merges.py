@@ -19,8 +19,7 @@ import torch
 from autoshard.axes import sample_rules
 from autoshard.axes.rules import dims_of
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import Op
+from autoshard.capture.graph import Op, name_of
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk

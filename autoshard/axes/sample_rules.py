@@ -21,8 +21,7 @@ from autoshard.axes.axis import Axis, leaves, resolve
 from autoshard.axes.batch import BatchWalk
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, is_pointwise
 from autoshard.axes.samples import PLACE, SHARED, Samples, combine, fixed, moved, reshaped, samples, uniform
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 
 MOST_ELEMENTS = 1 << 24
 """Elements of numbers of samples that are worked on: what has more is taken together."""

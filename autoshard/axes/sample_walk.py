@@ -15,8 +15,7 @@ from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
 from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
 from autoshard.axes.sound import Sound
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.capture.traits import traits_of
 
 SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.axes.sample_rules import MOVES, RESHAPES
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.capture.tape import Reading, Ref
 from autoshard.capture.traits import traits_of
 

@@ -9,7 +9,7 @@ import torch
 from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - they register their rules
 from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 
 MOST_NUMBERS = 16
 """Longer lists of integers are not taken apart."""
@@ -126,11 +126,6 @@ class Walk:
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
-
-
-def name_of(op: Op) -> str:
-    """The name of an op without its overload."""
-    return getattr(getattr(op.target, "overloadpacket", None), "__name__", str(op.target))
 
 
 def where(graph: ModelGraph, op: Op) -> str:

@@ -74,6 +74,11 @@ class Op:
     node: torch.fx.Node | None = None
 
 
+def name_of(op: Op) -> str:
+    """The name of an op without its overload."""
+    return getattr(getattr(op.target, "overloadpacket", None), "__name__", str(op.target))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
     """One call of a torch function that ran ops `begin` to `end`; `inputs` are its tensor arguments in its own order.

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from autoshard.axes.batch import follow, walk_all
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.regions import OUTSIDE
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
 from autoshard.profile.experts import expert_weights
 

@@ -7,8 +7,7 @@ without rows. Experts in a list are modules of their own, whose calls say which 
 from collections.abc import Iterable
 from math import prod
 
-from autoshard.axes.walk import name_of
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, name_of
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "matmul": 0}
 """Products of tokens with a matrix, and which input has the tokens."""

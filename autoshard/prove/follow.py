@@ -21,8 +21,8 @@ import torch
 from autoshard.axes.axis import Axis, Leaf, describe, leaves, local_size
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
-from autoshard.axes.walk import Walk, name_of, where
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.axes.walk import Walk, where
+from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.sharding import DROPOUTS, kept
 
 SIZES: dict[str, tuple[str, ...]] = {

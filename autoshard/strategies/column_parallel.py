@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.axes.walk import name_of, where
+from autoshard.axes.walk import where
+from autoshard.capture.graph import name_of
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
