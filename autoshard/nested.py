@@ -1,7 +1,7 @@
 """Tensors inside nested arguments and outputs: one walk, used by capture, runtime and verify alike."""
 
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,7 +229,11 @@ def _step(value: Any, path: str) -> tuple[Any, Any]:
 def _rebuild_mapping(value: dict, changed: dict) -> Any:
     """Rebuild a dict subclass (OrderedDict, an output dataclass that is also a dict) around changed items."""
     if dataclasses.is_dataclass(value):
-        return type(value)(**changed)
+        made = type(value)(**changed)
+        if isinstance(made, OrderedDict) and list(made) != list(changed):  # a field may have been set later
+            for key in changed:
+                made.move_to_end(key)
+        return made
     copy = value.copy()
     copy.update(changed)
     return copy

@@ -1,6 +1,8 @@
 """Hand-made models under hand-made maps: the same bits, the same objects, and nothing left behind."""
 
+import collections
 import copy
+import dataclasses
 import pickle
 import types
 import weakref
@@ -359,3 +361,37 @@ def test_tied_stays_tied_for_plan_round_trip(tmp_path):
         apply_plan(model, Plan.load(tmp_path / "plan.json"))
         assert same(model(x), expected)
         assert [model.body.weight.device.index, model.head.weight.device.index] == [1, 0]
+
+
+@dataclasses.dataclass
+class Fields(collections.OrderedDict):
+    """Fields that are items in the order in which they were given a value, as outputs of Transformers are."""
+
+    last: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "pooled", "hidden"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class SetsLater(nn.Linear):
+    """Sets a field of its output after a field that is declared later."""
+
+    def forward(self, x):
+        made = Fields(last=super().forward(x), hidden=x)
+        made.pooled = made["pooled"] = x.sum(-1)
+        return made
+
+
+def test_items_of_an_output_keep_their_order():
+    model, x = SetsLater(4, 4), torch.randn(2, 4)
+    expected = model(x)
+    with autoshard.simulate("2x1MiB"):
+        apply_device_map(model, {"": "cpu:1"})
+        made = model(x)
+        remove(model)
+    assert list(made) == list(expected) == ["last", "hidden", "pooled"]
+    assert same(plain(expected), plain(made))
