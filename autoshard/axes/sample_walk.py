@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.bags import bags
 from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
 from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
@@ -56,7 +55,7 @@ class SampleWalk:
     def step(self, op: Op) -> None:
         """Follow one op."""
         given = [self.of(value) for value in op.inputs]
-        made = self.sound.results(op, given) or bags(self, op, given)
+        made = self.sound.results(op, given)
         if made is None:
             made = self.rules.results(op, given)
             made = self._resized(op, given, made)

@@ -1,8 +1,16 @@
-"""What keeps samples apart though the rules of ops alone do not see it: each entry with its argument."""
+"""What keeps samples apart though the rules of ops alone do not see it. Each entry has its argument where it stands.
+
+    dispatch        tokens are sorted by expert, worked on one by one, and put back in their own places
+    bags            bags of words that are rows of as many words each
+    sample_merges   sums and means over samples, which are put together of those of parts
+    switches        both branches of a question whether any row is masked give a row without padding the same
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autoshard.axes.bags import bags
+from autoshard.axes.dispatch import Dispatch
 from autoshard.axes.samples import Samples
 from autoshard.capture.graph import Op
 
@@ -11,8 +19,12 @@ if TYPE_CHECKING:
 
 
 class Sound:
+    """The entries that say what an op makes, for one walk."""
+
     def __init__(self, walk: "SampleWalk") -> None:
         self.walk = walk
+        self._dispatch = Dispatch(walk)
 
     def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
-        return None
+        """The samples of the results of an op by an entry; None if none of them is about it."""
+        return self._dispatch.results(op, given) or bags(self.walk, op, given)
