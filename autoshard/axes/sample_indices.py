@@ -5,11 +5,12 @@ x[torch.arange(n), best]     numbers that code alone decides are known: sample i
 x[:, order]                  any others: all along the dimension are taken together
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from autoshard.axes.parts_of_batch import has_constant_bound
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples, whole
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.traits import traits_of
@@ -21,10 +22,14 @@ MOST_NUMBERS = 1 << 16
 
 
 class Contents:
-    """Numbers that code alone decides: not the batch, not a weight or a buffer."""
+    """Numbers that code alone decides: not the batch, not a weight or a buffer.
 
-    def __init__(self, graph: ModelGraph) -> None:
+    `counts`: by value, which of its dimensions are longer for a larger batch.
+    """
+
+    def __init__(self, graph: ModelGraph, counts: Mapping[int, Sequence[bool]] | None = None) -> None:
         self._graph = graph
+        self._counts = counts or {}
         self._known: dict[int, torch.Tensor | None] = {}
         self._written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
         self.literals = {
@@ -39,6 +44,10 @@ class Contents:
             self._known[value] = self._found(value)
         return self._known[value]
 
+    def is_longer(self, value: int) -> bool:
+        """Whether there are more numbers for a larger batch."""
+        return any(self._counts.get(value, ()))
+
     def shape(self, value: int) -> tuple[int, ...]:
         """The shape of a value."""
         return self._graph.values[value].shape
@@ -50,6 +59,8 @@ class Contents:
         if row.op < 0:
             return self.literals.get(value)
         op = self._graph.ops[row.op]
+        if op.inputs and has_constant_bound(op, self._counts.get(op.inputs[0], ())):
+            return None  # it is all of it for so few samples only
         given = [self.of(one) for one in op.inputs]
         traits = traits_of(op.target) if isinstance(op.target, torch._ops.OpOverload) else None
         if op.node is None or traits is None or traits.random or any(item is None for item in given):

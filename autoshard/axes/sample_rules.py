@@ -107,7 +107,7 @@ class OpRules:
     def __init__(self, graph: ModelGraph, counts: Mapping[int, Sequence[bool]]) -> None:
         self.graph = graph
         self.counts = counts
-        self.contents = sample_indices.Contents(graph)
+        self.contents = sample_indices.Contents(graph, counts)
         self._walk = BatchWalk(graph, table=TABLE)
 
     def results(self, op: Op, given: Sequence[Samples]) -> list[Samples]:

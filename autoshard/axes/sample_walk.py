@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoshard.axes.parts_of_batch import by_place, of_place
 from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
 from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
@@ -30,6 +31,7 @@ class SampleWalk:
         samples: what is known of each value now; `cause`: the op that first mixed samples in it.
         merges: how values that several samples decide are made of those of parts, where that is known.
         sized: ops that make tensors whose sizes depend on values of the batch, which Python may look at.
+        placed: ops that work on a part of the batch by its place in it, which the samples of values do not tell.
         written: (op, value) of parameters, buffers and inputs that were written with what depends on the batch.
     """
 
@@ -40,11 +42,14 @@ class SampleWalk:
         self.samples: dict[int, Samples] = dict(inputs)
         self.cause: dict[int, int] = {}
         self.sized: list[int] = []
+        self.placed: list[int] = []
         self.written: list[tuple[int, int]] = []
         self.rules = OpRules(graph, _counts(graph, other))
         self.sound = Sound(self)
         self.merges = Merges(self)
         self._others = _constants(other)
+        self._parts: set[int] = set()
+        self._read = {value for op in graph.ops for value in op.inputs} | {*graph.outputs}
 
     def of(self, value: int) -> Samples:
         """The samples of a value; weights, tables and numbers in the code depend on no sample."""
@@ -58,11 +63,13 @@ class SampleWalk:
         made = self.sound.results(op, given)
         if made is None:
             made = self.rules.results(op, given)
-            made = self._resized(op, given, made)
+            made = self._resized(op, given, self._placed(op, given, made))
             if self._is_sized(op) and not all(item.shared for item in given):
                 self.sized.append(op.index)
         self.merges.step(op, given, made)
         for value in op.mutates:
+            if not self._parts.isdisjoint(self._views(value)):
+                self.placed.append(op.index)
             if value not in op.outputs:
                 shape = self.graph.values[value].shape
                 self._write(op, value, all_of(shape, whole(combine([_flat(item) for item in given], (1,)))))
@@ -108,6 +115,17 @@ class SampleWalk:
     def is_entries(self, item: Samples) -> bool:
         """Whether elements are entries of a selection: which sample each belongs to is not known."""
         return bool((item.owner >= self.rows).any())
+
+    def _placed(self, op: Op, given: Sequence[Samples], made: list[Samples]) -> list[Samples]:
+        """What an op makes that may take a part of the batch by its place in it."""
+        counts = self.rules.counts.get(op.inputs[0], ()) if op.inputs else ()
+        if not any(counts) or not by_place(op, given[0], counts, made, self.rules.contents, self.resized(op)):
+            return made
+        self._parts.update(op.outputs)
+        varies = any(flag and longer for flag, longer in zip(given[0].varies, counts, strict=True))
+        if any(0 in item.shape and value in self._read for value, item in zip(op.outputs, made, strict=True)):
+            self.placed.append(op.index)  # nothing in it can say so
+        return [of_place(item, varies=varies) for item in made]
 
     def _resized(self, op: Op, given: Sequence[Samples], made: list[Samples]) -> list[Samples]:
         """What an op makes whose numbers are others for a larger batch: sizes and bounds may be, others may not."""

@@ -1,9 +1,9 @@
 """What keeps samples apart though the rules of ops alone do not see it. Each entry has its argument where it stands.
 
-    dispatch        tokens are sorted by expert, worked on one by one, and put back in their own places
-    bags            bags of words that are rows of as many words each
-    sample_merges   sums and means over samples, which are put together of those of parts
-    switches        both branches of a question whether any row is masked give a row without padding the same
+dispatch        tokens are sorted by expert, worked on one by one, and put back in their own places
+bags            bags of words that are rows of as many words each
+sample_merges   sums and means over samples, which are put together of those of parts
+switches        both branches of a question whether any row is masked give a row without padding the same
 """
 
 from collections.abc import Sequence

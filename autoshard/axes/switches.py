@@ -59,6 +59,7 @@ class Numbering:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+        self._keys: dict[int, Any] = {}
         self._content: dict[int, torch.Tensor] = {}
         self._structure: dict[tuple[ModelGraph, int], Any] = {}
 
@@ -121,7 +122,9 @@ class Numbering:
     # ---- one op
 
     def _number(self, key: Any) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self._keys.setdefault(number, key)
+        return number
 
     def _table(self, content: torch.Tensor) -> int:
         content = content.detach().contiguous()
@@ -162,7 +165,7 @@ class Numbering:
             simple = self._simplified(graph, op, given) if len(op.outputs) == 1 else None
             if isinstance(simple, int):
                 made[value] = simple
-                self._structure[graph, value] = ("same", simple)
+                self._structure[graph, value] = self._keys[simple]
                 continue
             key: Any = simple if simple is not None else (_named(op), tuple(given), _arguments(op))
             if not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
@@ -210,13 +213,13 @@ class Numbering:
             )
             if not none and not (rows == columns and blocked and bool((hidden == causal).all())):
                 return None
-            arguments = _attention(op)
-            if arguments["is_causal"]:
+            if _attention(op)["is_causal"]:
                 return None
-            return ("attention", tuple(given[:3]), (*arguments.items(),), not none and rows > 1)
+            return self._attended(graph, op, given[:3], causal=not none and rows > 1)
         if name == "scaled_dot_product_attention" and len(given) == 3:
-            arguments = _attention(op)
-            return ("attention", tuple(given), (*{**arguments, "is_causal": False}.items(),), arguments["is_causal"])
+            return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
+        if name in ("reshape", "view", "_unsafe_view", "flatten"):
+            return self._repeated(graph, op, given[0])
         if name in ("add", "sub") and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
             return given[0]
         if name == "add" and len(given) == 2 and like[1] and tables[0] is not None and not tables[0].any():
@@ -245,6 +248,35 @@ class Numbering:
             if name == "logical_not" or (name == "eq" and zero):
                 return "zero", given[0]
         return None
+
+
+    def _attended(self, graph: ModelGraph, op: Op, given: Sequence[int], *, causal: bool) -> Any:
+        """An attention without a mask, its keys and values repeated for heads of queries that share them."""
+        arguments = {**_attention(op), "is_causal": False}
+        queries, keys = (graph.values[value].shape for value in op.inputs[:2])
+        if arguments["enable_gqa"] and len(queries) == len(keys) == 4 and not queries[1] % keys[1]:
+            times = queries[1] // keys[1]
+            given = [given[0], *(self._number((("repeated", one, times), 0)) if times > 1 else one for one in given[1:])]
+            arguments["enable_gqa"] = False
+        return "attention", tuple(given), (*arguments.items(),), causal
+
+    def _repeated(self, graph: ModelGraph, op: Op, given: int) -> Any:
+        """`x.unsqueeze(2).expand(…, times, …).reshape(…)` repeats every head."""
+        wide = self._keys[given][0]
+        single = self._keys[wide[1][0]][0] if _is_call(wide, "aten.expand.default") else None
+        if not _is_call(single, "aten.unsqueeze.default") or single[2][1:] != ("2",):
+            return None
+        maker = _maker(graph, op.inputs[0])
+        spread, shape = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape
+        if maker is None or len(spread) != 5 or graph.values[maker.inputs[0]].shape != (*spread[:2], 1, *spread[3:]):
+            return None
+        whole = shape == (spread[0], spread[1] * spread[2], *spread[3:])
+        return ("repeated", single[1][0], spread[2]) if whole else None
+
+
+def _is_call(key: Any, name: str) -> bool:
+    """Whether what computes a value is an op of this name on one tensor."""
+    return isinstance(key, tuple) and len(key) == 3 and key[0] == name and len(key[1]) == 1
 
 
 def like_shape(graph: ModelGraph, op: Op) -> bool:

@@ -166,6 +166,8 @@ class Run:
         if walk.sized:
             what = "mixes its rows: how large a tensor is depends on values of all of them"
             raise self.refuse(graph.ops[walk.sized[0]], what)
+        if walk.placed:
+            raise self.refuse(graph.ops[walk.placed[0]], "mixes its rows: it works on a part of them by their places")
         for index, value in walk.written:
             name = next((one.name for one in graph.tensors if one.storage == graph.values[value].storage), "an input")
             raise self.refuse(graph.ops[index], f"mixes its rows: it writes into {name} what depends on the batch")

@@ -132,3 +132,35 @@ class Pair(nn.Module):
     def forward(self, image, text):
         scores = self.image(image) @ self.text(text).T
         return F.cross_entropy(scores, torch.arange(len(scores))) if self.loss else scores
+
+
+class Grouped(nn.Module):
+    """Each token goes to two of four experts: sorted by expert, multiplied in groups, and put back in its place.
+
+    Attributes:
+        change: what is done to the entries in their order, given (made, {names of what is known of them}).
+        keys, ends, back: what to sort by, where groups end, and how entries are put back, if not as it should be.
+    """
+
+    def __init__(self, change=None, keys=None, ends=None, back=None) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, 8, 8) / 3) for _ in range(2))
+        self.change, self.keys, self.ends, self.back = change, keys, ends, back
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 8)
+        shares = self.router(tokens).softmax(-1)
+        weight, chosen = shares.topk(2, -1)
+        keys, order = chosen.reshape(-1).sort() if self.keys is None else self.keys(chosen)
+        counts = torch.histc(keys.float(), bins=4, min=0, max=3)
+        known = {"keys": keys, "order": order, "counts": counts, "chosen": chosen, "shares": shares}
+        ends = counts.cumsum(0, dtype=torch.int32) if self.ends is None else self.ends(known)
+        made = F.grouped_mm(tokens[order // 2], self.up, offs=ends).relu()
+        made = F.grouped_mm(made if self.change is None else self.change(made, known), self.down, offs=ends)
+        made = made * weight.reshape(-1)[order][:, None]
+        if self.back is not None:
+            return self.back(made, known, tokens).view(*x.shape[:2], -1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return made[inverse].view(-1, 2, 8).sum(1).view_as(x)

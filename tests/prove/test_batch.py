@@ -17,7 +17,7 @@ from autoshard.runtime.chunks import split
 from autoshard.runtime.merging import merge
 from autoshard.workload import Workload
 
-from .batches import Counter, Decoder, Experts, Output, Pair, Small, Statistics
+from .batches import Counter, Decoder, Experts, Grouped, Output, Pair, Small, Statistics
 
 TRAINING = Workload(mode="training")
 
@@ -190,6 +190,99 @@ def test_what_an_object_among_the_outputs_holds_is_listed_where_it_can_be_put_to
 
     model = Small(lambda self, x: {"y": self.linear(x), "kept": Kept(x * 2, x.amax(0))})
     assert ways(found(model, torch.randn(4, 6))) == {"y": "cat", "kept.keys": "cat"}
+
+
+def _added(made, known, tokens):
+    return torch.zeros_like(tokens).index_add(0, known["order"] // 2, made)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"back": _added},
+        {"back": lambda made, known, _: made[known["order"].argsort()].view(-1, 2, 8).sum(1)},
+        {"back": lambda made, known, _: torch.zeros_like(made).index_put((known["order"],), made)},
+        {"change": lambda made, known: made + torch.tensor([1.0, 2.0, 3.0, 4.0])[known["keys"]][:, None]},
+        {"ends": lambda known: torch.histc(known["chosen"].flatten().float(), 4, 0, 3).cumsum(0).int()},
+    ],
+)
+def test_tokens_in_groups_by_expert(options):
+    x = torch.randn(3, 5, 8)
+    batch = found(Grouped(**options), x, Workload())
+    assert ways(batch) == {"": "cat"}
+
+
+def _shifted(known):
+    return (known["counts"].cumsum(0, dtype=torch.int32) + 1).clamp(max=len(known["keys"]))
+
+
+def _rank(made):
+    return torch.arange(len(made))[:, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ({"change": lambda made, known: torch.cat([made[:100], 2 * made[100:]])}, "slice"),
+        ({"change": lambda made, known: made * (_rank(made) < 100)}, "arange"),
+        ({"change": lambda made, known: made - made.mean(0)}, "mean"),
+        ({"change": lambda made, known: made.cumsum(0)}, "cumsum"),
+        ({"change": lambda made, known: made.view(len(made) // 2, 2, 8).softmax(1).view_as(made)}, "softmax"),
+        ({"change": lambda made, known: made.flip(0)}, "histc"),
+        ({"change": lambda made, known: made + known["order"][:, None]}, "sort"),
+        ({"change": lambda made, known: made / known["counts"][known["keys"]][:, None]}, "histc"),
+        ({"change": lambda made, known: made * (known["counts"].max() < 1000)}, "histc"),
+        ({"ends": _shifted}, "histc"),
+        ({"ends": lambda known: torch.histc(known["chosen"][:, :1].float(), 4, 0, 3).cumsum(0).int()}, "histc"),
+        ({"ends": lambda known: torch.histc(known["keys"].float(), 4, 0, 6).cumsum(0).int()}, "histc"),
+        ({"ends": lambda known: known["counts"].flip(0).cumsum(0, dtype=torch.int32)}, "histc"),
+        ({"keys": lambda chosen: chosen.reshape(-1).sort(descending=True)}, "histc"),
+        ({"keys": lambda chosen: (chosen + 1).reshape(-1).sort()}, "histc"),
+        ({"keys": lambda chosen: (chosen * 2 - 3).reshape(-1).sort()}, "histc"),
+        ({"back": lambda made, known, _: made}, ""),
+        ({"back": lambda made, known, _: made[known["order"]]}, "sort"),
+        ({"back": lambda made, known, tokens: _added(made.flip(0), known, tokens)}, "sort"),
+        ({"back": lambda made, known, tokens: _added(made, known, tokens) * known["counts"][0]}, "histc"),
+        ({"back": lambda made, known, tokens: _added(made, known, tokens) * known["shares"].mean(0)[0]}, "mean"),
+        ({"back": lambda made, known, _: torch.zeros(40, 8).index_put((known["order"] // 2,), made)[: len(made)]}, ""),
+    ],
+)
+def test_tokens_in_groups_that_others_decide_are_refused(options, op):
+    said = refused(Grouped(**options), torch.randn(3, 5, 8), Workload())
+    assert f"({op} in the model itself" in said if op else "can't be divided" in said
+
+
+def _written(self, x, at, by):
+    made = self.linear(x).clone()
+    made[at] = by
+    return made
+
+
+@pytest.mark.parametrize(
+    "by_place",
+    [
+        lambda self, x: torch.cat([self.linear(x)[:100], 2 * self.linear(x)[100:]]),
+        lambda self, x: torch.cat([*self.linear(x).split(100)[:1], *[2 * h for h in self.linear(x).split(100)[1:]]]),
+        lambda self, x: self.linear(x)[torch.arange(len(x))[:100].repeat(2)[: len(x)]],
+        lambda self, x: _written(self, x, 0, 0.0),
+        lambda self, x: _written(self, x, slice(100, None), 0.0),
+        lambda self, x: _written(self, x, torch.tensor([0]), 0.0),
+        lambda self, x: self.linear(x) * _written(self, x, torch.arange(len(x))[100:], 0.0),
+        lambda self, x: torch.cat([self.linear(x)[:-1], 2 * self.linear(x)[-1:]]),
+    ],
+)
+def test_a_part_of_the_batch_by_its_place_is_refused(by_place):
+    assert "in the model itself" in refused(Small(by_place), torch.randn(4, 6))
+
+
+def test_a_part_that_has_the_same_of_all_rows():
+    def halves(self, x):
+        first, second = torch.cat([self.linear(x), x]).chunk(2)
+        pairs = (first + second).repeat_interleave(2, 0)
+        return pairs[::2] + pairs[1::2] + pairs[torch.arange(0, len(pairs), 2)]
+
+    assert ways(found(Small(halves), torch.randn(4, 6))) == {"": "cat"}
 
 
 @pytest.mark.xfail(strict=True, reason="experts are not in the list of what is sound yet")
