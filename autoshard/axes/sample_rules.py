@@ -136,6 +136,8 @@ class OpRules:
             made = self._joined(name, op, given, shapes[0])
         elif name in sample_indices.NAMES:
             made = sample_indices.picked(self.contents, name, op, given, shapes[0])
+        elif name == "diff":
+            made = [_differences(op, given, shapes[0])]
         elif is_pointwise(op.target) and shapes:
             made = [combine(given, shape) for shape in shapes]
         if made is None:
@@ -266,6 +268,15 @@ def _concatenated(given: Sequence[Samples], dim: int, shape: tuple[int, ...], *,
     varies = [any(item.varies[d] for item in given) for d in range(len(shape))]
     varies[dim] = len(given) > 1 or varies[dim]
     return [samples(shape, torch.cat(parts, dim), varies)]
+
+
+def _differences(op: Op, given: Sequence[Samples], shape: tuple[int, ...]) -> Samples:
+    """Neighbours along a dimension, taken together; along the others each place is by itself."""
+    assert op.node is not None
+    dim = (op.node.args[2] if len(op.node.args) > 2 else op.node.kwargs.get("dim", -1)) % len(shape)
+    owners = [domain.reduce(item.owner, [dim]) for item in given]
+    flags = [(*item.varies[:dim], True, *item.varies[dim + 1 :]) for item in given]
+    return combine([samples(shape, owner, flag) for owner, flag in zip(owners, flags, strict=True)], shape)
 
 
 def _padded(x: Samples, amounts: Sequence[int], shape: tuple[int, ...]) -> Samples:

@@ -216,14 +216,21 @@ class Numbering:
             if _attention(op)["is_causal"]:
                 return None
             return self._attended(graph, op, given[:3], causal=not none and rows > 1)
+        if name == "scaled_dot_product_attention" and len(given) == 4 and tables[3] is None:
+            return _named(op), (*given[:3], self._narrow(given[3])), _arguments(op)
         if name == "scaled_dot_product_attention" and len(given) == 3:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
             return self._repeated(graph, op, given[0])
-        if name in ("add", "sub") and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
+        if name == "sub" and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
             return given[0]
-        if name == "add" and len(given) == 2 and like[1] and tables[0] is not None and not tables[0].any():
-            return given[1]
+        if name == "add" and len(given) == 2:
+            for one, other in ((0, 1), (1, 0)):
+                table = tables[other]
+                if table is not None and not table.any():
+                    return self._as_wide(graph, op, given, one)
+        if name in ("expand", "broadcast_to") and not like[0]:
+            return "spread", given[0], shape
         if name == "mul" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):
                 table = tables[other]
@@ -231,11 +238,10 @@ class Numbering:
                     return given[one]
         if name == "masked_fill" and like[0] and tables[1] is not None and not tables[1].any():
             return given[0]
-        if name == "where" and len(given) == 3 and tables[0] is not None:
-            if like[1] and bool(tables[0].all()):
-                return given[1]
-            if like[2] and not bool(tables[0].any()):
-                return given[2]
+        if name == "where" and len(op.node.args) == 3 and tables[0] is not None:
+            for at, chosen in ((1, bool(tables[0].all())), (2, not bool(tables[0].any()))):
+                if chosen and isinstance(op.node.args[at], torch.fx.Node):
+                    return self._as_wide(graph, op, given, 1 if at == 1 else -1)
         if name in ("to", "_to_copy", "clone", "contiguous", "detach", "alias", "expand") and like[0]:
             return given[0]
         dtypes = [graph.values[value].dtype for value in (*op.inputs, *op.outputs)]
@@ -249,21 +255,36 @@ class Numbering:
                 return "zero", given[0]
         return None
 
-
     def _attended(self, graph: ModelGraph, op: Op, given: Sequence[int], *, causal: bool) -> Any:
         """An attention without a mask, its keys and values repeated for heads of queries that share them."""
         arguments = {**_attention(op), "is_causal": False}
         queries, keys = (graph.values[value].shape for value in op.inputs[:2])
         if arguments["enable_gqa"] and len(queries) == len(keys) == 4 and not queries[1] % keys[1]:
             times = queries[1] // keys[1]
-            given = [given[0], *(self._number((("repeated", one, times), 0)) if times > 1 else one for one in given[1:])]
+            given = [
+                given[0],
+                *(self._number((("repeated", one, times), 0)) if times > 1 else one for one in given[1:]),
+            ]
             arguments["enable_gqa"] = False
         return "attention", tuple(given), (*arguments.items(),), causal
+
+    def _as_wide(self, graph: ModelGraph, op: Op, given: Sequence[int], one: int) -> Any:
+        """One of the tensors that an op is given, spread as far as its result is; None if its type is another one."""
+        row, made = graph.values[op.inputs[one]], graph.values[op.outputs[0]]
+        if row.dtype is not made.dtype:
+            return None
+        return given[one] if row.shape == made.shape else ("spread", given[one], made.shape)
+
+    def _narrow(self, number: int) -> int:
+        """A mask before it was spread over rows or heads, which attention does by itself."""
+        while _is_spread(key := self._keys[number][0]):
+            number = key[1]
+        return number
 
     def _repeated(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """`x.unsqueeze(2).expand(…, times, …).reshape(…)` repeats every head."""
         wide = self._keys[given][0]
-        single = self._keys[wide[1][0]][0] if _is_call(wide, "aten.expand.default") else None
+        single = self._keys[wide[1]][0] if _is_spread(wide) else None
         if not _is_call(single, "aten.unsqueeze.default") or single[2][1:] != ("2",):
             return None
         maker = _maker(graph, op.inputs[0])
@@ -272,6 +293,10 @@ class Numbering:
             return None
         whole = shape == (spread[0], spread[1] * spread[2], *spread[3:])
         return ("repeated", single[1][0], spread[2]) if whole else None
+
+
+def _is_spread(key: Any) -> bool:
+    return isinstance(key, tuple) and key[0] == "spread"
 
 
 def _is_call(key: Any, name: str) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from autoshard import nested
 from autoshard.capture.decode import Decoding
-from autoshard.capture.fake import VALUE_ERRORS, FakeFloats, ValueNeeded
+from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
@@ -79,16 +79,23 @@ def observe_calls(
 
 
 def record_forward(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, real: bool = False
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    grad: bool,
+    real: bool = False,
+    small_floats: int = SMALL_FLOATS,
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
-    and the tape says where. `real`: what can't be run without values, and has them, is run with them. Raises as
-    `capture` does.
+    and the tape says where. `real`: what can't be run without values, and has them, is run with them.
+    `small_floats`: most elements of floats made by the code that keep their values. Raises as `capture` does.
     """
     tape = Tape(grad)
-    run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape)
+    run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
+              small_floats=small_floats)  # fmt: skip
     try:
         graph = _at(run, "fake", ())
     except VALUE_ERRORS:
@@ -196,7 +203,8 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
-        engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate")
+        engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
+                            small_floats=run.small_floats)  # fmt: skip
         return record_run(run, engine, fake_material(engine), level, decode=decode)
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES

@@ -89,8 +89,10 @@ def silenced() -> Iterator[None]:
 class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing."""
 
-    def __init__(self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False) -> None:
+    def __init__(self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False,
+                 small_floats: int = SMALL_FLOATS) -> None:  # fmt: skip
         self.shapes = Shapes()
+        self.small_floats = small_floats
         self.assume = assume
         self.invent = invent
         self.answer_argmax = answer_argmax
@@ -161,7 +163,7 @@ class FakeFloats:
         if not isinstance(result, torch.Tensor):
             return True
         if result.dtype.is_floating_point or result.dtype.is_complex:
-            return not traits.random and result.numel() <= SMALL_FLOATS
+            return not traits.random and result.numel() <= self.small_floats
         return result.numel() <= REAL_ELEMENTS
 
     def _taint(self, tensor: torch.Tensor) -> None:
@@ -193,7 +195,7 @@ class FakeFloats:
 def _filled(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """zeros_like and its kin: the values are known whatever the input's are."""
     out = engine.shapes.run(func, args, kwargs)
-    limit = SMALL_FLOATS if out.is_floating_point() or out.is_complex() else REAL_ELEMENTS
+    limit = engine.small_floats if out.is_floating_point() or out.is_complex() else REAL_ELEMENTS
     return engine.real_filled(out, _FILLS[func](args)) if out.numel() <= limit else out
 
 

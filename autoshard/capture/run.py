@@ -20,7 +20,7 @@ from autoshard.capture.carried import Carried, left_by_the_last
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.escaped import clear_frames, refuse_kept
-from autoshard.capture.fake import FakeFloats, silenced
+from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, silenced
 from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input
@@ -52,6 +52,7 @@ class Run:
     """What is run: a model, its arguments and what for; `composite` keeps composite ops whole.
 
     `observer` is told of every call of a module; `tape`, of a forward, of more (see there).
+    `small_floats`: most elements of floats made by the code that keep their values.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class Run:
     composite: bool = False
     observer: Observer | None = None
     tape: Tape | None = None
+    small_floats: int = SMALL_FLOATS
 
 
 def record_run(

@@ -20,6 +20,7 @@ from autoshard.axes.switches import Numbering, asked_of_all, read_values
 from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.capture import record_forward
+from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.tape import Reading, Tape
 from autoshard.errors import CaptureError
@@ -112,7 +113,10 @@ class Run:
         by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
         self.paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
         try:
-            return record_forward(question.model, args, kwargs, grad=question.workload.training, real=True)
+            return record_forward(
+                question.model, args, kwargs, grad=question.workload.training, real=True,
+                small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
+            )  # fmt: skip
         except CaptureError as error:
             raise NotRun(str(error)) from error
 

@@ -41,7 +41,7 @@ PINNED: dict[str, Pins] = {
         "Capacity": "refused: nonzero in router",
         "ExpertsChoose": "refused: topk in the model itself",
         "LeastPadding": "refused: values of several rows as numbers, which may decide anything (min in",
-        "MaskOfFirstRow": "refused: add in the model itself",
+        "MaskOfFirstRow": "refused: slice in the model itself",
         "LongestSentence": "refused: values of several rows as numbers, which may decide anything (max in",
         "Accuracy": "refused: sum in the model itself",
         "CountedWords": "refused: any in the model itself",

@@ -638,3 +638,35 @@ def test_a_stand_in_takes_no_memory_and_keeps_rows_apart():
 def test_stated_rows_survive_writing_and_reading():
     batch = found(Decoder(), {"input_ids": tokens(5, 8), "labels": tokens(5, 8)})
     assert BatchAxis(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}) == batch
+
+
+class Padded(nn.Module):
+    """Two heads of keys for four of queries, with a mask only where a row is padded, and another `repeat` then."""
+
+    def __init__(self, repeat) -> None:
+        super().__init__()
+        self.q, self.kv, self.repeat = nn.Linear(16, 16), nn.Linear(16, 8), repeat
+
+    def forward(self, x, mask):
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k = self.kv(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        if mask.all():
+            return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        wide = self.repeat(k)
+        return F.scaled_dot_product_attention(q, wide, wide, attn_mask=mask[:, None, None, :])
+
+
+def test_heads_that_are_repeated_by_hand_where_a_row_is_padded():
+    inputs = {"x": torch.randn(3, 6, 16), "mask": torch.ones(3, 6, dtype=torch.bool)}
+    every = Padded(lambda k: k[:, :, None].expand(len(k), 2, 2, 6, 4).reshape(len(k), 4, 6, 4))
+    assert ways(found(every, inputs, Workload())) == {"": "cat"}
+    in_turn = Padded(lambda k: k[:, None].expand(len(k), 2, 2, 6, 4).reshape(len(k), 4, 6, 4))
+    assert "asks whether any row is masked" in refused(in_turn, inputs, Workload())
+
+
+def test_differences_of_neighbours_are_those_of_a_row():
+    assert ways(found(Small(lambda self, x: self.linear(x).diff(dim=1, prepend=x[:, :1])), torch.randn(3, 6))) == {
+        "": "cat"
+    }
+    said = refused(Small(lambda self, x: self.linear(x).diff(dim=0, prepend=x[:1])), torch.randn(3, 6))
+    assert "in the model itself" in said
