@@ -37,10 +37,11 @@ class Selection:
     """Entries that were made of tokens.
 
     Attributes:
-        first: code of the first entry; `layout`: which sample every token belongs to.
+        op: what made them; `first`: code of the first entry; `layout`: which sample every token belongs to.
         keys: the value by which they are sorted in ascending order, -1 if they are not.
     """
 
+    op: int
     first: int
     layout: torch.Tensor
     keys: int
@@ -93,6 +94,11 @@ class Dispatch:
             self._forget(op)
         return made
 
+    def made_by(self, item: Samples) -> int:
+        """The op that made the entries of a tensor, -1 if it has none."""
+        code = int(item.owner.max()) if item.owner.numel() else SHARED
+        return next((one.op for first, one in reversed(self._selections.items()) if FIRST_ENTRY <= first <= code), -1)
+
     def _forget(self, op: Op) -> None:
         graph = self.walk.graph
         storages = {graph.values[value].storage for value in op.mutates}
@@ -113,8 +119,9 @@ class Dispatch:
         if len(keys.shape) != 1 or keys.shared or self._of_samples(keys) is None:
             return None
         selection = Selection(
-            first=self._next, layout=keys.full().clone(), keys=-1 if _descends(op) else self._root(source)
-        )
+            op=op.index, first=self._next, layout=keys.full().clone(),
+            keys=-1 if _descends(op) else self._root(source),
+        )  # fmt: skip
         self._next += len(selection.layout)
         self._selections[selection.first] = selection
         self._places[places] = Places(selection=selection, layout=selection.layout)
@@ -140,7 +147,7 @@ class Dispatch:
         if name in COPIES and row.shape == graph.values[source].shape and row.dtype in EXACT and len(op.inputs) == 1:
             for table in (self._places, self._inverse, self._counts, self._ends):
                 if source in table:
-                    table[made] = table[source]  # type: ignore[index, assignment]
+                    table[made] = table[source]  # type: ignore[assignment]
         elif name in ("floor_divide", "div", "divide") and source in self._places and len(op.inputs) == 1:
             rounded = name == "floor_divide" or op.node.kwargs.get("rounding_mode") == "floor"
             divided = _divided(self._places[source], op.node.args[1]) if rounded else None

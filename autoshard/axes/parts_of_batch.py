@@ -72,7 +72,10 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
         return not isinstance(op.node.args[1], int)
     if name != "slice":
         return True
-    given = {**dict(zip(("self", "dim", "start", "end", "step"), op.node.args, strict=False)), **op.node.kwargs}
+    given: dict[str, Any] = {
+        **dict(zip(("self", "dim", "start", "end", "step"), op.node.args, strict=False)),
+        **op.node.kwargs,
+    }
     start, end, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
     return not 0 <= start < step or not (end is None or end >= NO_END)
 

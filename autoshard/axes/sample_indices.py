@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.axes.parts_of_batch import has_constant_bound
-from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples, whole
+from autoshard.axes.samples import SHARED, Samples, combine, join, samples, taken_together, whole
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.traits import traits_of
 
@@ -125,7 +125,7 @@ def _taken(
     x: Samples, indices: Sequence[Samples | None], values: Sequence[torch.Tensor | None], shape: tuple[int, ...]
 ) -> Samples:
     given = [d for d, index in enumerate(indices) if index is not None]
-    owner = reduce(x.owner, [d for d in given if values[d] is None])
+    owner = taken_together(x, [d for d in given if values[d] is None])
     spread = torch.broadcast_shapes(*(indices[d].shape for d in given))  # type: ignore[union-attr]
     numbers: list[Any] = []
     for d in range(len(indices)):
@@ -146,7 +146,7 @@ def _taken(
     for d in given:
         index = indices[d]
         assert index is not None
-        flags = [flag and x.varies[d] for flag in index.varies]
+        flags = [bool(flag and x.varies[d]) for flag in index.varies]
         own = (
             torch.full((), SHARED, dtype=torch.int32).expand(index.owner.shape)
             if values[d] is not None
@@ -193,7 +193,7 @@ def _written(
             x.shape, owner, True
         )  # fmt: skip
     codes = [whole(index) for index in indices if index is not None]
-    owner = reduce(x.owner, given)
+    owner = taken_together(x, given)
     if source is not None:
         codes.append(whole(source))
     for code in codes:

@@ -48,6 +48,9 @@ MOVES = frozenset({
     "expand", "broadcast_to", "slice", "narrow", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
     "chunk", "unsafe_chunk", "unfold", "diagonal", "tensor_split",
 })  # fmt: skip
+WHOLE = frozenset({"permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "moveaxis",
+                   "expand", "broadcast_to"})  # fmt: skip
+"""Those of them that leave every dimension as it is."""
 PARTS = frozenset({"slice", "narrow", "select", "split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk",
                    "tensor_split"})  # fmt: skip
 JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad", "constant_pad_nd", "repeat", "tile",
@@ -129,7 +132,7 @@ class OpRules:
         elif name == "view" and shapes[0] == given[0].shape:  # bits as another type
             made = [given[0]]
         elif name in RESHAPES and not any(isinstance(item, torch.dtype) for item in op.node.args[1:]):
-            made = [reshaped(given[0], shapes[0])]
+            made = [reshaped(given[0], shapes[0], self.counts.get(op.inputs[0], ()))]
         elif name in MOVES:
             made = self._moved(op, given[0], shapes)
         elif name in JOINS:
@@ -156,8 +159,11 @@ class OpRules:
         flags = op.target(torch.empty_strided(item.shape, strides, device="meta"), *op.node.args[1:], **op.node.kwargs)
         listed = [numbers] if isinstance(numbers, torch.Tensor) else list(numbers)
         marks = [flags] if isinstance(flags, torch.Tensor) else list(flags)
+        whole = name_of(op) in WHOLE
         return [
-            samples(tuple(made.shape), made, [stride != 0 for stride in mark.stride()])
+            samples(
+                tuple(made.shape), made, [stride if whole and stride > 1 else stride != 0 for stride in mark.stride()]
+            )
             for made, mark in zip(listed, marks, strict=True)
         ]
 
@@ -179,19 +185,21 @@ class OpRules:
             owner = x.owner.reshape((1,) * left + tuple(x.owner.shape))
             if 0 in shape or owner.numel() * max(1, *times) > MOST_ELEMENTS:
                 return None
+            counts = self.counts.get(op.inputs[0], ())
+            flags = [_repeated(x, dim, n, counts) for dim, n in enumerate(times[left:])]
             return [samples(shape, owner.repeat([n if s > 1 else 1 for n, s in zip(times, owner.shape, strict=True)]),
-                            [*(False,) * left, *x.varies])]  # fmt: skip
+                            [*(False,) * left, *flags])]  # fmt: skip
         if name == "repeat_interleave":
             times, dim = args[1], args[2] if len(args) > 2 else kwargs.get("dim")
             if not isinstance(times, int) or dim is None:
                 return None
             dim %= len(shape)
             owner = x.owner.repeat_interleave(times, dim) if x.owner.shape[dim] > 1 else x.owner
-            return [samples(shape, owner, x.varies)]
+            return [samples(shape, owner, [bool(flag) if d == dim else flag for d, flag in enumerate(x.varies)])]
         dims = args[-1] if name == "flip" or len(args) > 2 else kwargs.get("dims")
         if dims is None or dims == []:
             return None
-        return [samples(shape, op.target(x.full(), *args[1:], **kwargs), x.varies)]
+        return [samples(shape, op.target(x.full(), *args[1:], **kwargs), [bool(flag) for flag in x.varies])]
 
     # ---- the rest
 
@@ -270,11 +278,18 @@ def _concatenated(given: Sequence[Samples], dim: int, shape: tuple[int, ...], *,
     return [samples(shape, torch.cat(parts, dim), varies)]
 
 
+def _repeated(x: Samples, dim: int, times: int, counts: Sequence[bool]) -> domain.Varies:
+    """How elements differ along a dimension that is repeated so many times."""
+    flag = x.varies[dim]
+    longer = dim < len(counts) and counts[dim]
+    return x.shape[dim] if flag is True and times > 1 and not longer else flag
+
+
 def _differences(op: Op, given: Sequence[Samples], shape: tuple[int, ...]) -> Samples:
     """Neighbours along a dimension, taken together; along the others each place is by itself."""
     assert op.node is not None
     dim = (op.node.args[2] if len(op.node.args) > 2 else op.node.kwargs.get("dim", -1)) % len(shape)
-    owners = [domain.reduce(item.owner, [dim]) for item in given]
+    owners = [domain.taken_together(item, [dim]) for item in given]
     flags = [(*item.varies[:dim], True, *item.varies[dim + 1 :]) for item in given]
     return combine([samples(shape, owner, flag) for owner, flag in zip(owners, flags, strict=True)], shape)
 
@@ -290,5 +305,5 @@ def _padded(x: Samples, amounts: Sequence[int], shape: tuple[int, ...]) -> Sampl
             wanted[2 * index] = wanted[2 * index + 1] = 0
             continue
         owner = owner.expand([x.shape[d] if d == dim else size for d, size in enumerate(owner.shape)])
-        varies[dim] = varies[dim] or bool((x.owner == SHARED).any())
+        varies[dim] = bool(varies[dim]) or bool((x.owner == SHARED).any())
     return samples(shape, torch.nn.functional.pad(owner, wanted, value=SHARED), varies)

@@ -23,6 +23,7 @@ PLACE = -3
 FIRST_ENTRY = 1 << 20
 """Codes from here on are entries of a selection: each belongs to one sample, which values decide (see `dispatch`)."""
 Shape = tuple[int, ...]
+Varies = bool | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,13 @@ class Samples:
 
     Attributes:
         owner: their numbers, or codes; of size 1 along a dimension along which they are all the same.
-        varies: by dimension, whether elements that depend on no sample may differ along it.
+        varies: by dimension, whether elements that depend on no sample may differ along it. A number above 1: they
+            are the same again after so many places, as those of a table that is repeated for every sample.
     """
 
     shape: Shape
     owner: torch.Tensor
-    varies: tuple[bool, ...]
+    varies: tuple[Varies, ...]
 
     @property
     def shared(self) -> bool:
@@ -53,7 +55,7 @@ class Samples:
         return self.owner.expand(self.shape)
 
 
-def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[bool] | bool = False) -> Samples:
+def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[Varies] | bool = False) -> Samples:
     """Samples in their shortest form."""
     shape = tuple(shape)
     if isinstance(owner, int):
@@ -63,10 +65,10 @@ def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[bo
             owner = owner.narrow(dim, 0, 1)
         elif owner.shape[dim] == 0:
             owner = owner.new_full((*owner.shape[:dim], 1, *owner.shape[dim + 1 :]), SHARED)
-    flags = (varies,) * len(shape) if isinstance(varies, bool) else tuple(varies)
+    flags: tuple[Varies, ...] = (varies,) * len(shape) if isinstance(varies, bool) else tuple(varies)
     if not bool((owner < 0).any()):
         flags = (False,) * len(shape)
-    flags = tuple(flag and size > 1 for flag, size in zip(flags, shape, strict=True))
+    flags = tuple(flag if size > 1 else False for flag, size in zip(flags, shape, strict=True))
     return Samples(shape=shape, owner=owner.contiguous(), varies=flags)
 
 
@@ -108,12 +110,22 @@ def whole(item: Samples) -> int:
     return int(reduce(item.owner, range(item.owner.dim())))
 
 
-def differs(owner: torch.Tensor, dim: int) -> bool:
-    """Whether two samples stand in different places along a dimension."""
-    if owner.shape[dim] == 1:
+def differs(owner: torch.Tensor, dim: int, varies: Varies = True) -> bool:
+    """Whether two samples stand in different places along a dimension, or in what repeats along it."""
+    size = owner.shape[dim]
+    if size == 1:
         return False
+    if varies > 1 and size % varies == 0:
+        owner, dim = owner.unflatten(dim, (-1, int(varies))), dim + 1
     together = reduce(owner, [dim]) == MIXED
     return bool((together & ~(owner == MIXED).any(dim, keepdim=True)).any())
+
+
+def both(left: Varies, right: Varies) -> Varies:
+    """How two elements differ along a dimension together."""
+    if not left or not right:
+        return left or right
+    return left if left == right else True
 
 
 def combine(items: Sequence[Samples], shape: Sequence[int]) -> Samples:
@@ -123,15 +135,45 @@ def combine(items: Sequence[Samples], shape: Sequence[int]) -> Samples:
     """
     ndim = len(shape)
     owner = torch.full((1,) * ndim, SHARED, dtype=torch.int32)
-    varies = [False] * ndim
+    varies: list[Varies] = [False] * ndim
+    owners, flags = [], []
     for item in items:
         left = ndim - len(item.shape)
-        owner = join(owner, item.owner.reshape((1,) * left + tuple(item.owner.shape)))
-        for dim, flag in enumerate(item.varies):
-            varies[left + dim] |= flag
-    if any(flag and differs(owner, dim) for dim, flag in enumerate(varies)):
-        owner = torch.where(owner >= 0, torch.full((), MIXED, dtype=torch.int32), owner)
+        owners.append(item.owner.reshape((1,) * left + tuple(item.owner.shape)))
+        flags.append([False] * left + [
+            flag if size == shape[left + dim] else bool(flag)
+            for dim, (flag, size) in enumerate(zip(item.varies, item.shape, strict=True))
+        ])  # fmt: skip
+        owner = join(owner, owners[-1])
+        varies = [both(*pair) for pair in zip(varies, flags[-1], strict=True)]
+    for place, own in enumerate(flags):
+        if any(own) and _meets(owners[place], owners[:place] + owners[place + 1 :], own):
+            owner = torch.where(owner >= 0, torch.full((), MIXED, dtype=torch.int32), owner)
+            break
     return samples(shape, owner, varies)
+
+
+def _meets(owner: torch.Tensor, others: Sequence[torch.Tensor], varies: Sequence[Varies]) -> bool:
+    """Whether shared elements that differ along the batch meet elements of samples."""
+    shared = owner == SHARED
+    met = torch.full((1,) * owner.dim(), SHARED, dtype=torch.int32)
+    for other in others:
+        met = join(met, torch.where(shared, other, torch.full((), SHARED, dtype=torch.int32)))
+    return any(flag and differs(met, dim, flag) for dim, flag in enumerate(varies))
+
+
+def taken_together(item: Samples, dims: Iterable[int]) -> torch.Tensor:
+    """The numbers of what all elements along dimensions make together, which stay, of size 1.
+
+    Shared elements that differ along the batch would go together with other samples in a part of it: mixed.
+    """
+    dims = list(dims)
+    owner = reduce(item.owner, dims)
+    if any(item.varies) and bool((item.owner == SHARED).any()) and owner.shape != item.owner.shape:
+        absorbed = torch.where((item.owner == SHARED).any(dim=dims, keepdim=True), owner, SHARED) if dims else owner
+        if any(flag and differs(absorbed, d, flag) for d, flag in enumerate(item.varies) if d not in dims):
+            return torch.where(owner >= 0, torch.full((), MIXED, dtype=torch.int32), owner)
+    return owner
 
 
 def moved(item: Samples, places: Mapping[int, int], shape: Sequence[int]) -> Samples:
@@ -139,24 +181,29 @@ def moved(item: Samples, places: Mapping[int, int], shape: Sequence[int]) -> Sam
 
     `places`: by dimension of the tensor, which one of `shape` it becomes.
     """
-    owner = reduce(item.owner, [dim for dim in range(len(item.shape)) if dim not in places])
+    owner = taken_together(item, [dim for dim in range(len(item.shape)) if dim not in places])
     order = sorted(places, key=places.__getitem__)
-    sizes, varies = [1] * len(shape), [False] * len(shape)
+    sizes = [1] * len(shape)
+    varies: list[Varies] = [False] * len(shape)
     for dim in order:
         sizes[places[dim]] = owner.shape[dim]
-        varies[places[dim]] = item.varies[dim]
+        same = item.shape[dim] == shape[places[dim]]
+        varies[places[dim]] = item.varies[dim] if same else bool(item.varies[dim])
     rest = [dim for dim in range(len(item.shape)) if dim not in places]
     return Samples(shape=tuple(shape), owner=owner.permute([*order, *rest]).reshape(sizes), varies=tuple(varies))
 
 
-def reshaped(item: Samples, shape: Sequence[int]) -> Samples:
-    """The same elements in another shape. Dimensions that are divided anew together are apart from the others."""
+def reshaped(item: Samples, shape: Sequence[int], counts: Sequence[bool] = ()) -> Samples:
+    """The same elements in another shape. Dimensions that are divided anew together are apart from the others.
+
+    `counts`: which dimensions of the tensor are longer for a larger batch.
+    """
     shape = tuple(shape)
     if 0 in shape or 0 in item.shape:
         return samples(shape, whole(item), True)
     sizes: list[int] = []
     order: list[torch.Tensor] = []
-    varies: list[bool] = []
+    varies: list[Varies] = []
     owner = item.owner
     done: list[int] = []
     for old, new in _groups(item.shape, shape):
@@ -165,9 +212,37 @@ def reshaped(item: Samples, shape: Sequence[int]) -> Samples:
         done += [1] if kept else [prod(item.shape[dim] for dim in old)]
         if not kept:
             owner = owner.expand([item.shape[d] if d in old else size for d, size in enumerate(owner.shape)])
-        varies += [any(item.varies[dim] for dim in old)] * len(new)
+        varies += _divided_anew(item, old, [shape[dim] for dim in new], counts)
     del order
     return samples(shape, owner.reshape(done).reshape(sizes), varies)
+
+
+def _divided_anew(item: Samples, old: Sequence[int], new: Sequence[int], counts: Sequence[bool]) -> list[Varies]:
+    """How elements differ along dimensions of these sizes that are made of others."""
+    flags = [item.varies[dim] for dim in old]
+    if not any(flags) or not new:
+        return [False] * len(new)
+    if len(old) == len(new) == 1:
+        return flags
+    if len(new) == 1:  # a table, and how often it is repeated
+        at = next(place for place, flag in enumerate(flags) if flag)
+        inner = old[at + (flags[at] > 1) :]
+        fixed = not any(dim < len(counts) and counts[dim] for dim in inner)
+        period = prod([int(flags[at]), *(item.shape[dim] for dim in inner)])
+        return [period if fixed and 1 < period < new[0] else True]
+    if len(old) == 1 and flags[0] > 1:
+        return _split(int(flags[0]), new)
+    return [True] * len(new)
+
+
+def _split(period: int, sizes: Sequence[int]) -> list[Varies]:
+    """How elements differ along dimensions that were one, along which they are the same after so many places."""
+    at = next((at for at in reversed(range(len(sizes))) if prod(sizes[at:]) % period == 0), None)
+    if at is None or period % prod(sizes[at + 1 :]):
+        return [True] * len(sizes)
+    steps = period // prod(sizes[at + 1 :])
+    own: Varies = steps if 1 < steps < sizes[at] else steps > 1
+    return [*[False] * at, own, *[True] * (len(sizes) - at - 1)]
 
 
 def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:

@@ -23,8 +23,8 @@ class Sound:
 
     def __init__(self, walk: "SampleWalk") -> None:
         self.walk = walk
-        self._dispatch = Dispatch(walk)
+        self.dispatch = Dispatch(walk)
 
     def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
         """The samples of the results of an op by an entry; None if none of them is about it."""
-        return self._dispatch.results(op, given) or bags(self.walk, op, given)
+        return self.dispatch.results(op, given) or bags(self.walk, op, given)

@@ -284,7 +284,7 @@ class Numbering:
     def _repeated(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """`x.unsqueeze(2).expand(…, times, …).reshape(…)` repeats every head."""
         wide = self._keys[given][0]
-        single = self._keys[wide[1]][0] if _is_spread(wide) else None
+        single: Any = self._keys[wide[1]][0] if _is_spread(wide) else None
         if not _is_call(single, "aten.unsqueeze.default") or single[2][1:] != ("2",):
             return None
         maker = _maker(graph, op.inputs[0])

@@ -167,6 +167,8 @@ class Run:
         for value in graph.outputs:
             if not walk.of(value).apart and value not in walk.merges.known:
                 raise self._mixed(value, "mixes its rows")
+            if (made := walk.sound.dispatch.made_by(walk.of(value))) >= 0:
+                raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
         if walk.sized:
             what = "mixes its rows: how large a tensor is depends on values of all of them"
             raise self.refuse(graph.ops[walk.sized[0]], what)
@@ -179,6 +181,8 @@ class Run:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
             if not known and not walk.of(value).apart:
                 raise self._mixed(value, "keeps what mixes its rows")
+            if not known and (made := walk.sound.dispatch.made_by(walk.of(value))) >= 0:
+                raise self.refuse(graph.ops[made], "keeps its rows in an order that all of them decide")
 
     def _read(self, reading: Reading) -> None:
         """Something was read by Python: a question about all of a mask, or nothing that the batch decides."""
@@ -193,12 +197,16 @@ class Run:
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
                 continue
-            if asked is None or not self.walk.of(asked[0]).apart:
+            if asked is None or not self._is_of_rows(asked[0]):
                 made = self.graph.values[value].op
                 what = "reads values of several rows as numbers, which may decide anything"
                 raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
             tensor, truth = asked
             self.switches[tensor] = bool(reading.result) == truth  # all are true, or none is
+
+    def _is_of_rows(self, value: int) -> bool:
+        item = self.walk.of(value)
+        return item.apart and self.walk.sound.dispatch.made_by(item) < 0
 
     def _is_the_same(self, value: int) -> bool:
         """Whether a tensor holds the same for all rows, and for any number of them."""

@@ -60,7 +60,7 @@ PINNED: dict[str, Pins] = {
         "ChangesItsInput": "refused: changes input x in place",
         "ChangesItsInputLast": "refused: changes input x in place",
         "ReturnsNumbers": dict.fromkeys(DIVISIONS, "refused: the output rows is 3 for 3 rows and 4 for 4"),
-        "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: the output output.3 is not there for every number of rows"),
+        "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: unbind in the model itself"),
         "ReturnsObject": {
             COLUMN: "refused: the output 1 is a Holder, in which a tensor would be that of a rank",
             DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
@@ -83,7 +83,7 @@ PINNED: dict[str, Pins] = {
     "held batches": {
         "LeftSorted": "refused: argsort in the model itself",
         "CameraOfRow": "refused: arange in the model itself",
-        "MaskOfFirstRow": "refused: index in the model itself",
+        "MaskOfFirstRow": "refused: select in the model itself",
         "FramesInPairs": "refused: sub in the model itself",
         "MemoryAsLongAsBatch": "refused: matmul in the model itself",
         "WeightedClasses": "refused: cross_entropy_loss in the model itself",
@@ -200,6 +200,7 @@ def test_sound_is_not_refused(case: Adversary, strategy: str) -> None:
 TRACED = ("profile", "balanced", COLUMN, DATA, PIPELINE)
 LEFT: Pins = {
     "TensorOfFile": dict.fromkeys(DIVISIONS, "refused: mean in the model itself"),
+    "ModuleDict": dict.fromkeys(DIVISIONS, "refused: keeps what mixes its rows (slice in the model itself)"),
     "Pooled": "refused: layers.0 was called in another thread",
     "OtherThread": "refused: runs tensor operations",
     "FeaturesOfHook": dict.fromkeys(DIVISIONS, "refused: RuntimeError"),

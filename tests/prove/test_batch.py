@@ -670,3 +670,42 @@ def test_differences_of_neighbours_are_those_of_a_row():
     }
     said = refused(Small(lambda self, x: self.linear(x).diff(dim=0, prepend=x[:1])), torch.randn(3, 6))
     assert "in the model itself" in said
+
+
+def _tabled(by):
+    """A model that folds rows of four vectors and adds vectors of a table to them."""
+
+    def forward(self, x):
+        return by(self.linear(x), self.more[0].weight)
+
+    return Small(forward, nn.Embedding(1024, 6))
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda h, table: h.flatten(0, 1) + table[:4].expand(len(h), 4, 6).reshape(-1, 6),
+        lambda h, table: h.flatten(0, 1) * table[:2].repeat(2 * len(h), 1),
+        lambda h, table: (h.flatten(0, 1)[:, None] + table[:8, None].repeat(len(h), 1, 1).view(-1, 2, 6)).flatten(0, 1),
+        lambda h, table: F.pad(h, (0, 0, 1, 1)).flatten(0, 1).view(len(h), 6, 6).cumsum(1),
+    ],
+)
+def test_a_table_that_is_repeated_for_every_row(by):
+    assert ways(found(_tabled(by), torch.randn(3, 4, 6))) == {"": "cat"}
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda h, table: h.flatten(0, 1) + table[: 4 * len(h)],
+        lambda h, table: h.transpose(0, 1).flatten(0, 1) + table[: len(h)].expand(4, len(h), 6).reshape(-1, 6),
+        lambda h, table: h[:, :3].flatten(0, 1) + table[: len(h)].expand(3, len(h), 6).reshape(-1, 6),
+        lambda h, table: h.flatten(0, 1) + table[: 2 * len(h)].repeat(2, 1),
+        lambda h, table: h.flatten(0, 1) + table[: len(h)].repeat(4, 1),
+        lambda h, table: h[:, :3].flatten(0, 1) + table[:9].repeat_interleave(len(h), 0)[: 3 * len(h)],
+        lambda h, table: torch.cat([h, table[: len(h), None]], 1).sum(1),
+        lambda h, table: torch.cat([h, table[: len(h), None]], 1)[:, (h > 0).sum() % 5],
+    ],
+)
+def test_a_table_that_differs_from_row_to_row_is_refused(by):
+    assert "in the model itself" in refused(_tabled(by), torch.randn(3, 4, 6))
