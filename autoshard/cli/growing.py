@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoshard.cli.console import errors
 from autoshard.cli.steps import load, profile_of
 from autoshard.errors import SpecError
 from autoshard.workload import Workload
@@ -26,6 +25,7 @@ def plan_largest(
     target: str, workload: Workload, cluster: "Cluster", batch: bool, settings: dict[str, Any]
 ) -> "tuple[Plan, Target, Profile]":
     """Plan TARGET for the largest batch or sequence that fits; returns what was planned for it, too."""
+    from autoshard.cli.processes import tell_size
     from autoshard.planning import largest_plan
 
     vary = "batch_size" if batch else "sequence_length"
@@ -38,11 +38,7 @@ def plan_largest(
         known[getattr(asked, vary)] = loaded, profile
         return loaded.model, loaded.inputs, profile
 
-    def tried(size: int, load: float | None) -> None:
-        said = "does not fit" if load is None else f"fits, the fullest device is {load:.0%} full"
-        errors().print(f"{vary.replace('_', ' ')} {size} {said}", style="bright_black", soft_wrap=True)
-
-    plan = largest_plan(vary, workload, measured, cluster, tried=tried, **settings)
+    plan = largest_plan(vary, workload, measured, cluster, tried=tell_size(vary.replace("_", " ")), **settings)
     size = getattr(plan.workload, vary)
     if size not in known:
         measured(plan.workload)

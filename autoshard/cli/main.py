@@ -216,10 +216,13 @@ def estimate_command(
     """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
     from autoshard.cli.plans import model_of, read_plan
     from autoshard.cluster.parse import cluster_of
+    from autoshard.search.processes import for_workload
 
     plan = read_plan(plan_file)
     wanted = model_of(plan, plan_file, target)
     asked = changed_workload(plan.workload, batch, seq, new_tokens, train, optimizer)
+    if plan.launch and asked != plan.workload:
+        plan = for_workload(plan, asked)
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
     if unknown and devices is None:
         raise SpecError(
@@ -230,7 +233,7 @@ def estimate_command(
     loaded = load(wanted, asked)
     profile = profile_of(loaded)
     check_same_model(plan, profile, plan_file)
-    if not _show_plan(replace(plan, workload=asked) if plan.launch else plan, profile, cluster, loaded, as_json).fits:
+    if not _show_plan(plan, profile, cluster, loaded, as_json).fits:
         raise typer.Exit(IMPOSSIBLE)
 
 

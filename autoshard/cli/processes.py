@@ -8,6 +8,8 @@ from autoshard.cli.steps import capturing, check_same_model, devices_of, load
 from autoshard.errors import PlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
@@ -96,38 +98,56 @@ def plan_largest_processes(
     """
     from autoshard.largest_size import largest
 
-    vary = "batch_size" if batch else "sequence_length"
     count = settings.get("num_microbatches")
     if batch and workload.training and count is None:
         settings = {**settings, "num_microbatches": 1}
-    cards = len(cluster.devices) if workload.training else 1
-    known: dict[int, tuple[Chosen, Target]] = {}
+    vary = "batch_size" if batch else "sequence_length"
+    step_size = (len(cluster.devices) if workload.training else 1) * (count or 1) if batch else 1
 
-    def make(size: int) -> tuple[int, float]:
+    def planned(size: int) -> "tuple[Chosen | None, Target]":
         asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
         loaded = load(target, asked)
-        chosen = choose_processes(loaded, asked, cluster, settings, wishes)
+        return choose_processes(loaded, asked, cluster, settings, wishes), loaded
+
+    start = max(1, -(-(getattr(workload, vary) or (1 if batch else 512)) // step_size)) * step_size
+    first, _ = planned(start)
+    if first is None:
+        return None
+    first_chosen = first
+
+    def make(size: int) -> tuple[int, float]:
+        if batch:
+            return size, _fullness_of(first_chosen, size)
+        chosen, _ = planned(size)
         if chosen is None:
-            raise PlanError(f"a {vary.replace('_', ' ')} of {size} is planned for one process.")
-        known.clear()
-        known[size] = chosen, loaded
-        return size, max(one.peak_bytes / max(one.memory_bytes, 1) for one in chosen.estimate.devices)
+            raise PlanError(f"sequences of {size} tokens are planned for one process.")
+        return size, chosen.estimate.fullest.peak_bytes / max(1, chosen.estimate.fullest.memory_bytes)
+
+    found = largest(make, start=start, step=step_size, tried=tell_size(vary.replace("_", " ")))
+    chosen, loaded = planned(found.size)
+    assert chosen is not None
+    shown = f"{vary.replace('_', ' ')} {found.size} is the largest that fits: of {len(found.trials)} that were tried "
+    reasons = (*chosen.plan.reasons[:-1], f"{shown}no larger one did", chosen.plan.reasons[-1])
+    return replace(chosen, plan=replace(chosen.plan, reasons=reasons)), loaded
+
+
+def _fullness_of(chosen: "Chosen", batch: int) -> float:
+    """How full the fullest device is with another batch. Raises `PlanError` where no recipe fits."""
+    from autoshard.search.best import search
+    from autoshard.search.reasons import used_bytes
+
+    task = replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))
+    best = search(task).best
+    if best is None:
+        raise PlanError(f"no recipe fits with a batch of {batch}.")
+    return used_bytes(best) / max(1, chosen.estimate.fullest.memory_bytes)
+
+
+def tell_size(what: str) -> "Callable[[int, float | None], None]":
+    """Say of every size that is tried whether it fits."""
 
     def tried(size: int, load: float | None) -> None:
         said = "does not fit" if load is None else f"fits, the fullest device is {load:.0%} full"
-        errors().print(f"{vary.replace('_', ' ')} {size} {said}", style="bright_black", soft_wrap=True)
+        errors().print(f"{what} {size} {said}", style="bright_black", soft_wrap=True)
 
-    step_size = cards * (count or 1) if batch else 1
-    start = getattr(workload, vary) or (step_size if batch else 512)
-    first = replace(workload, **{vary: -(-start // step_size) * step_size, "assumed": False})  # type: ignore[arg-type]
-    loaded = load(target, first)
-    if choose_processes(loaded, first, cluster, settings, wishes) is None:
-        return None
-    found = largest(make, start=start, step=step_size, tried=tried)
-    if found.size not in known:
-        make(found.size)
-    chosen, loaded = known[found.size]
-    what = vary.replace("_", " ")
-    shown = f"{what} {found.size} is the largest that fits: of {len(found.trials)} that were tried no larger one did"
-    plan = replace(chosen.plan, reasons=(*chosen.plan.reasons[:-1], shown, chosen.plan.reasons[-1]))
-    return replace(chosen, plan=plan), loaded
+    return tried

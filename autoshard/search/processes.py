@@ -225,6 +225,26 @@ def _layer_of(name: str, places: dict[str, int]) -> str | None:
     return None
 
 
+def for_workload(plan: Plan, workload: Workload) -> Plan:
+    """A plan for processes with another batch, length or number of new tokens, everything else as it is.
+
+    Raises `PlanError` where its micro-batches do not make up the batch, or it was made for the other mode.
+    """
+    assert plan.mesh is not None
+    if workload.training != plan.workload.training:
+        was, wanted = plan.workload.mode, workload.mode
+        raise PlanError(f"the plan is for {was}, and {wanted} needs one of its own. Plan again with this workload.")
+    if not workload.training or workload.batch_size == plan.workload.batch_size:
+        return replace(plan, workload=workload)
+    at_once = plan.mesh.data * plan.micro_batch
+    count, left = divmod(workload.batch_size or at_once, at_once)
+    if left or not count:
+        raise PlanError(
+            f"the plan computes {at_once} samples at once, and a batch of {workload.batch_size} is no multiple of that."
+        )
+    return replace(plan, workload=workload, num_microbatches=count)
+
+
 def recipe_of(plan: Plan) -> Recipe:
     """The recipe that a plan for processes says."""
     assert plan.mesh is not None

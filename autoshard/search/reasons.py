@@ -45,8 +45,10 @@ def _what(task: Task, best: Priced) -> Iterator[str]:
     parts = [f"{degree} {WHAT[name]}" for name, degree in recipe.mesh.items() if degree > 1]
     if parts:
         yield f"{shown_mesh(recipe)}, a process per device: {'; '.join(parts)}"
-    else:
+    elif task.devices > 1:
         yield "one device holds it, and more would not be faster by enough to be worth starting"
+    else:
+        yield "one device holds it"
     if task.training:
         batch = _counted(recipe.num_microbatches, "micro-batch", "micro-batches")
         again = {

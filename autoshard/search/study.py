@@ -230,5 +230,7 @@ def _changed(own: Cell, cell: Cell) -> str:
     )  # fmt: skip
     if not cell.mesh:
         return f"with {what} nothing fits"
-    same = "the same mesh" if cell.mesh == own.mesh else cell.mesh
-    return f"with {what}: {same}, {format_seconds(cell.seconds)}, {cell.tokens_per_second:,.0f} tokens/s"
+    shown = cell.mesh
+    if cell.mesh == own.mesh:
+        shown = "the same mesh" if "=" in cell.mesh else "still one device"
+    return f"with {what}: {shown}, {format_seconds(cell.seconds)}, {cell.tokens_per_second:,.0f} tokens/s"

@@ -132,6 +132,12 @@ def test_the_largest_batch_fits_and_the_next_does_not(net):
 def test_an_estimate_keeps_what_options_leave_out_and_fails_where_it_does_not_fit(plan_file):
     more = json.loads(run("estimate", plan_file, "--batch", "128", "--json").output)
     assert more["plan"]["workload"]["mode"] == "training" and more["plan"]["workload"]["batch_size"] == 128
+    same = json.loads(run("estimate", plan_file, "--json").output)
+    assert more["plan"]["num_microbatches"] == 2 * same["plan"]["num_microbatches"]
+    assert more["estimate"]["latency_seconds"] > 1.3 * same["estimate"]["latency_seconds"]
+    for options, words in ((["--batch", "65"], "no multiple"), (["--new-tokens", "8"], "needs one of its own")):
+        done = run("estimate", plan_file, *options)
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
     done = run("estimate", plan_file, "-d", "4x1300MiB")
     assert done.exit_code == 1 and "it does not fit" in " ".join(done.output.split())
 
@@ -146,4 +152,4 @@ def test_every_kind_of_recipe_is_compared(net):
     assert chosen["latency_seconds"] == planned["estimate"]["latency_seconds"]
     assert rows["fsdp"]["possible"] and rows["ddp"]["value"] > 0
     shown = " ".join(run("compare", *words).output.split())
-    assert "is taken: it has the fastest pass, or is the simplest" in shown and "fsdp=4" in shown
+    assert "is taken: it has the fastest pass, or is the simplest" in shown and "fsdp: fsdp=" in shown

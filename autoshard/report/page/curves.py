@@ -9,7 +9,7 @@ from autoshard.sizes import format_bytes
 
 OUTSIDE = "context, allocator"
 """What is taken of a device beside tensors: it is there all the time."""
-WIDTH, HEIGHT = 560, 230
+WIDTH, HEIGHT = 520, 230
 _LEFT, _TOP, _BOTTOM, _RIGHT = 8, 14, 26, 66
 
 
