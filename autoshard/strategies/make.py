@@ -10,6 +10,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
+from autoshard.strategies.balanced import balanced
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.cold import cold_pins, explain_cold
 from autoshard.strategies.compare import value_of
@@ -28,6 +29,8 @@ from autoshard.strategies.refusal import refusal
 from autoshard.strategies.units import chain_from_profile
 from autoshard.stream_cost import compute_devices
 
+ROUNDING = 1.02
+"""On memory where only a bound is wanted: the sums of a chain are no less than what is held, but for rounding."""
 PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are proved on it."""
 
@@ -62,17 +65,12 @@ def make_plan(
     fixed = pins_of_units(pins or {}, units.paths, profile.graph, limited.names)
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
-    found = place(profile, limited, units, chain, strategy, goal)
-    colder = _with_cold_parts(profile, limited, units, chain, strategy, goal)
-    cold: tuple[str, ...] = ()
-    if colder is not None and (found is None or _value(colder, goal) < _value(found, goal)):
-        instead = None if found is None else _value(found, goal)
-        cold = explain_cold(chain, colder.solution.assignment, _value(colder, goal), instead)
-        found = colder
+    found, cold = _placed(profile, limited, units, chain, strategy, goal)
     if may_stream(profile, every) and (found is None or _leaves_accelerators(found, objective)):
         streamed = offload(
             profile, every, units, fixed,
             computing=computing, strategy=strategy, objective=goal, in_memory=in_memory,
+            better_than=float("inf") if found is None else _value(found, goal),
         )  # fmt: skip
         if found is None and not isinstance(streamed, Offloaded):
             raise PlanError(offload_refusal(streamed, every, computing) + not_on_disk(in_memory, every))
@@ -92,6 +90,27 @@ def make_plan(
 
 def _value(found: Checked, goal: Objective) -> float:
     return value_of(found.estimate, goal, training=False)
+
+
+def _placed(
+    profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, goal: Objective
+) -> tuple[Checked | None, tuple[str, ...]]:  # fmt: skip
+    """The best plan that streams nothing, and its reasons where its cold parts are on the CPU.
+
+    Contiguous plans are not looked at where the chain says that the best of them takes longer.
+    """
+    colder = _with_cold_parts(profile, cluster, units, chain, strategy, goal)
+    if colder is None:
+        return place(profile, cluster, units, chain, strategy, goal), ()
+    value = _value(colder, goal)
+    by_chain = balanced(replace(chain, capacity_bytes=chain.capacity_bytes * ROUNDING), goal, any_equal=True)
+    instead = None if by_chain is None else by_chain.value
+    if by_chain is not None and by_chain.bound <= value:
+        found = place(profile, cluster, units, chain, strategy, goal)
+        if found is not None and _value(found, goal) <= value:
+            return found, ()
+        instead = None if found is None else _value(found, goal)
+    return colder, explain_cold(chain, colder.solution.assignment, value, instead)
 
 
 def _with_cold_parts(

@@ -80,12 +80,15 @@ class Lack:
 def offload(
     profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], *,
     computing: Sequence[str], strategy: str, objective: Objective, in_memory: Collection[str] = (),
+    better_than: float = INF,
 ) -> "Offloaded | Lack":  # fmt: skip
     """Find the best plan with streamed modules, or say what lacks least.
 
-    `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
+    `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk. `better_than`: seconds
+    of a plan that is known; what can't be faster is not looked at.
     """
     task = _Task(profile, cluster, units, pins, computing, strategy, objective)
+    task.better_than = better_than
     task.not_on_disk = {tensor.storage for tensor in profile.graph.tensors if tensor.name in set(in_memory)}
     bound = streaming_bound(profile, cluster, objective, computing)
     best: Offloaded | None = None
@@ -99,6 +102,7 @@ def offload(
             continue
         if best is None or found.value < best.value * (1 - _CLOSE):
             best, without_gain = found, 0
+            task.better_than = min(better_than, found.value)
         else:
             without_gain += 1
         if without_gain == _PATIENCE or best.value <= bound * (1 + _CLOSE):
@@ -127,6 +131,7 @@ class _Task:
             if name in cluster.names and self.computing != (name,)
         }
         self.not_on_disk: set[int] = set()
+        self.better_than = INF
         self.assignments: tuple[tuple[int, ...], ...] = ()
         self._flows: dict[tuple[int, ...], Flow] = {}
 
@@ -139,12 +144,28 @@ class _Task:
         lack: Lack | None = None
         self.assignments = tuple(dict.fromkeys([*self.assignments, *self._assignments(division)]))
         for assignment in self.assignments:
+            if self._least_seconds(assignment) >= self.better_than:
+                continue
             found = self._fill(division, assignment, bound)
             if isinstance(found, Lack):
                 lack = lack or found
             elif best is None or found.value < best.value * (1 - 1e-9):
                 best = found
         return best or lack or Lack(where="", need_bytes=0, has_bytes=0)
+
+    def _least_seconds(self, assignment: Sequence[int]) -> float:
+        """What a plan with these devices per unit can't be faster than: each brings what it has no room for."""
+        chain, place = self.chain, np.array(assignment)
+        used = chain.seconds.max(axis=0) > 0
+        passes = times_computed(self.profile)
+        computing = [float(chain.seconds[d, place == d].sum()) for d in range(chain.num_devices)]
+        least = max(computing) if self.objective == "throughput" else sum(computing)
+        for d, name in enumerate(self.computing):
+            rate = self._rate(name)
+            over = float(chain.resident_bytes[used & (place == d)].sum()) - float(chain.capacity_bytes[d])
+            if rate and over > 0:
+                least = max(least, passes * over / rate)
+        return least
 
     # ---- who computes what
 
