@@ -32,7 +32,7 @@ def cold_pins(chain: Chain) -> Iterator[Mapping[int, int]]:
     need = float(chain.resident_bytes.sum()) + len(others) * float(chain.transient_bytes.max(initial=0)) - room
     if need <= 0:
         return
-    slower = chain.seconds[cpu] - chain.seconds[others].min(axis=0) + _hops(chain, cpu, others[0])
+    slower = chain.seconds[cpu] - chain.seconds[others].min(axis=0) + hops(chain, cpu, others[0])
     nbytes = np.maximum(chain.resident_bytes, 1)
     free = np.array([u for u in range(chain.num_units) if u not in chain.pins and chain.resident_bytes[u] > 0])
     if not len(free):
@@ -48,8 +48,8 @@ def cold_pins(chain: Chain) -> Iterator[Mapping[int, int]]:
         seen = count
 
 
-def _hops(chain: Chain, cpu: int, other: int) -> np.ndarray:
-    """Seconds of copying what each unit reads to the CPU, and what it makes back, if its neighbours are elsewhere."""
+def hops(chain: Chain, cpu: int, other: int) -> np.ndarray:
+    """Return the seconds of copying what each unit reads to the CPU, and what it makes back, if its neighbours are elsewhere."""
     nbytes, times = chain.tensor_bytes, chain.tensor_copies
     there = times * (chain.link_seconds[other, cpu] + nbytes / chain.link_bytes_per_second[other, cpu])
     back = times * (chain.link_seconds[cpu, other] + nbytes / chain.link_bytes_per_second[cpu, other])

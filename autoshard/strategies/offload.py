@@ -26,6 +26,7 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.strategies.balanced import balanced
 from autoshard.strategies.chain import Chain
+from autoshard.strategies.cold import hops
 from autoshard.strategies.levels import coarsen
 from autoshard.strategies.offload_choice import CPU, RESIDENT, Choice, Offload, choose, least_stored_bytes
 from autoshard.strategies.paths import collapse
@@ -178,7 +179,23 @@ class _Task:
         joined, group = coarsen(chain, self._cuts(division))
         found = [solution.assignment for solution in self._solutions(joined) if solution is not None]
         unit_level = [tuple(np.array(assignment)[group].tolist()) for assignment in found]
-        yield from dict.fromkeys([*unit_level, *self._dealt(division)])
+        dealt = list(self._dealt(division))
+        yield from dict.fromkeys([*unit_level, *dealt, *self._with_tables_on_cpu(dealt)])
+
+    def _with_tables_on_cpu(self, dealt: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+        """The same with units on the CPU that it computes in less time than it takes to bring them: tables, experts."""
+        if "cpu" not in self.computing or not dealt:
+            return
+        cpu = self.computing.index("cpu")
+        rates = [self._rate(name) for name in self.computing]
+        link = max(rates)
+        if rates[cpu] or not link:
+            return
+        chain = self.chain
+        bringing = times_computed(self.profile) * chain.resident_bytes / link
+        cheaper = chain.seconds[cpu] + hops(chain, cpu, rates.index(link)) < bringing
+        for assignment in dealt if cheaper.any() else ():
+            yield tuple(np.where(cheaper, cpu, np.array(assignment)).tolist())
 
     def _dealt(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
         """Modules dealt to the devices in turns, without and with the CPU as one of them: all links work at a time.
