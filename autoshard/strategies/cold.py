@@ -49,7 +49,7 @@ def cold_pins(chain: Chain) -> Iterator[Mapping[int, int]]:
 
 
 def hops(chain: Chain, cpu: int, other: int) -> np.ndarray:
-    """Return the seconds of copying what each unit reads to the CPU, and what it makes back, if its neighbours are elsewhere."""
+    """Return the seconds of copying what each unit reads to the CPU and what it makes back, if all others are away."""
     nbytes, times = chain.tensor_bytes, chain.tensor_copies
     there = times * (chain.link_seconds[other, cpu] + nbytes / chain.link_bytes_per_second[other, cpu])
     back = times * (chain.link_seconds[cpu, other] + nbytes / chain.link_bytes_per_second[cpu, other])

@@ -175,3 +175,43 @@ def test_two_hosts_are_never_one_process(profile: Profile, strategy: str) -> Non
     hosts = {device.name: device.host for device in parse_devices(HOSTS).devices}
     used = {hosts[name] for name in plan.placements.values()}
     assert plan.launch == "processes" or len(used) == 1
+
+
+def full_size(kind: str) -> nn.Module:
+    """A mixture of 30 B with 128 experts, or a dense decoder of 70 B, in bfloat16."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "mixture":
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144,
+            vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False,
+        )  # fmt: skip
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+            intermediate_size=28672, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False,
+        )  # fmt: skip
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_30b_at_home_has_attention_on_cards_and_cold_experts_on_the_cpu() -> None:
+    workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
+    plan = autoshard.plan(full_size("mixture"), "2xRTX4090,cpu=96GiB", workload=workload)
+    assert not plan.streamed
+    for i in range(48):
+        assert device_of(plan, f"model.layers.{i}.self_attn.q_proj").startswith("cuda")
+        assert device_of(plan, f"model.layers.{i}.mlp.gate").startswith("cuda")
+    cold = [i for i in range(48) if device_of(plan, f"model.layers.{i}.mlp.experts") == "cpu"]
+    assert 9 <= len(cold) <= 14  # 57 GiB of weights less some 45 GiB of room, at 1.1 GiB each
+    assert any("--dtype int8" in reason for reason in plan.reasons)
+
+
+@pytest.mark.slow
+def test_70b_at_home_is_streamed_but_for_its_table_and_4_bit_is_named() -> None:
+    workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
+    plan = autoshard.plan(full_size("dense"), "2xRTX4090,cpu=192GiB", workload=workload)
+    assert len(plan.streamed) > 40 and all(path.startswith("model.layers.") for path in plan.streamed)
+    assert device_of(plan, "model.embed_tokens") == "cpu"
+    assert any("--dtype int4" in reason for reason in plan.reasons)
