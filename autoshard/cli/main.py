@@ -56,6 +56,7 @@ from autoshard.cli.steps import (
 )
 from autoshard.errors import PlanError, SpecError
 from autoshard.start import end_quietly
+from autoshard.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.batching import BatchAxis
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from autoshard.estimate import Estimate
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
-    from autoshard.search.choose import Chosen
 
 app = typer.Typer(
     help="Profile a PyTorch model without allocating it, plan where every module goes, and check it by running it.",
@@ -118,10 +118,6 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    from autoshard.cli.processes import choose_processes, plan_largest_processes
-    from autoshard.planning import limited_to, plan_measured
-    from autoshard.search.fewer_bits import with_hint
-
     strategy = strategy_named(strategy)
     check_before(out, strategy, objective, schedule)
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
@@ -132,28 +128,7 @@ def plan_command(
     settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
     settings |= {"num_microbatches": micro_batches, "schedule": schedule}
     settings |= {"assume_independent_rows": assume_independent_rows}
-    estimated: Estimate | None = None
-    chosen: Chosen | None = None
-    if max_batch or max_seq:
-        from autoshard.cli.growing import check_one_size, plan_largest
-
-        check_one_size(max_batch, max_seq)
-        grown = plan_largest_processes(target, workload, cluster, max_batch, settings, wishes)
-        if grown is not None:
-            chosen, loaded = grown
-        else:
-            plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, settings)
-    else:
-        loaded = load(target, workload)
-        chosen = choose_processes(loaded, workload, cluster, settings, wishes)
-        if chosen is None:
-            profile = profile_of(loaded)
-            with step("planning"):
-                plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
-            with step("pricing fewer bits"):
-                plan = with_hint(plan, profile, limited_to(cluster, limits))
-    if chosen is not None:
-        plan, profile, estimated = chosen.plan, chosen.profile, chosen.estimate
+    plan, profile, loaded, estimated = _made(target, workload, cluster, settings, wishes, max_batch, max_seq)
     plan = replace(plan, target=target)
     if out is not None:
         plan.save(out)
@@ -162,6 +137,36 @@ def plan_command(
     _show_plan(plan, profile, limited, loaded, as_json, estimated)
     if out is not None:
         errors().print(f"written to {out}", style="bright_black", soft_wrap=True)
+
+
+def _made(
+    target: str, workload: Workload, cluster: "Cluster", settings: dict[str, Any], wishes: dict[str, Any],
+    max_batch: bool, max_seq: bool,
+) -> "tuple[Plan, Profile, Target, Estimate | None]":  # fmt: skip
+    """Make the plan, for processes or for one; of those for processes there is an estimate already."""
+    from autoshard.cli.growing import check_one_size, plan_largest
+    from autoshard.cli.processes import choose_processes, plan_largest_processes
+    from autoshard.planning import limited_to, plan_measured
+    from autoshard.search.fewer_bits import with_hint
+
+    check_one_size(max_batch, max_seq)
+    if max_batch or max_seq:
+        grown = plan_largest_processes(target, workload, cluster, max_batch, settings, wishes)
+        if grown is not None:
+            chosen, loaded = grown
+            return chosen.plan, chosen.profile, loaded, chosen.estimate
+        plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, settings)
+        return plan, profile, loaded, None
+    loaded = load(target, workload)
+    made = choose_processes(loaded, workload, cluster, settings, wishes)
+    if made is not None:
+        return made.plan, made.profile, loaded, made.estimate
+    profile = profile_of(loaded)
+    with step("planning"):
+        plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+    with step("pricing fewer bits"):
+        plan = with_hint(plan, profile, limited_to(cluster, settings["max_memory"]))
+    return plan, profile, loaded, None
 
 
 @app.command("profile")

@@ -32,6 +32,7 @@ from autoshard.files import write_whole
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
+    from autoshard.cli.plans import Opened
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.estimate import Event
@@ -78,11 +79,7 @@ def report_command(
     ] = True,
 ) -> None:
     """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
-    from autoshard.api import estimate
     from autoshard.cli.plans import is_plan
-    from autoshard.report.images import pictures, to_png
-    from autoshard.report.page import make_page
-    from autoshard.report.whatif import what_if_data
 
     if image not in (None, "svg", "png"):
         raise SpecError(f"--image {image} makes no sense: write svg or png.")
@@ -94,14 +91,27 @@ def report_command(
         "pins": pairs(pin, "--pin", "model.layers.0=cuda:0"), "num_microbatches": micro_batches, "schedule": schedule,
         "assume_independent_rows": assume_independent_rows,
     }  # fmt: skip
-    opened = _processes(first, second, devices, workload, settings)
-    if opened is not None:
+    opened = _opened(first, second, devices, workload, settings)
+    if isinstance(opened, OpenedProcesses):
         if image is not None:
             raise SpecError("--image draws plans of one process: the pictures of this one are in its page.")
         _write(out, process_page(opened, sizes=what_if).encode())
         return
-    loaded, plan, profile, cluster = _planned(first, second, devices, workload, **settings)
-    text = second or (plan.target if is_plan(first) else first)
+    text = second or (opened.plan.target if is_plan(first) else first)
+    for path, content in _drawn(opened, text, out, image, what_if=what_if, compare=compare).items():
+        _write(path, content)
+
+
+def _drawn(
+    opened: "Opened", text: str, out: Path, image: str | None, *, what_if: bool, compare: bool
+) -> dict[Path, bytes]:
+    """The page of a plan of one process, and its pictures as files of their own."""
+    from autoshard.api import estimate
+    from autoshard.report.images import pictures, to_png
+    from autoshard.report.page import make_page
+    from autoshard.report.whatif import what_if_data
+
+    loaded, plan, profile, cluster = opened.loaded, opened.plan, opened.profile, opened.cluster
     scaling = _scaling(text, loaded, profile) if what_if else None
     others = _alternatives(loaded, plan, profile, cluster) if compare else []
     with step("drawing"):
@@ -114,8 +124,7 @@ def report_command(
         for name, svg in (pictures(*drawn, title=loaded.title) if image else {}).items():
             content = to_png(svg) if image == "png" else svg.encode()
             files[out.with_name(f"{out.stem}-{name}.{image}")] = content
-    for path, content in files.items():
-        _write(path, content)
+    return files
 
 
 @reports_errors
@@ -128,76 +137,58 @@ def trace_command(
     ] = False,
 ) -> None:
     """Write the predicted pass of a plan as a trace for ui.perfetto.dev or chrome://tracing."""
-    from autoshard.cli.plans import is_plan
     from autoshard.report.trace import trace_document
     from autoshard.timeline import events
 
     check_before(out)
-    opened = (
-        _processes(plan_file, target, "auto", Workload(assumed=True), {"max_memory": {}})
-        if is_plan(plan_file)
-        else None
-    )
-    if opened is not None:
+    opened = _opened(plan_file, target, "auto", Workload(assumed=True), {})
+    title, cluster = opened.loaded.title, opened.cluster
+    if isinstance(opened, OpenedProcesses):
         if measure:
             raise SpecError("--measure runs a plan in this process, and this one is for one process per device.")
         from autoshard.report.page.processes import events_of
 
         predicted, _ = events_of(opened.study(sizes=False), most=MOST_TRACED)
-        document = trace_document(predicted, opened.cluster, title=opened.loaded.title)
-        _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
-        return
-    loaded, plan, profile, cluster = _planned(plan_file, target, "auto", Workload(assumed=True))
-    with step("laying out the pass"):
-        laid_out = events(plan, profile, cluster)
-    measured = _measured(target or plan.target, plan, loaded) if measure else ()
-    document = trace_document(laid_out, cluster, title=loaded.title, measured=measured)
+        document = trace_document(predicted, cluster, title=title)
+    else:
+        with step("laying out the pass"):
+            laid_out = events(opened.plan, opened.profile, cluster)
+        measured = _measured(target or opened.plan.target, opened.plan, opened.loaded) if measure else ()
+        document = trace_document(laid_out, cluster, title=title, measured=measured)
     _write(out, json.dumps(document, separators=(",", ":"), allow_nan=False).encode())
 
 
-def _processes(
+def _opened(
     first: str, second: str | None, devices: str, workload: Workload, settings: dict[str, Any]
-) -> OpenedProcesses | None:
-    """The plan for processes that a file holds, or that TARGET is planned for; None where it is one of one process."""
-    from autoshard.cli.plans import is_plan, model_of, read_plan
-
-    if second is None and not is_plan(first):
-        cluster = devices_of(devices, settings["max_memory"])
-        loaded = load(first, workload)
-        chosen = choose_processes(loaded, workload, cluster, settings)
-        return None if chosen is None else open_chosen(chosen, loaded, cluster, first)
-    plan = read_plan(first)
-    if not plan.launch:
-        return None
-    if not workload.assumed:
-        raise SpecError("the plan has its workload: leave out --batch, --seq, --new-tokens and --train.")
-    return open_processes(plan, first, model_of(plan, first, second), devices)
-
-
-def _planned(
-    first: str, second: str | None, devices: str, workload: Workload, **settings: object
-) -> "tuple[Target, Plan, Profile, Cluster]":
+) -> "Opened | OpenedProcesses":
     """Read the plan of a model, or make one; `settings` are those of `plan_measured`."""
-    from autoshard.cli.plans import is_plan, read_plan
+    from autoshard.cli.plans import Opened, is_plan, model_of, read_plan
     from autoshard.cluster.parse import cluster_of
     from autoshard.planning import plan_measured
 
     if second is None and not is_plan(first):
-        limits = settings.get("max_memory")
-        cluster = devices_of(devices, limits if isinstance(limits, dict) else {})
+        cluster = devices_of(devices, settings.get("max_memory", {}))
         loaded = load(first, workload)
+        chosen = choose_processes(loaded, workload, cluster, {"strategy": "auto", "objective": "latency"} | settings)
+        if chosen is not None:
+            return open_chosen(chosen, loaded, cluster, first)
         profile = profile_of(loaded)
         with step("planning"):
-            plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)  # type: ignore[arg-type]
-        return loaded, plan, profile, cluster.with_memory({row.name: row.memory_bytes for row in plan.devices})
+            plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+        cluster = cluster.with_memory({row.name: row.memory_bytes for row in plan.devices})
+        return Opened(plan=plan, loaded=loaded, profile=profile, cluster=cluster)
     plan = read_plan(first)
+    if plan.launch:
+        if not workload.assumed:
+            raise SpecError("the plan has its workload: leave out --batch, --seq, --new-tokens and --train.")
+        return open_processes(plan, first, model_of(plan, first, second), devices)
     if not (second or plan.target):
         raise SpecError(f"{first} is a plan: say of which model, as in `autoshard report {first} model.py`.")
     cluster = cluster_of(plan.devices) if devices == "auto" else devices_of(devices, {})
     loaded = load(second or plan.target, plan.workload if workload.assumed else workload)
     profile = profile_of(loaded)
     check_same_model(plan, profile, first)
-    return loaded, plan, profile, cluster
+    return Opened(plan=plan, loaded=loaded, profile=profile, cluster=cluster)
 
 
 def _measured(text: str, plan: "Plan", loaded: "Target") -> "tuple[Event, ...]":
