@@ -11,7 +11,8 @@ import transformers
 
 from autoshard.capture.capture import capture
 from autoshard.cluster.hardware import find_hardware
-from autoshard.cluster.topology import Topology
+from autoshard.cluster.parse import parse_devices
+from autoshard.cluster.topology import Topology, topology_of
 from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.engine.recipe import Precision, Recipe
 from autoshard.engine.timing import Card
@@ -24,16 +25,6 @@ TFLOPS = ("hardware_tflops_per_gpu", "model_tflops_per_gpu", "mfu", "hfu")
 THROUGHPUT = (*RATES, *TFLOPS)
 MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu")
 DECODE = ("decode_tokens_per_s", "ms_per_token_per_sequence", "s_per_token", "generation_tokens_per_s")
-NETWORK_GBITS = {
-    "A100": 200.0,
-    "V100": 25.0,
-    "H100": 400.0,
-    "H200": 400.0,
-    "B200": 400.0,
-    "B300": 400.0,
-    "MI300": 400.0,
-}
-"""Network per device on training nodes, where the row does not say."""
 TRACED_LAYERS = 3
 """Layers that are built of each model: all of them are alike, and one more costs a capture more time."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}
@@ -330,16 +321,22 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     )
     gpus = number(row, "gpus", 1)
     per_host = min(gpus, number(row, "gpus_per_node", 8))
-    topology = Topology(
-        hosts=-(-gpus // per_host), devices_per_host=per_host,
-        local_bytes_per_second=(known.peer_bytes_per_second or known.host_bytes_per_second / 2),
-        network_bytes_per_second=network_gbits(row, per_host) * 1e9 / 8,
-    )  # fmt: skip
-    return card, topology
+    topology = replace(usual_topology(known.name, per_host), hosts=-(-gpus // per_host))
+    gbits = network_gbits(row, per_host)
+    return card, replace(topology, network_bytes_per_second=gbits * 1e9 / 8) if gbits else topology
+
+
+@functools.cache
+def usual_topology(card: str, per_host: int) -> Topology:
+    """Hosts of a card as the hardware table has them."""
+    found = topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
+    if found is None:
+        raise Unpriced(f"hosts of {card} are not equal")
+    return found
 
 
 def network_gbits(row: Row, per_host: int) -> float:
-    """Gb/s of network per device."""
+    """Gb/s of network per device, as far as a row says it; 0 where it does not."""
     text = row["interconnect"] + " " + row["source"]
     each = re.search(r"(\d+) Gb/s per (?:GPU|HDR)", text) or re.search(r"NDR (\d+) Gb/s", text)
     if each:
@@ -347,9 +344,10 @@ def network_gbits(row: Row, per_host: int) -> float:
     host = re.search(r"(\d{3,4}) ?Gb(?:ps|/s) node", text)
     if host:
         return float(host[1]) / 8
-    if "4 Omni-Path" in text or "4 x 100" in text:
+    # BigScience trained on Jean Zay, whose hosts of eight have four Omni-Path adapters.
+    if re.search(r"4 Omni-Path|4 x 100|bigscience", text):
         return 4 * 100 / per_host
-    return next((value for name, value in NETWORK_GBITS.items() if name in row["gpu"]), 100.0)
+    return 0.0
 
 
 def find_peak(row: Row) -> float:
