@@ -2,7 +2,7 @@
 
     python benchmarks/fit_efficiency.py runs.csv                 # on half of the runs; the others are the test
     python benchmarks/fit_efficiency.py runs.csv --dry-run       # print the table instead
-    python benchmarks/fit_efficiency.py runs.csv --without nano  # leave a source out of the fit
+    python benchmarks/fit_efficiency.py runs.csv --each          # errors of each source by a fit on all others
 
 All generations and stacks are fitted at once, since they share what does not depend on both: matrix products and
 links belong to a generation, attention to a generation and to the age of its kernels, host time to a stack. Runs are
@@ -24,7 +24,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from published import price_serving, price_training
+from published import errors_of, price_rows, price_serving, price_training
 from published_rows import DECODE, THROUGHPUT, Row, Unpriced, family, hardware_of, recipe_of, run_of, serving_of
 from scipy.optimize import least_squares
 
@@ -174,14 +174,33 @@ def lines_of(found: Mapping[tuple[str, str], Efficiency], cases: Sequence[Case])
     return lines
 
 
+def left_out(rows: Sequence[Row]) -> Iterator[str]:
+    """Errors of each source, priced with what is fitted on the other sources."""
+    half = cases_of([row for row in rows if fitted_on(row)])
+    for name in dict.fromkeys(family(row) for row in rows):
+        own = [row for row in rows if family(row) == name]
+        if cases_of(own):
+            fit([case for case in half if family(case.row) != name])
+            for kind, metrics in (("throughput", THROUGHPUT), ("decode", DECODE)):
+                priced, _ = price_rows([row for row in own if row["metric"] in metrics])
+                if priced:
+                    median, ninety = errors_of(priced)
+                    figures = f"median {100 * median:5.1f} %  90th {100 * ninety:5.1f} %"
+                    yield f"{kind:11} {name:8} {len(priced):4} rows  {figures}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--without", default="", help="a source that is left out")
+    parser.add_argument("--each", action="store_true", help="leave out one source after the other")
     given = parser.parse_args()
     with open(given.file, newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if fitted_on(row) and family(row) != given.without]
+        everything = list(csv.DictReader(lines))
+    rows = [row for row in everything if fitted_on(row)]
+    if given.each:
+        print("\n".join(left_out(everything)))
+        return
     cases = cases_of(rows)
     fitted = lines_of(fit(cases), cases)
     with TABLE.open(newline="") as lines:

@@ -3,6 +3,7 @@
     python benchmarks/published.py runs.csv            # per source, in all, and rankings of recipes
     python benchmarks/published.py runs.csv --rows     # every row, too, the worst of each metric first and last
     python benchmarks/published.py runs.csv --json     # {"rows": [...], "unpriced": [...]}
+    python benchmarks/published.py runs.csv --halves   # errors of the half that was fitted on, and of the other
 
 Each row names a model by its dimensions, the hardware, the recipe and one measured figure. A model is built on meta
 from its dimensions: a Llama-like decoder of transformers, a mixture of experts, or a GPT-like one.
@@ -79,9 +80,11 @@ def predicted(row: Row, estimate: StepEstimate, work: ModelWork, recipe: Recipe)
     if metric == "step_time":
         return estimate.seconds * (1e3 if row["unit"].startswith("ms") else 1)
     if metric in TFLOPS:
-        again = 4 / 3 if metric[0] == "h" and recipe.recompute == "full" else 1
+        again = 4 / 3 if metric[0] in "hp" and recipe.recompute == "full" else 1
         rate = model_flops(work) * recipe.global_batch * work.tokens * again / estimate.seconds / gpus
-        return 100 * rate / find_peak(row) if metric in ("mfu", "hfu") else rate / 1e12
+        return 100 * rate / find_peak(row) if metric in ("mfu", "hfu", "percent_of_peak") else rate / 1e12
+    if metric == "allocated_between_steps":
+        return estimate.memory.curve[0].allocated / UNITS[row["unit"]]
     if metric in MEMORY:
         meter = {"peak_allocated_per_gpu": "allocated", "peak_reserved_per_gpu": "reserved"}.get(metric)
         meter = meter or METERS.get(family(row), "reserved")
@@ -162,6 +165,12 @@ def errors_of(priced: Sequence[Priced]) -> tuple[float, float]:
 
 def summary(priced: Sequence[Priced]) -> Iterator[str]:
     """Errors per source and in all, and rankings."""
+    yield from errors(priced)
+    yield from rankings(priced)
+
+
+def errors(priced: Sequence[Priced]) -> Iterator[str]:
+    """Errors per source and in all."""
     for kind, metrics in (("throughput", THROUGHPUT), ("memory", MEMORY), ("decode", DECODE)):
         chosen = [one for one in priced if one.metric in metrics]
         for name in [*dict.fromkeys(one.family for one in chosen), "all"] if chosen else []:
@@ -176,7 +185,6 @@ def summary(priced: Sequence[Priced]) -> Iterator[str]:
     if fits:
         right = sum(one.predicted == one.measured for one in fits)
         yield f"fits        all      {len(fits):4} rows  right {100 * right / len(fits):.0f} %"
-    yield from rankings(priced)
 
 
 def rankings(priced: Sequence[Priced]) -> Iterator[str]:
@@ -217,6 +225,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--halves", action="store_true")
     given = parser.parse_args()
     with open(given.file, newline="") as lines:
         rows = list(csv.DictReader(lines))
@@ -233,6 +242,13 @@ def main() -> None:
             print(f"{one.metric:24} {one.ratio:5.2f}  {one.predicted:12.4g} {one.measured:12.4g}  {one.row['id']}")
     for reason, count in Counter(one["reason"] for one in unpriced).most_common():
         print(f"not priced  {count:4} rows  {reason}")
+    if given.halves:
+        from fit_efficiency import fitted_on
+
+        for name, half in (("fitted on", True), ("the other", False)):
+            print(f"-- {name} half")
+            print("\n".join(errors([one for one in priced if fitted_on(one.row) == half])))
+        return
     print("\n".join(summary(priced)))
 
 

@@ -21,9 +21,9 @@ from autoshard.workload import Workload
 
 Row = Mapping[str, str]
 RATES = ("tokens_per_s_per_gpu", "tokens_per_s_total", "tokens_per_s", "step_time")
-TFLOPS = ("hardware_tflops_per_gpu", "model_tflops_per_gpu", "mfu", "hfu")
+TFLOPS = ("hardware_tflops_per_gpu", "model_tflops_per_gpu", "mfu", "hfu", "percent_of_peak")
 THROUGHPUT = (*RATES, *TFLOPS)
-MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu")
+MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu", "allocated_between_steps")
 DECODE = ("decode_tokens_per_s", "ms_per_token_per_sequence", "s_per_token", "generation_tokens_per_s")
 TRACED_LAYERS = 3
 """Layers that are built of each model: all of them are alike, and one more costs a capture more time."""
