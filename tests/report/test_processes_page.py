@@ -8,8 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.profile.measure import profile_graph
 from autoshard.report.document import plan_document
@@ -22,6 +25,7 @@ from autoshard.search.limits import Given
 from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.study import study
 from autoshard.sizes import format_bytes, format_seconds
+from autoshard.workload import Workload
 from tests.report.test_page import Structure
 from tests.search.models import traced
 
@@ -177,3 +181,18 @@ def test_a_browser_opens_it_without_a_word(case, tmp_path):
         assert page.locator("#lanes svg rect").count() > 2 and page.locator("svg.curve").count() >= 1
         assert not troubles
         browser.close()
+
+
+def test_the_same_from_python(tmp_path):
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)])
+    inputs, workload = torch.empty(64, 4096, device="meta"), Workload(batch_size=4096, mode="training")
+    plan = autoshard.plan(model, "4xA100-40GB", inputs=inputs, mesh={"fsdp": 4}, workload=workload)
+    profile = autoshard.profile(model, inputs, workload=workload)
+    seconds = autoshard.estimate(plan, profile).latency_seconds
+    autoshard.report(plan, profile, tmp_path / "page.html")
+    assert format_seconds(seconds) in (tmp_path / "page.html").read_text()
+    said = autoshard.explain(plan, profile)
+    assert said.chosen is not None and said.chosen.value == seconds and "torchrun" in str(said)
+    compared = autoshard.compare(model, "4xA100-40GB", inputs=inputs, workload=workload)
+    assert any(row.name.startswith("fsdp: fsdp=") and row.estimate is not None for row in compared.alternatives)

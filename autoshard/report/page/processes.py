@@ -54,6 +54,7 @@ def make_process_page(
         changes=[as_sentence(change) for change in study.changes],
         grids=grids(study.cells),
         devices=device_runs(estimate.devices),
+        level=level,
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
         plan_json=plan.to_json(),
         data=embedded({"timeline": lanes, "kinds": KINDS}),
