@@ -123,10 +123,15 @@ def alone(task: Task, found: Searched) -> Priced | None:
 
 
 def _simplicity(one: Priced) -> tuple[float, ...]:
-    """Fewer devices first, then fewer dimensions, then those that cost a user least, then seconds."""
+    """Fewer devices first, then no layer computed twice, then fewer ways in which the model is divided, then seconds.
+
+    Replicas, sharded or not, divide the batch alone.
+    """
     recipe = one.recipe
-    dimensions = sum(degree > 1 for degree in recipe.mesh.values())
-    return recipe.devices, dimensions, recipe.pp, recipe.cp, recipe.tp, recipe.recompute != "none", one.seconds
+    divided = sum(degree > 1 for axis, degree in recipe.mesh.items() if axis not in ("dp", "fsdp"))
+    twice = recipe.recompute == "full"
+    degrees = recipe.pp, recipe.cp, recipe.ep, recipe.tp
+    return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", one.seconds
 
 
 def _priced(task: Task) -> Iterator[Priced]:
