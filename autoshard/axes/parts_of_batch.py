@@ -38,7 +38,7 @@ def by_place(op: Op, item: Samples, counts: Sequence[bool], made: Sequence[Sampl
     name = name_of(op)
     if name in BY_LIST or name in BY_INDEX:
         return any(counts[dim] and not _of_all(item, dim, places) for dim, places in _indices(op, item, contents))
-    dim = _dim(op, len(item.shape))
+    dim = part_dim(op, len(item.shape))
     if dim is None or not counts[dim]:
         return False
     if not resized and has_constant_bound(op, counts):
@@ -61,7 +61,7 @@ def of_place(item: Samples, *, varies: bool) -> Samples:
 
 def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
     """Whether the numbers of an op say where in a dimension that is longer for a larger batch a part begins or ends."""
-    dim = _dim(op, len(counts))
+    dim = part_dim(op, len(counts))
     if dim is None or not counts[dim]:
         return False
     assert op.node is not None
@@ -80,7 +80,7 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
     return not 0 <= start < step or not (end is None or end >= NO_END)
 
 
-def _dim(op: Op, ndim: int) -> int | None:
+def part_dim(op: Op, ndim: int) -> int | None:
     """Along which dimension an op takes parts."""
     name = name_of(op)
     if op.node is None or name not in PARTS or not ndim:

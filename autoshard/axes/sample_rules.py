@@ -19,6 +19,7 @@ from autoshard.axes import sample_indices
 from autoshard.axes import samples as domain
 from autoshard.axes.axis import Axis, leaves, resolve
 from autoshard.axes.batch import BatchWalk
+from autoshard.axes.parts_of_batch import part_dim
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, is_pointwise
 from autoshard.axes.samples import PLACE, SHARED, Samples, combine, fixed, moved, reshaped, samples, uniform
 from autoshard.capture.graph import ModelGraph, Op, name_of
@@ -159,10 +160,17 @@ class OpRules:
         flags = op.target(torch.empty_strided(item.shape, strides, device="meta"), *op.node.args[1:], **op.node.kwargs)
         listed = [numbers] if isinstance(numbers, torch.Tensor) else list(numbers)
         marks = [flags] if isinstance(flags, torch.Tensor) else list(flags)
-        whole = name_of(op) in WHOLE
+        name = name_of(op)
+        part = part_dim(op, len(item.shape)) if name not in ("select", "unbind") else None
+        whole = name in WHOLE or name in PARTS or name == "unbind"
         return [
             samples(
-                tuple(made.shape), made, [stride if whole and stride > 1 else stride != 0 for stride in mark.stride()]
+                tuple(made.shape),
+                made,
+                [
+                    stride if whole and stride > 1 and dim != part else stride != 0
+                    for dim, stride in enumerate(mark.stride())
+                ],
             )
             for made, mark in zip(listed, marks, strict=True)
         ]
