@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.parts_of_batch import by_place, of_place
+from autoshard.axes.parts_of_batch import by_place, of_place, part_dim
 from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
 from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixed, samples, whole
@@ -135,7 +135,8 @@ class SampleWalk:
         name = name_of(op)
         if name in SIZED and (name not in FILLED or _scalars(mine) == _scalars(other)):
             return made
-        if name in PARTS and not any(given[0].varies):
+        dim = part_dim(op, len(given[0].shape)) if name in PARTS else None
+        if dim is not None and not given[0].varies[dim]:
             return made
         if name in PARTS and not bool((given[0].owner == SHARED).any()):
             return made
