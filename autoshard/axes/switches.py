@@ -21,8 +21,8 @@ from autoshard.capture.traits import traits_of
 
 MOST_NUMBERS = 1 << 20
 """Elements of a table that is computed again."""
-Fact = tuple[Any, bool]
-"""A value, by what computes it, and that all of its elements are true or false."""
+Fact = tuple[Any, bool | int]
+"""A value, by what computes it, and what all of its elements are: true, false, or a number."""
 
 
 def read_values(reading: Reading) -> list[int]:
@@ -63,7 +63,7 @@ class Numbering:
         self._content: dict[int, torch.Tensor] = {}
         self._structure: dict[tuple[ModelGraph, int], Any] = {}
 
-    def of(self, graph: ModelGraph, facts: Mapping[Any, bool]) -> dict[int, int]:
+    def of(self, graph: ModelGraph, facts: Mapping[Any, bool | int]) -> dict[int, int]:
         """Number the values of a graph, knowing that some are true, or false, everywhere."""
         made: dict[int, int] = {}
         names = {tensor.value: tensor.name for tensor in reversed(graph.tensors)}
@@ -113,6 +113,11 @@ class Numbering:
                 facts.append(((("nonzero", numbers[one]), 0), truth))
             elif (graph, one) in self._structure:
                 facts.append((self._structure[graph, one], truth))
+        for key, true in list(facts):
+            if true and key[0][0] == "aten.eq.Scalar" and len(key[0][1]) == 1:
+                number = key[0][2][1]
+                if number.lstrip("-").isdigit():
+                    facts.append((self._keys[key[0][1][0]], int(number)))
         opposite = {"nonzero": "zero", "zero": "nonzero"}
         for key, true in list(facts):
             if key[0] and key[0][0] in opposite:
@@ -135,7 +140,7 @@ class Numbering:
         self._content[number] = content
         return number
 
-    def _known(self, key: Any, graph: ModelGraph, value: int, facts: Mapping[Any, bool]) -> int:
+    def _known(self, key: Any, graph: ModelGraph, value: int, facts: Mapping[Any, bool | int]) -> int:
         row = graph.values[value]
         self._structure[graph, value] = key
         if key in facts:
@@ -143,7 +148,13 @@ class Numbering:
         return self._number(key)
 
     def _op(
-        self, graph: ModelGraph, op: Op, given: list[int], made: dict[int, int], facts: Mapping[Any, bool], draws: int
+        self,
+        graph: ModelGraph,
+        op: Op,
+        given: list[int],
+        made: dict[int, int],
+        facts: Mapping[Any, bool | int],
+        draws: int,
     ) -> None:
         before = dict(zip(op.inputs, given, strict=True))
         if op.mutates:

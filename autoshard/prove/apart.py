@@ -5,7 +5,7 @@ masks      without padding, and with some: each branch is followed, and gives ro
 outputs    of one sample each, of none, or a sum or a mean of samples: merged in this way only
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,10 @@ MANY_ROWS = (64, 16)
 """Rows of a run whose ops are compared only: code may look whether there are many. The second if not all is known."""
 MOST_SWITCHES = 2
 """Masks for which all branches are followed."""
+OTHER = 2
+"""What stands in a mask that is neither 0 nor 1: code may ask for either."""
+Padded = frozenset[tuple[str, int]]
+"""Masks that end in some rows, and what stands there."""
 INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
 
 
@@ -67,19 +71,23 @@ class Apart:
 def check_apart(question: "Question", batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
-    runs: dict[frozenset[str], Run] = {}
+    runs: dict[Padded, Run] = {}
     for padded in _choices(masks if len(masks) <= MOST_SWITCHES else []):
         run = Run(question, batch, padded)
         runs[padded] = run
         if not run.switches and not padded:
             break  # nobody asks whether a row is masked
+    if len(masks) == 1 and len(runs[frozenset()].switches) > 1:
+        other = frozenset({(masks[0], OTHER)})
+        runs[other] = Run(question, batch, other)
     _check_switches(runs, masks)
     return runs[frozenset()].outputs()
 
 
-def _choices(masks: Sequence[str]) -> Iterator[frozenset[str]]:
+def _choices(masks: Sequence[str]) -> Iterator[Padded]:
     for count in range(len(masks) + 1):
-        yield from map(frozenset, combinations(masks, count))
+        for chosen in combinations(masks, count):
+            yield frozenset((path, 0) for path in chosen)
 
 
 class Run:
@@ -89,7 +97,7 @@ class Run:
         switches: values of which Python asked whether all elements are true, or false, and the answer.
     """
 
-    def __init__(self, question: "Question", batch: BatchAxis, padded: frozenset[str]) -> None:
+    def __init__(self, question: "Question", batch: BatchAxis, padded: Padded) -> None:
         self.question, self.batch, self.padded = question, batch, padded
         self.graph, self.tape = self._recorded(ROWS)
         self.other, other_tape = self._recorded(ROWS + 1)
@@ -238,25 +246,29 @@ class Run:
         return Apart(outputs=found)
 
 
-def _check_switches(runs: Mapping[frozenset[str], Run], masks: Sequence[str]) -> None:
+def _check_switches(runs: Mapping[Padded, Run], masks: Sequence[str]) -> None:
     """Refuse branches that were not seen, and those that give a row something else."""
     whole = runs[frozenset()]
     if not any(run.switches for run in runs.values()):
         return
-    last = runs.get(frozenset(masks))
+    last = runs.get(frozenset((path, 0) for path in masks))
     numbering = Numbering()
-    answers: dict[Any, set[bool]] = {}
-    facts: dict[frozenset[str], dict[Any, bool]] = {}
+    answers: dict[Any, dict[Padded, bool]] = {}
+    pinned = set()  # questions of which a yes says what all of the mask is
+    facts: dict[Padded, dict[Any, bool | int]] = {}
     for padded, run in runs.items():
         numbers = numbering.of(run.graph, {})
         facts[padded] = {}
         for value, answer in run.switches.items():
             found = numbering.fact_of(run.graph, value, numbers, _truth(run, value))
-            answers.setdefault(found[-1][0] if found else value, set()).add(answer)
+            asked = found[-1][0] if found else value
+            answers.setdefault(asked, {})[padded] = answer
+            if any(type(said) is int for _, said in found):
+                pinned.add(asked)
             if answer:
                 facts[padded].update(found)
     for value in whole.switches:
-        if last is None or any(len(seen) < 2 for seen in answers.values()) or len(answers) > max(1, len(masks)):
+        if last is None or not _all_were_seen(answers, pinned, runs, masks):
             op = whole.graph.values[value].op
             raise whole.refuse(whole.graph.ops[op] if op >= 0 else None, "decides what to do by values of all rows")
     assert last is not None
@@ -272,6 +284,23 @@ def _check_switches(runs: Mapping[frozenset[str], Run], masks: Sequence[str]) ->
                     raise run.refuse(run.graph.ops[op] if op >= 0 else None, what)
 
 
+def _all_were_seen(
+    answers: Mapping[Any, Mapping[Padded, bool]], pinned: Collection[Any], runs: Collection[Padded],
+    masks: Sequence[str],
+) -> bool:  # fmt: skip
+    """Whether all answers to questions about masks were seen together that there can be.
+
+    Of two about one mask, a yes to one that says what all of it is decides the other; a no leaves both answers to it.
+    """
+    if any(len({*seen.values()}) < 2 for seen in answers.values()):
+        return False
+    if len(answers) <= max(1, len(masks)):
+        return True
+    together = {tuple(seen.get(padded) for seen in answers.values()) for padded in runs}
+    known = len(together) == 3 and (False, False) in together and not any(None in seen for seen in together)
+    return len(masks) == 1 and len(answers) == 2 and bool(pinned) and known
+
+
 def _truth(run: Run, tensor: int) -> bool:
     """What all elements of the tensor of a switch are if it is answered so."""
     for reading in run.tape.readings:
@@ -282,20 +311,20 @@ def _truth(run: Run, tensor: int) -> bool:
     return True
 
 
-def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: frozenset[str], rows: int) -> dict[str, Any]:
+def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, rows: int) -> dict[str, Any]:
     """The call with masks that hide nothing, but for some that end at another place in every row but the first."""
-    made = dict(bound)
+    made, fills = dict(bound), dict(padded)
     for item in batch.inputs:
         tensor = nested.tensor_at(made, item.path)
         if tensor is None or not is_mask(tensor):
             continue
         tensor = torch.ones_like(tensor)
-        if item.path in padded:
+        if item.path in fills and not (fills[item.path] and tensor.dtype is torch.bool):
             for row in range(1, rows):
                 index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
                 size = tensor.shape[-1]
                 part = tensor.index_select(item.dim, index)
-                part[..., size - min(row, size // 2) :] = 0
+                part[..., size - min(row, size // 2) :] = fills[item.path]
                 tensor.index_copy_(item.dim, index, part)
         made = nested.replace_at(made, item.path, tensor)
     return made

@@ -664,6 +664,29 @@ def test_heads_that_are_repeated_by_hand_where_a_row_is_padded():
     assert "asks whether any row is masked" in refused(in_turn, inputs, Workload())
 
 
+class AsksTwice(nn.Module):
+    """Leaves out a mask of attention where nothing is hidden, and a product with it where it is all ones."""
+
+    def __init__(self, ones, change=lambda x: x) -> None:
+        super().__init__()
+        self.q, self.ones, self.change = nn.Linear(16, 16), ones, change
+
+    def forward(self, x, mask):
+        hidden = None if mask.bool().all() else mask.bool()[:, None, :]
+        if not self.ones(mask).all():
+            x = self.change(x * mask[..., None])
+        q = self.q(x)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=hidden)
+
+
+def test_two_questions_about_one_mask():
+    inputs = {"x": torch.randn(3, 6, 16), "mask": torch.ones(3, 6, dtype=torch.int64)}
+    assert ways(found(AsksTwice(lambda mask: mask == 1), inputs, Workload())) == {"": "cat"}
+    assert "asks whether any row is masked" in refused(AsksTwice(lambda mask: mask == 1, torch.relu), inputs, Workload())
+    assert "decides what to do by" in refused(AsksTwice(lambda mask: mask < 2), inputs, Workload())
+    assert "decides what to do by" in refused(AsksTwice(lambda mask: mask < 9), inputs, Workload())
+
+
 def test_differences_of_neighbours_are_those_of_a_row():
     assert ways(found(Small(lambda self, x: self.linear(x).diff(dim=1, prepend=x[:, :1])), torch.randn(3, 6))) == {
         "": "cat"
