@@ -61,6 +61,8 @@ class SampleWalk:
         """Follow one op."""
         given = [self.of(value) for value in op.inputs]
         made = self.sound.results(op, given)
+        if made is None and name_of(op) == "as_strided":
+            made = self._strided(op)
         if made is None:
             made = self.rules.results(op, given)
             made = self._resized(op, given, self._placed(op, given, made))
@@ -178,19 +180,33 @@ class SampleWalk:
         if torch.Size(base.shape).numel() > MOST_ELEMENTS:
             return {}
         memory = base.full().clone(memory_format=torch.contiguous_format)
-        seen = self._viewed(memory, chain)
-        if seen is None or seen.shape != item.owner.expand(item.shape).shape:
+        kinds, many = _kinds(base)
+        kinds = kinds.expand(base.shape).clone(memory_format=torch.contiguous_format)
+        seen, marked = self._viewed(memory, chain), self._viewed(kinds, chain)
+        if seen is None or marked is None or tuple(seen.shape) != item.shape:
             return {}
         seen.copy_(item.full())
+        marked.copy_(_kinds(item)[0] + many)
         found = {}
         for other in sharing:
             way = self._views(other)
             view = self._viewed(memory, way) if way[0] == root else None
-            if view is not None:
-                flags = self.samples[other].varies
-                flags = tuple(True for _ in flags) if any(item.varies) else flags
-                found[other] = samples(tuple(view.shape), view.clone(), flags)
+            marks = self._viewed(kinds, way) if view is not None else None
+            if view is not None and marks is not None:
+                found[other] = samples(tuple(view.shape), view.clone(), _differing(marks, view == SHARED))
         return found
+
+    def _strided(self, op: Op) -> list[Samples] | None:
+        """A view that says where in memory it is: the same is done to the numbers of its owner."""
+        chain = [*self._views(op.inputs[0]), op.outputs[0]]
+        base, made = self.of(chain[0]), self.graph.values[chain[0]].op
+        node = self.graph.ops[made].node if made >= 0 else None
+        in_order = node is not None and node.meta.get("stride") == torch.empty(base.shape, device="meta").stride()
+        if torch.Size(base.shape).numel() > MOST_ELEMENTS or any(base.varies) or not in_order:
+            return None
+        memory = base.full().clone(memory_format=torch.contiguous_format)
+        seen = self._viewed(memory, chain)
+        return None if seen is None else [samples(tuple(seen.shape), seen.clone())]
 
     def _views(self, value: int) -> list[int]:
         """The values from the owner of a memory to this view of it."""
@@ -222,6 +238,27 @@ class SampleWalk:
             if seen.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
                 return None
         return seen if tuple(seen.shape) == self.graph.values[chain[-1]].shape else None
+
+
+def _kinds(item: Samples) -> tuple[torch.Tensor, int]:
+    """Numbers that differ where elements that depend on no sample may differ, and how many there are."""
+    kinds, many = torch.zeros((1,) * len(item.shape), dtype=torch.int64), 1
+    for dim, flag in enumerate(item.varies):
+        if flag:
+            shape = [1] * len(item.shape)
+            shape[dim] = item.shape[dim]
+            kinds = kinds + many * torch.arange(item.shape[dim]).view(shape)
+            many *= item.shape[dim]
+    return kinds, many
+
+
+def _differing(kinds: torch.Tensor, shared: torch.Tensor) -> list[bool]:
+    """Along which dimensions elements that depend on no sample may differ."""
+    if not kinds.numel():
+        return [False] * kinds.dim()
+    most = torch.where(shared, kinds, -1)
+    least = torch.where(shared, kinds, torch.iinfo(torch.int64).max)
+    return [bool((most.amax(dim) > least.amin(dim)).any()) for dim in range(kinds.dim())]
 
 
 def _flat(item: Samples) -> Samples:

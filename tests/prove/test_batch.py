@@ -682,7 +682,9 @@ class AsksTwice(nn.Module):
 def test_two_questions_about_one_mask():
     inputs = {"x": torch.randn(3, 6, 16), "mask": torch.ones(3, 6, dtype=torch.int64)}
     assert ways(found(AsksTwice(lambda mask: mask == 1), inputs, Workload())) == {"": "cat"}
-    assert "asks whether any row is masked" in refused(AsksTwice(lambda mask: mask == 1, torch.relu), inputs, Workload())
+    assert "asks whether any row is masked" in refused(
+        AsksTwice(lambda mask: mask == 1, torch.relu), inputs, Workload()
+    )
     assert "decides what to do by" in refused(AsksTwice(lambda mask: mask < 2), inputs, Workload())
     assert "decides what to do by" in refused(AsksTwice(lambda mask: mask < 9), inputs, Workload())
 
@@ -732,3 +734,33 @@ def test_a_table_that_is_repeated_for_every_row(by):
 )
 def test_a_table_that_differs_from_row_to_row_is_refused(by):
     assert "in the model itself" in refused(_tabled(by), torch.randn(3, 4, 6))
+
+
+def test_views_that_say_where_in_memory_they_are():
+    def windows(h, _):
+        return h.contiguous().as_strided((len(h), 3, 2, 6), (24, 6, 6, 1)).sum(2)
+
+    assert ways(found(_tabled(windows), torch.randn(3, 4, 6))) == {"": "cat"}
+
+    def into_the_next_row(h, _):
+        return F.pad(h, (0, 0, 0, 0, 0, 1)).as_strided((len(h), 3, 2, 6), (24, 12, 6, 1)).sum(2)
+
+    assert "in the model itself" in refused(_tabled(into_the_next_row), torch.randn(3, 4, 6))
+
+
+def test_a_table_that_is_written_into_a_part_of_every_row():
+    def written(h, table):
+        made = torch.zeros(len(h), 6, 6)
+        made[:, 1:5] = h
+        made[:, 5:] = table[:1]
+        return made.softmax(1)
+
+    assert ways(found(_tabled(written), torch.randn(3, 4, 6))) == {"": "cat"}
+
+    def of_its_row(h, table):
+        made = torch.zeros(len(h), 6, 6)
+        made[:, 1:5] = h
+        made[:, 5] = table[: len(h)]
+        return made.softmax(1)
+
+    assert "in the model itself" in refused(_tabled(of_its_row), torch.randn(3, 4, 6))
