@@ -144,7 +144,7 @@ class Dispatch:
             return
         source, made = op.inputs[0], op.outputs[0]
         row = graph.values[made]
-        if name in COPIES and row.shape == graph.values[source].shape and row.dtype in EXACT and len(op.inputs) == 1:
+        if _copies(op) and row.shape == graph.values[source].shape and row.dtype in EXACT:
             for table in (self._places, self._inverse, self._counts, self._ends):
                 if source in table:
                     table[made] = table[source]  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class Dispatch:
             if value in self._sorted:
                 return self._sorted[value]
             op = graph.ops[graph.values[value].op] if graph.values[value].op >= 0 else None
-            if op is None or name_of(op) not in COPIES or len(op.inputs) != 1 or graph.values[value].dtype not in EXACT:
+            if op is None or not _copies(op) or graph.values[value].dtype not in EXACT:
                 return value
             value = op.inputs[0]
         return -1
@@ -195,7 +195,8 @@ class Dispatch:
             if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
-            if len(op.inputs) != 1 or name_of(op) not in COPIES | MOVES or graph.values[value].dtype not in EXACT:
+            moves = name_of(op) in MOVES and len(op.inputs) == 1
+            if not (_copies(op) or moves) or graph.values[value].dtype not in EXACT:
                 return 0
             value = op.inputs[0]
         return 0
@@ -265,6 +266,13 @@ class Dispatch:
         if isinstance(args[1], (list, tuple)):
             return op.inputs[1] if len(args[1]) == 1 or all(item is None for item in args[1][1:]) else None
         return op.inputs[1] if args[1] == 0 else None
+
+
+def _copies(op: Op) -> bool:
+    """Whether an op hands on the same numbers in the same order; bits that are read as another type are others."""
+    assert op.node is not None
+    bits = name_of(op) == "view" and any(isinstance(item, torch.dtype) for item in op.node.args)
+    return name_of(op) in COPIES and len(op.inputs) == 1 and not bits
 
 
 def _descends(op: Op) -> bool:

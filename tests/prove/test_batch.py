@@ -238,6 +238,10 @@ def _rank(made):
         ({"ends": lambda known: torch.histc(known["keys"].float(), 4, 0, 6).cumsum(0).int()}, "histc"),
         ({"ends": lambda known: known["counts"].flip(0).cumsum(0, dtype=torch.int32)}, "histc"),
         ({"keys": lambda chosen: chosen.reshape(-1).sort(descending=True)}, "histc"),
+        (
+            {"ends": lambda known: torch.histc(known["keys"].int().view(torch.float32), 4, 0, 3).cumsum(0).int()},
+            "histc",
+        ),
         ({"keys": lambda chosen: (chosen + 1).reshape(-1).sort()}, "histc"),
         ({"keys": lambda chosen: (chosen * 2 - 3).reshape(-1).sort()}, "histc"),
         ({"back": lambda made, known, _: made}, ""),
