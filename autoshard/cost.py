@@ -19,8 +19,10 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.flow import HOST_NAME, Copy, Flow, flow
+from autoshard.module_paths import above, is_below
 from autoshard.plan import Plan
 from autoshard.profile.answer import op_counts
+from autoshard.profile.experts import routed_modules
 from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
@@ -158,10 +160,29 @@ def _compute_seconds(profile: Profile, cluster: Cluster, moves: Flow) -> dict[st
         total = 0.0
         if device.name in moves.devices:
             mine = placed == moves.devices.index(device.name)
-            total = float(op_seconds(profile, device)[mine].sum())
+            total = float(op_seconds(profile, device)[mine].sum()) + _routed_seconds(profile, device, moves, mine)
         own = sum(nbytes for name, nbytes in trained if moves.tensor_device[name] == device.name)
         seconds[device.name] = total + optimizer_seconds(own, profile.workload, device)
     return seconds
+
+
+def _routed_seconds(profile: Profile, device: Device, moves: Flow, mine: np.ndarray) -> float:
+    """Seconds to add to those of the ops on a device, where tokens go to some modules of many (experts in a list).
+
+    A run calls the ones that its tokens were sent to; others go elsewhere. A device gets as much of that work as it has
+    of the modules.
+    """
+    more = 0.0
+    for routed in routed_modules(profile.graph):
+        seconds = op_seconds(profile, device)[routed.ops]
+        here = sum(device_of_module(path, moves) == device.name for path in routed.members)
+        more += float(seconds.sum()) * here / len(routed.members) - float(seconds[mine[routed.ops]].sum())
+    return more
+
+
+def device_of_module(path: str, moves: Flow) -> str:
+    """Return the device of a module's first tensor; "" of one without."""
+    return next((device for name, device in moves.tensor_device.items() if is_below(name, path)), "")
 
 
 def _transfer(copy: Copy, profile: Profile, cluster: Cluster) -> Transfer:
@@ -296,9 +317,25 @@ def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray
         if device.speed not in known:
             of_op = op_seconds(profile, device) * op_counts(profile)
             per_op = np.bincount(units.op_unit, weights=of_op, minlength=len(units.paths))
+            per_op += _routed_surplus(profile, units, of_op)
             known[device.speed] = per_op + optimizer_seconds(1.0, profile.workload, device) * trained
         table[row] = known[device.speed]
     return table
+
+
+def _routed_surplus(profile: Profile, units: Units, of_op: np.ndarray) -> np.ndarray:
+    """[units] seconds to add so that modules of which tokens call some share that work by their bytes."""
+    surplus = np.zeros(len(units.paths))
+    routed = routed_modules(profile.graph)
+    if not routed:
+        return surplus
+    held = weight_bytes(profile, units)
+    for one in routed:
+        tops = set(one.members)
+        mine = np.array([any(p in tops for path in paths for p in (path, *above(path))) for paths in units.paths])
+        np.subtract.at(surplus, units.op_unit[one.ops], of_op[one.ops])
+        surplus += float(of_op[one.ops].sum()) * np.where(mine, held, 0.0) / max(float(held[mine].sum()), 1.0)
+    return surplus
 
 
 def tensor_units(graph: ModelGraph, units: Units) -> dict[str, int]:

@@ -4,10 +4,15 @@ Experts whose weights are one tensor [experts, in, out] are multiplied by a grou
 without rows. Experts in a list are modules of their own, whose calls say which were used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.latest import Latest
+from autoshard.module_paths import above, parent
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "matmul": 0}
 """Products of tokens with a matrix, and which input has the tokens."""
@@ -51,3 +56,44 @@ class Router:
 
 def is_grouped(op: Op) -> bool:
     return name_of(op).endswith("grouped_mm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Modules side by side of which one part of a run called some: another token calls others of them.
+
+    `members`: their paths; `ops`: those inside of the ones that were called.
+    """
+
+    members: tuple[str, ...]
+    ops: np.ndarray
+
+
+_LATEST = Latest[tuple[Routed, ...]]()
+
+
+def routed_modules(graph: ModelGraph) -> tuple[Routed, ...]:
+    """Return the lists of modules of which each phase of a run called some but not all."""
+    return _LATEST.of(graph, None, lambda: tuple(_routed(graph)))
+
+
+def _routed(graph: ModelGraph) -> Iterator[Routed]:
+    lists: dict[str, list[str]] = {}
+    containers = {module.path for module in graph.modules if not module.callable}
+    for module in graph.modules:
+        if parent(module.path) in containers and module.path:
+            lists.setdefault(parent(module.path), []).append(module.path)
+    member_of = {path: path for members in lists.values() for path in members if len(members) > 1}
+    member = [
+        next((member_of[path] for path in (call.path, *above(call.path)) if path in member_of), "")
+        for call in graph.calls
+    ]
+    for _, begin, end in graph.phases or (("forward", 0, len(graph.ops)),):
+        ops: dict[str, list[int]] = {}
+        for op in graph.ops[begin:end]:
+            if member[op.call] and op.index not in graph.uncounted:
+                ops.setdefault(member[op.call], []).append(op.index)
+        for outer in dict.fromkeys(parent(path) for path in ops):
+            called = [path for path in lists[outer] if path in ops]
+            if len(called) < len(lists[outer]):
+                yield Routed(members=tuple(lists[outer]), ops=np.array([op for path in called for op in ops[path]]))
