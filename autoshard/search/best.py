@@ -22,7 +22,8 @@ WORTH_STARTING = 2.0
 """A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
 AS_GOOD = 1.08
 """Recipes that take so little longer than the best one count as equal, and the simplest of them is taken: two figures
-of 5 % error each (the engine's on published runs it was not fitted on) differ by 7 % for no reason."""
+of 5 % error each (the engine's on published runs) differ by 7 % for no reason. At 1.03 training of 8B on eight H100 is
+cut in two, without recomputation, for 7 % of the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
