@@ -264,11 +264,26 @@ def _place_for_passes(request: Request) -> Plan:
 
 
 def place(request: Request, strategy: str, *, objective: str | None = None, advise: bool = True) -> Plan:
-    """Place whole modules, with any of the strategies that do; `advise`: say what would help if nothing fits."""
-    return plan_profile(
-        request.profile, request.cluster, strategy=strategy, objective=objective or request.objective,
-        max_memory=request.max_memory, pins=request.pins, in_memory=request.in_memory, advise=advise,
-    )  # fmt: skip
+    """Place whole modules, with any of the strategies that do; `advise`: say what would help if nothing fits.
+
+    One process has the devices of one host. Of several hosts the one with the most memory is taken, and the plan says
+    so.
+    """
+    settings: dict[str, Any] = {"strategy": strategy, "objective": objective or request.objective}
+    settings |= {"pins": request.pins, "in_memory": request.in_memory, "advise": advise}
+    hosts = {device.host for device in request.cluster.devices}
+    if len(hosts) == 1 or request.processes > 1:
+        return plan_profile(request.profile, request.cluster, max_memory=request.max_memory, **settings)
+    cluster = request.limited.largest_host
+    words = (
+        f"one process has the devices of one host, here of {cluster.devices[0].host} ({len(hosts)} hosts were given); "
+        "those of several want a process per device (--launch processes, or --strategy hybrid)"
+    )
+    try:
+        plan = plan_profile(request.profile, cluster, **settings)
+    except PlanError as error:
+        raise PlanError(f"{error} And {words}.") from None
+    return dataclasses.replace(plan, reasons=(*plan.reasons, words))
 
 
 def _check_usable(request: Request, strategy: str) -> None:

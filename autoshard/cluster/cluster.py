@@ -157,6 +157,15 @@ class Cluster:
     def device(self, name: str) -> Device:
         return self._devices[name]
 
+    @property
+    def largest_host(self) -> "Cluster":
+        """The devices of the host whose devices have the most memory, the first of equals; "disk" does not count."""
+        memory: dict[str, int] = {}
+        for device in self.devices:
+            memory[device.host] = memory.get(device.host, 0) + (device.memory_bytes if device.name != "disk" else 0)
+        host = max(memory, key=lambda one: memory[one])
+        return replace(self, devices=tuple(device for device in self.devices if device.host == host))
+
     def link(self, source: str, destination: str) -> Link:
         if isinstance(self.links, Links):
             return self.links.between(source, destination)
