@@ -317,7 +317,7 @@ def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray
         if device.speed not in known:
             of_op = op_seconds(profile, device) * op_counts(profile)
             per_op = np.bincount(units.op_unit, weights=of_op, minlength=len(units.paths))
-            per_op += _routed_surplus(profile, units, of_op)
+            per_op = per_op + _routed_surplus(profile, units, of_op)  # without ops there are no floats to add to
             known[device.speed] = per_op + optimizer_seconds(1.0, profile.workload, device) * trained
         table[row] = known[device.speed]
     return table

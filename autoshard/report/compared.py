@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table, table_width
+from autoshard.search.best import AS_GOOD
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
 
@@ -87,7 +88,9 @@ def _why(found: Comparison) -> list[str]:
         best = "has the fastest step"
     sentences = [f"{chosen.name} {best}, and at most {found.gap:.1%} could be gained by any plan on these devices."]
     if not found.bound:  # of recipes for processes: none is known
-        sentences = [f"{chosen.name} is taken: it {best}, or is the simplest of those within 3 % of that."]
+        sentences = [
+            f"{chosen.name} is taken: it {best}, or is the simplest of those within {AS_GOOD - 1:.0%} of that."
+        ]
         return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
     faster = [one for one in found.alternatives if one.plan is not None and one.value < chosen.value * (1 - 1e-9)]
     if faster:

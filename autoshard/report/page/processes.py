@@ -15,6 +15,7 @@ from autoshard.report.page.page import embedded, page_file, template
 from autoshard.report.processes import ranks_label
 from autoshard.report.rows import device_runs
 from autoshard.report.terminal import as_sentence, describe_workload
+from autoshard.search.best import AS_GOOD
 from autoshard.search.study import Cell, Study
 from autoshard.sizes import format_bytes, format_seconds
 
@@ -55,6 +56,7 @@ def make_process_page(
         grids=grids(study.cells),
         devices=device_runs(estimate.devices),
         level=level,
+        as_good=f"{AS_GOOD - 1:.0%}",
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
         plan_json=plan.to_json(),
         data=embedded({"timeline": lanes, "kinds": KINDS}),
