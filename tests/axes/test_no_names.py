@@ -11,7 +11,21 @@ PACKAGE = pathlib.Path(autoshard.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Names of families that are words of English or of this trade.
-ORDINARY = {"align", "beam", "bit", "clap", "clip", "ctrl", "dac", "encoder-decoder", "git", "led", "speech", "swift"}
+ORDINARY = {
+    "align",
+    "aria",
+    "beam",
+    "bit",
+    "clap",
+    "clip",
+    "ctrl",
+    "dac",
+    "encoder-decoder",
+    "git",
+    "led",
+    "speech",
+    "swift",
+}
 LAYERS = re.findall(
     r"\S+",
     """
