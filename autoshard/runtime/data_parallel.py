@@ -181,11 +181,7 @@ def check_replicas(model: nn.Module, plan: Plan) -> None:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta:
-            why = (
-                ", and sharded replicas are made of a whole one on each process"
-                if plan.mesh and plan.mesh.sharded
-                else ""
-            )
+            why = ", and sharded replicas are made of a whole one on each process" if shards(plan) else ""
             raise ApplyError(f"{name} has no data: it is on the meta device{why}. Load the weights first.")
 
 

@@ -36,7 +36,7 @@ def check_launched(plan: Plan) -> None:
             if name in OTHERS:
                 instead = f'Plan in processes started with torchrun, with strategy="{OTHERS[name]}"'
             raise PlanError(
-                f"of plans made for processes elsewhere, apply trains dp and fsdp, and this one has "
+                "of plans made for processes elsewhere, apply trains dp and fsdp, and this one has "
                 f"{name}={degree}. {instead}: those plans are carried out."
             )
     if plan.workload.training and plan.precision == "master":

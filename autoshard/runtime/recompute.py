@@ -119,12 +119,6 @@ class _Both:
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-_ATTENTIONS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 
 class _KeepCostly:
@@ -137,7 +131,7 @@ class _KeepCostly:
         self.products = {False: 0, True: 0}  # of the forward, and of the run in backward
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTIONS:
+        if op.__name__.startswith("_scaled_dot_product"):  # the kernels of attention
             return CheckpointPolicy.MUST_SAVE
         if op in _PRODUCTS:
             self.products[context.is_recompute] += 1

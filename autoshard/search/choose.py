@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
-from autoshard.errors import AutoshardError, CaptureError, PlanError, SpecError
+from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
@@ -106,7 +106,7 @@ def choose(
     asked = Asked(
         strategy=strategy, goal=cast(Goal, objective), precision=wishes.precision, dtype=wishes.dtype,
         compiled=wishes.compiled, given=_given(wishes, num_microbatches, schedule),
-        why_undivided=_why_undivided(traced, assume_independent_rows),
+        why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
     try:
         plan, found, task = plan_processes(traced, cluster, asked)
@@ -149,15 +149,6 @@ def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -
         mesh=mesh, micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
         recompute=wishes.recompute,
     )  # fmt: skip
-
-
-def _why_undivided(traced: Traced, assume_independent_rows: bool) -> str:
-    if traced.samples == 1:
-        return ""
-    try:
-        return why_undivided(traced, assume_independent_rows=assume_independent_rows)
-    except AutoshardError as error:
-        return str(error)
 
 
 def _on_one(

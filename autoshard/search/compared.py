@@ -7,9 +7,8 @@ from autoshard.engine.recipe import Recipe
 from autoshard.search.best import Priced, Task, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
-from autoshard.search.processes import write_plan
+from autoshard.search.processes import asked_of, write_plan
 from autoshard.search.reasons import shown_mesh, used_bytes
-from autoshard.search.study import asked_of
 from autoshard.sizes import format_bytes
 from autoshard.strategies.compare import Alternative, Comparison
 
@@ -33,7 +32,7 @@ def kind_of(recipe: Recipe) -> str:
 def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
     """The best recipe of every kind, each with its plan and estimate, beside the one that was chosen."""
     own, task, rows = chosen.searched.best, chosen.task, list[Alternative]()
-    asked = asked_of(chosen.plan, chosen.traced)
+    asked = asked_of(chosen.plan)
     assert own is not None
     for kind in (*AXES, "hybrid"):
         one = next((one for one in chosen.searched.ranking if kind_of(one.recipe) == kind), None)

@@ -13,8 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Moment, RankEstimate
 from autoshard.plan import Plan
 from autoshard.search.best import Figures, Task, part_of, price_recipe
-from autoshard.search.limits import Given
-from autoshard.search.processes import Asked, make_task, recipe_of
+from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.traced import Traced
 
 KINDS = {
@@ -27,13 +26,8 @@ KINDS = {
 
 def estimate_processes(plan: Plan, traced: Traced, cluster: Cluster) -> Estimate:
     """Price a plan with a mesh on the first devices of a cluster. Raises `PlanError` where it can't be carried out."""
-    assert plan.mesh is not None
-    recipe = recipe_of(plan)
-    asked = Asked(precision=plan.precision if plan.workload.training else "auto", compiled=plan.compiled, reserve=0.0,
-                  dtype="auto" if plan.workload.training else plan.precision,
-                  given=Given(), goal=plan.objective)  # type: ignore[arg-type]  # fmt: skip
-    task = make_task(traced, cluster, asked)
-    return estimate_recipe(plan, recipe, task, cluster)
+    task = make_task(traced, cluster, replace(asked_of(plan), reserve=0.0))
+    return estimate_recipe(plan, recipe_of(plan), task, cluster)
 
 
 def estimate_recipe(plan: Plan, recipe: Recipe, task: Task, cluster: Cluster) -> Estimate:

@@ -245,6 +245,12 @@ def for_workload(plan: Plan, workload: Workload) -> Plan:
     return replace(plan, workload=workload, num_microbatches=count)
 
 
+def asked_of(plan: Plan) -> Asked:
+    """What was asked for a plan, as far as it says; its mesh may have been given or found."""
+    precision, dtype = (plan.precision, "auto") if plan.workload.training else ("auto", plan.precision)
+    return Asked(goal=cast(Goal, plan.objective), precision=precision, dtype=dtype, compiled=plan.compiled)
+
+
 def recipe_of(plan: Plan) -> Recipe:
     """The recipe that a plan for processes says."""
     assert plan.mesh is not None

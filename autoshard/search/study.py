@@ -5,7 +5,6 @@ plan, run of two samples, cluster ─▶ search again ─▶ ranking, what would
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import Topology
@@ -14,10 +13,10 @@ from autoshard.engine.price import StepEstimate
 from autoshard.errors import AutoshardError
 from autoshard.estimate import FULL, Estimate
 from autoshard.plan import Plan
-from autoshard.search.best import Goal, Priced, Searched, Task, alone, price_recipe, search
+from autoshard.search.best import Priced, Searched, Task, alone, price_recipe, search
 from autoshard.search.estimates import estimate_recipe, rate, setting_of
 from autoshard.search.limits import Given, limits_of
-from autoshard.search.processes import Asked, make_task, recipe_of
+from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
 from autoshard.search.traced import Traced, trace, why_undivided
 from autoshard.sizes import format_bytes, format_seconds
@@ -90,7 +89,10 @@ class Study:
 
 def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:
     """Search again around a plan. `sizes`: other batches, lengths and numbers of devices, too, which takes seconds."""
-    task = make_task(traced, cluster, asked_of(plan, traced))
+    assert plan.mesh is not None
+    # a plan that divides the batch was made where it was found divisible, or assumed so
+    why = "" if plan.mesh.data > 1 or plan.num_microbatches > 1 else why_undivided(traced)
+    task = make_task(traced, cluster, replace(asked_of(plan), why_undivided=why))
     recipe = recipe_of(plan)
     whole = replace(task, card=replace(task.card, memory_bytes=min(device.memory_bytes for device in plan.devices)))
     estimate = estimate_recipe(plan, recipe, whole, cluster)
@@ -102,27 +104,6 @@ def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -
         rows=tuple(_rows(task, found, own)), reasons=reasons, to_fit=_to_fit(task, own, estimate),
     )  # fmt: skip
     return replace(done, cells=tuple(_cells(done))) if sizes else done
-
-
-def asked_of(plan: Plan, traced: Traced) -> Asked:
-    """What was asked for a plan, as far as it says; its mesh may have been given or found."""
-    training = plan.workload.training
-    assert plan.mesh is not None
-    divided = (
-        plan.mesh.data > 1 or plan.num_microbatches > 1
-    )  # then it was found divisible, or assumed so, when planned
-    return Asked(
-        goal=cast(Goal, plan.objective), precision=plan.precision if training else "auto", compiled=plan.compiled,
-        dtype="auto" if training else plan.precision,
-        why_undivided="" if divided or traced.samples == 1 else _why_undivided(traced),
-    )  # fmt: skip
-
-
-def _why_undivided(traced: Traced) -> str:
-    try:
-        return why_undivided(traced)
-    except AutoshardError as error:
-        return str(error)
 
 
 def _rows(task: Task, found: Searched, own: Priced) -> Iterator[Row]:

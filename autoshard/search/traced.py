@@ -9,7 +9,7 @@ from torch import nn
 from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
-from autoshard.errors import CaptureError, PlanError, SpecError
+from autoshard.errors import AutoshardError, CaptureError, PlanError
 from autoshard.workload import Workload
 
 TRACED_SAMPLES = 2
@@ -84,7 +84,7 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
     """Say why the batch can't be divided; "" where it can."""
     from autoshard.prove.batch import check_rows_apart
 
-    if assume_independent_rows:
+    if assume_independent_rows or traced.samples == 1:
         return ""
     workload = replace(traced.workload, new_tokens=0, batch_size=None)
     try:
@@ -93,6 +93,6 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
             short = replace(workload, batch_size=TRACED_SAMPLES, sequence_length=SHORT_TOKENS)
             inputs, graph = _recorded(traced.model, None, short)
         check_rows_apart(traced.model, inputs, workload, graph)
-    except (PlanError, SpecError) as error:
+    except AutoshardError as error:
         return str(error)
     return ""
