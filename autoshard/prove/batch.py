@@ -105,9 +105,12 @@ def find_batch_axis(
 
 
 def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph) -> None:
-    """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above."""
+    """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above.
+
+    `graph`: a forward with as many samples, which may be longer: where the batch may be is taken from it.
+    """
     with own_random_numbers():
-        question = _question(model, inputs, workload, graph)
+        question = _question(model, inputs, workload, graph, longer=True)
         for batch, rows in _guesses(question):
             try:
                 check_apart(question, batch)
@@ -118,7 +121,9 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: M
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
 
 
-def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None) -> Question:
+def _question(
+    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None, *, longer: bool = False
+) -> Question:
     """Record one forward with given or derived inputs, if that has not been done."""
     forward = replace(workload, mode="inference", new_tokens=0)
     calls = calls_of(model, inputs, workload)
@@ -126,7 +131,7 @@ def _question(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGra
     for given in calls:
         args, kwargs = _apart(given)
         try:
-            if graph is None or not _is_of(graph, (args, kwargs)):
+            if graph is None or not _is_of(graph, (args, kwargs), longer):
                 graph = capture(model, kwargs or args, workload=forward, composite=True)
         except CaptureError as error:
             refused = refused or error
@@ -156,10 +161,12 @@ def _apart(given: Call) -> Call:
     return nested.map_tensors(given, own)
 
 
-def _is_of(graph: ModelGraph, given: Call) -> bool:
-    """Whether a run was recorded with such arguments, and each of its inputs is a value of its own."""
+def _is_of(graph: ModelGraph, given: Call, longer: bool) -> bool:
+    """Whether a run was recorded with such arguments, or longer ones; each of its inputs is a value of its own."""
     shapes = [tuple(tensor.shape) for _, tensor in nested.tensors_in(given)]
-    found = [graph.values[value].shape for value in graph.inputs]
+    found = [tuple(graph.values[value].shape) for value in graph.inputs]
+    if longer:
+        shapes, found = ([(len(shape), shape[:1]) for shape in sizes] for sizes in (shapes, found))
     return shapes == found and len(set(graph.inputs)) == len(graph.inputs)
 
 

@@ -55,17 +55,32 @@ def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, M
     """The first of the arguments that the model takes, and the forward that was recorded with them."""
     forward = replace(workload, mode="inference", new_tokens=0)
     failed: CaptureError | None = None
-    calls = calls_of(model, inputs, workload)
-    if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
-        unmasked = [(args, {k: v for k, v in kwargs.items() if k != "attention_mask"}) for args, kwargs in calls]
-        calls = [*unmasked, *calls]
-    for args, kwargs in calls:
+    for given in _calls(model, inputs, workload):
         try:
-            return kwargs or args, capture(model, kwargs or args, workload=forward, composite=True)
+            return given, capture(model, given, workload=forward, composite=True)
         except CaptureError as error:
             failed = failed or error
     assert failed is not None
     raise failed
+
+
+def _calls(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
+    """Arguments that the model may take, the likeliest first."""
+    calls = calls_of(model, inputs, workload)
+    if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
+        unmasked = [(args, {k: v for k, v in kwargs.items() if k != "attention_mask"}) for args, kwargs in calls]
+        calls = [*unmasked, *calls]
+    return [kwargs or args for args, kwargs in calls]
+
+
+def _shorter(traced: Traced, workload: Workload) -> Any:
+    """The same arguments with few tokens."""
+    short = replace(workload, batch_size=TRACED_SAMPLES, sequence_length=SHORT_TOKENS)
+    names = list(traced.inputs) if isinstance(traced.inputs, dict) else None
+    for given in _calls(traced.model, None, short):
+        if names == (list(given) if isinstance(given, dict) else None):
+            return given
+    return traced.inputs
 
 
 def _sizes(given: Any, workload: Workload) -> tuple[int, int]:
@@ -88,11 +103,9 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
         return ""
     workload = replace(traced.workload, new_tokens=0, batch_size=None)
     try:
-        inputs, graph = traced.inputs, traced.graph
-        if traced.derived and traced.work.tokens > SHORT_TOKENS:
-            short = replace(workload, batch_size=TRACED_SAMPLES, sequence_length=SHORT_TOKENS)
-            inputs, graph = _recorded(traced.model, None, short)
-        check_rows_apart(traced.model, inputs, workload, graph)
+        long = traced.derived and traced.work.tokens > SHORT_TOKENS
+        inputs = _shorter(traced, workload) if long else traced.inputs
+        check_rows_apart(traced.model, inputs, workload, traced.graph)
     except AutoshardError as error:
         return str(error)
     return ""
