@@ -27,6 +27,7 @@ import autoshard.verify  # noqa: F401
 from autoshard.api import (
     apply,
     capture,
+    clip_grad_norm_,
     estimate,
     largest,
     load,
@@ -73,6 +74,7 @@ __all__ = [
     "Workload",
     "apply",
     "capture",
+    "clip_grad_norm_",
     "compare",
     "estimate",
     "explain",

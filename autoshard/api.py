@@ -6,7 +6,7 @@ The rooms are imported inside the calls, so that `import autoshard` costs next t
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -272,19 +272,20 @@ def apply(
     cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
     that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
-    mesh has dp and fsdp only: each calls the model with samples of its own, as under torch's fully_shard, and gradients
-    are means over processes; or tp only, without training: where to cut is found here, with `inputs` like the plan's
-    unless it is a Hugging Face model. Raises what `plan()` raises, and `ApplyError`; the model is then as it was.
+    mesh has dp, fsdp and tp only: each replica calls the model with samples of its own, as under torch's fully_shard,
+    and gradients are means over replicas; the processes of one replica (tp) have the same samples, and where to cut is
+    found here, with `inputs` like the plan's unless it is a Hugging Face model. Raises what `plan()` raises, and
+    `ApplyError`; the model is then as it was.
     """
     from autoshard.runtime import apply_device_map, apply_plan
-    from autoshard.runtime.launched import is_cut_alone
+    from autoshard.runtime.launched import is_cut_here
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
-        if is_cut_alone(plan):
+        if is_cut_here(plan):
             plan = _with_cuts(model, plan, inputs)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
@@ -301,14 +302,14 @@ def apply(
 
 def _with_cuts(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     """A tensor-parallel plan that was made before its processes ran, with the cuts; all ranks find the same ones."""
-    from autoshard.runtime.launched import check_launched
+    from autoshard.runtime.launched import check_launched, of_first_replica, with_cuts
 
     check_launched(plan)
-    made = _planned(
-        model, plan, inputs, plan.workload, strategy="column-parallel", objective="memory", schedule=None,
-        max_memory=None, wishes={"launch": "one-process"},
+    found = _planned(
+        model, of_first_replica(plan), inputs, plan.workload, strategy="column-parallel", objective="memory",
+        schedule=None, max_memory=None, wishes={"launch": "one-process"},
     )  # fmt: skip
-    return replace(made, devices=plan.devices, placements={"": plan.devices[0].name})
+    return with_cuts(plan, found)
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -430,6 +431,20 @@ def save(
 
     with shown_progress("saving", progress):
         write(model, path, max_shard_size=max_shard_size)
+
+
+def clip_grad_norm_(
+    parameters: "nn.Module | Iterable[torch.Tensor]", max_norm: float, norm_type: float = 2.0, *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Scale gradients so that the norm of those of the whole model is at most `max_norm`; returns that norm.
+
+    As `torch.nn.utils.clip_grad_norm_`, for a model under any plan: where ranks have parts, all call it, and every part
+    counts once. `parameters`: a model, or some of its parameters.
+    """
+    from autoshard.runtime.clipping import clip_gradients
+
+    return clip_gradients(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def save_checkpoint(

@@ -80,15 +80,32 @@ class Hidden:
     An attribute is looked for before the parameters are, and only parameters are listed, saved and trained.
     """
 
-    __slots__ = ("module",)
+    __slots__ = ("handles", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        vars(module)["bias"] = None
+        self.handles: list[Any] = []
+        _hide_bias(module, ())
+
+    def only_in_forward(self) -> None:
+        """Let others see the bias while the layer does not run: fully_shard looks for it as an attribute."""
+        _show_bias(self.module, (), None)
+        self.handles.append(self.module.register_forward_pre_hook(_hide_bias))
+        self.handles.append(self.module.register_forward_hook(_show_bias, always_call=True))
 
     def remove(self) -> None:
         """The layer sees its bias again."""
-        vars(self.module).pop("bias", None)
+        for handle in self.handles:
+            handle.remove()
+        _show_bias(self.module, (), None)
+
+
+def _hide_bias(module: nn.Module, args: tuple) -> None:
+    vars(module)["bias"] = None
+
+
+def _show_bias(module: nn.Module, args: tuple, result: Any) -> None:
+    vars(module).pop("bias", None)
 
 
 class Forget:

@@ -24,6 +24,7 @@ from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
 from autoshard.runtime.elementwise import check_elementwise, was_tried
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.sharded import alike_on, whole_of
 from autoshard.runtime.slices import CutTensor
 
 Cuts = dict[str, CutTensor]
@@ -60,6 +61,17 @@ def forget_norms(model: nn.Module) -> None:
     _models[:] = [entry for entry in _models if entry[0]() is not model]
     _staged[:] = [entry for entry in _staged if entry[0]() is not model]
     _clean(None)
+
+
+def clip_gradients(
+    parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+    owned = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    gradients = [one.grad for one in owned if one.grad is not None]
+    norm = whole_of(_total_norm(gradients, norm_type, error_if_nonfinite))
+    torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm)
+    return norm
 
 
 def _clean(reference: Any) -> None:
@@ -112,7 +124,7 @@ def _check_alike(optimizer: torch.optim.Optimizer) -> None:
             continue
         found = [one.grad.detach() for one in whole if one.grad is not None]
         gradients = [gradient for gradient in found if gradient.layout is torch.strided]
-        norm = torch_private.total_norm(gradients, 2.0).to(whole[0].device)
+        norm = whole_of(torch_private.total_norm(gradients, 2.0)).to(whole[0].device)
         first, *others = _over(ranks, norm).tolist()
         if any(abs(other - first) > _ROUNDING * first for other in others):
             raise RankError(
@@ -194,12 +206,11 @@ def _norm_of_ranks(
         if not here:
             continue
         given = [tensor for tensor in given if id(tensor) not in parts]
-        norms = [torch.linalg.vector_norm(_counted(*one, ranks), norm_type) for one in here]
-        local = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-        every = [*every, _over(ranks, local)]
+        local = torch_private.total_norm([_counted(*one, ranks) for one in here], norm_type)
+        every = [*every, _over(ranks, whole_of(local))]  # of a replica whose ranks may shard their parts
     if not every:
         return torch_private.total_norm(given, norm_type, False, foreach)
-    rest = torch_private.total_norm(given, norm_type).reshape(1)
+    rest = whole_of(torch_private.total_norm(given, norm_type)).reshape(1)
     return torch.linalg.vector_norm(torch.cat([*(one.to(every[0]) for one in every), rest.to(every[0])]), norm_type)
 
 
@@ -231,4 +242,5 @@ def _counted(gradient: torch.Tensor, cut: CutTensor, ranks: Ranks) -> torch.Tens
         counts[rank][torch.from_numpy(where.common[rank])] = 0
     shape = [1] * gradient.dim()
     shape[cut.dim] = -1
-    return gradient * ranks.own(tuple(counts)).to(gradient.device, gradient.dtype).view(shape)
+    mask: torch.Tensor = ranks.own(tuple(counts)).to(gradient.device, gradient.dtype).view(shape)
+    return gradient * alike_on(gradient, mask)

@@ -16,6 +16,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
+from autoshard.runtime.sharded import whole_of
 from autoshard.runtime.slices import CutTensor, Kept, merge, slice_of
 from autoshard.sharding import Cut
 
@@ -33,6 +34,7 @@ class CutRecord:
         scales, handles: undo the integers and the hooks.
         home: where this process computes, None where the model was; `kept`: what is elsewhere between calls;
             `streams`: what brings that there.
+        gathered: its parameters are sharded as well, and gathered for their use.
     """
 
     cuts: tuple[Cut, ...]
@@ -47,12 +49,14 @@ class CutRecord:
     home: torch.device | None = None
     kept: Kept = field(default_factory=Kept)
     streams: CutStreams | None = None
+    gathered: bool = False
 
 
 def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:
     """One value of a model's state dict as it is when the model is not cut; all ranks call it."""
     if record is None:
         return value
+    value = whole_of(value)
     part = value if record.streams is None or record.home is None else value.to(record.home)  # ranks meet there
     return merge(part, record.tensors.get(name), record.ranks).to(value.device)
 

@@ -18,7 +18,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.module_paths import above, join, parent
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.runtime.actions import Forget, Memo, Step, check, install
+from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
@@ -30,7 +30,7 @@ from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
-from autoshard.runtime.partial import SumGradient, find_partial, sum_gradients
+from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, memory_of
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
@@ -137,6 +137,18 @@ def remove_cuts(model: nn.Module) -> nn.Module:
         raise
     _undo(model, record, [])
     return model
+
+
+def let_gather(model: nn.Module) -> list[Any]:
+    """Prepare a cut model, whose parameters are now sharded as well, for their being gathered; returns handles."""
+    record = cut_record(model)
+    if record is None:
+        return []
+    record.gathered = True
+    for handle in record.handles:
+        if isinstance(handle, Hidden):
+            handle.only_in_forward()
+    return sum_gathered(model, record.partial, record.ranks)
 
 
 def cut_record(model: nn.Module) -> CutRecord | None:
@@ -308,7 +320,8 @@ class Arrive:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
-            sum_gradients(module, record.partial, record.ranks)
+            if not record.gathered:
+                sum_gradients(module, record.partial, record.ranks)
             watch_norms(module, record.tensors, record.ranks)
         if not torch.compiler.is_compiling():
             record.unplanned.watch(module, lambda: _devices(module, record.ranks), record.handles)

@@ -32,7 +32,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.cuts import apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.groups import Made, end_groups, group_of
 from autoshard.runtime.hooks import to_device
@@ -40,6 +40,7 @@ from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.runtime.sharded import (
     Replaced,
+    Sharing,
     check_shardable,
     forget_whole,
     is_sharded,
@@ -102,26 +103,39 @@ def apply_replicas(
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
     if plan.cuts:
         _cut_replica(model, record)
-        average_gradients(model, record)
-        return model
-    undo = None
     try:
-        sharded = {id(parameter) for parameter in model.parameters()} if shards(plan) else set()
-        stay = {name for name, tensor in tensors.items() if id(tensor) in sharded}  # they go block by block
-        undo = move_tensors(tensors, {name: originals[name] if name in stay else device for name in tensors})
-    except Exception as found:
-        error = found
-    try:
-        agree(ranks, Mark(), error)
+        if not plan.cuts:
+            _move_replica(model, record)
         if shards(plan):
             _shard_replica(model, record)
     except BaseException:
-        if undo is not None:
-            undo()
+        _withdraw(model, record)
         raise
     if not shards(plan):
         average_gradients(model, record)
     return model
+
+
+def _move_replica(model: nn.Module, record: ReplicaRecord) -> None:
+    """Bring the tensors of this replica to its device, but for what goes there block by block when it is sharded."""
+    tensors, error = named_tensors(model), None
+    sharded = {id(parameter) for parameter in model.parameters()} if shards(record.plan) else set()
+    target = {n: record.originals[n] if id(one) in sharded else record.device for n, one in tensors.items()}
+    try:
+        move_tensors(tensors, target)
+    except Exception as found:
+        error = found
+    agree(record.ranks, Mark(), error)
+
+
+def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
+    """Make a model what it was, where ranks could not all become replicas."""
+    if cut_record(model) is not None:
+        remove_cuts(model)
+        end_groups(record.made)
+        return
+    tensors = named_tensors(model)
+    move_tensors(tensors, {name: record.originals[name] for name in tensors})
 
 
 def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
@@ -145,11 +159,12 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
 def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
     error: Exception | None = None
+    sharing = Sharing(record.ranks, *_data_groups(record.plan.mesh, record.ranks, record.made))
     known = frozenset(name for name, _ in model.named_parameters())
     try:
         try:
-            used = shard(model, record.plan, record.ranks, record.device, record.replaced)
-            record.handles += [*used.handles, *recompute_layers(model, record.plan)]
+            used = shard(model, record.plan, sharing, record.device, record.replaced)
+            record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model)]
         except Exception as found:
             error = found
         agree(record.ranks, Mark(), error)
@@ -157,6 +172,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
         unshard_failed(model, record.replaced)
         for handle in record.handles:
             handle.remove()
+        end_groups(record.made)
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
@@ -170,6 +186,21 @@ def _groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, 
     return group_of(replicas, ranks, made), group_of(alike, ranks, made)
 
 
+def _data_groups(mesh: Mesh | None, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
+    """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
+    assert mesh is not None
+    if mesh.fsdp == mesh.size:
+        return ranks, None
+    rows = [
+        [[mesh.rank(data=d * mesh.fsdp + f, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
+        for t in range(mesh.tensor)
+    ]
+    shared = group_of([members for replica in rows for members in replica], ranks, made)
+    if mesh.dp == 1:
+        return shared, None
+    return shared, group_of([list(alike) for replica in rows for alike in zip(*replica, strict=True)], ranks, made)
+
+
 def check_replicas(model: nn.Module, plan: Plan) -> None:
     """Raise unless the model can be a replica: it has values, and rows of its batch are not mixed."""
     if plan.batch is None and not plan.launch:
@@ -177,7 +208,7 @@ def check_replicas(model: nn.Module, plan: Plan) -> None:
             "this plan has replicas and does not say how the batch is divided. Plan again with "
             'strategy="data-parallel".'
         )
-    if plan.cuts and plan.mesh is not None and plan.mesh.sharded:
+    if plan.cuts and plan.mesh is not None and plan.mesh.sharded and not plan.launch:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta:
@@ -229,7 +260,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         raise ApplyError("nothing to remove: this model is no replica.")
     parallel = vars(model).get("forward")
     if record.replaced:
-        unshard(model, record.replaced, record.originals)
+        unshard(model, record.replaced, {} if record.plan.cuts else record.originals)
         for handle in record.handles:
             handle.remove()
         vars(model).pop("no_sync", None)
@@ -237,7 +268,8 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         stop_averaging(model)
     if record.plan.cuts:
         remove_cuts(model)
-        end_groups(record.made, parallel)
+    end_groups(record.made, parallel)
+    if record.plan.cuts:
         return model
     tensors = named_tensors(model)
     move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})

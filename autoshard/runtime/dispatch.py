@@ -20,6 +20,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.resting import check_streamed
+from autoshard.runtime.sharded import shards
 from autoshard.runtime.staged import apply_stages, remove_stages
 
 
@@ -35,7 +36,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         check_launched(plan)
     if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
         return _apply_pipeline(model, plan)
-    if plan.mesh is not None and plan.mesh.data > 1 and plan.mesh.pipeline == 1 and count_processes() > 1:
+    if plan.mesh is not None and (plan.mesh.data > 1 or shards(plan)) and count_processes() > 1:
         return _apply_replicas(model, plan)
     if not plan.cuts:
         _check_not_cut(model)

@@ -3,6 +3,8 @@
 Each process calls the model with samples of its own, as under torch's fully_shard; gradients are means over processes.
 """
 
+from dataclasses import replace
+
 from torch import nn
 
 from autoshard.errors import PlanError
@@ -11,41 +13,61 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
 
 
-def is_cut_alone(plan: Plan) -> bool:
-    """Whether a plan for processes says only that every matrix is shared by all of them."""
-    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.size == plan.mesh.tp > 1
+def is_cut_here(plan: Plan) -> bool:
+    """Whether a plan for processes shares matrices between them, and where is still to be found."""
+    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.tp > 1 and not plan.cuts
 
 
+def of_first_replica(plan: Plan) -> Plan:
+    """The plan on those devices that share the matrices of its first replica; that all fits was found for all of it."""
+    assert plan.mesh is not None
+    devices = (replace(device, memory_bytes=_ENDLESS_BYTES) for device in plan.devices[: plan.mesh.tp])
+    return replace(plan, devices=tuple(devices))
+
+
+def with_cuts(plan: Plan, found: Plan) -> Plan:
+    """The plan with the cuts that were found for its first replica. Raises `PlanError` if there are none, or fewer."""
+    assert plan.mesh is not None
+    if not found.cuts or {cut.degree for cut in found.cuts} != {plan.mesh.tp}:
+        raise PlanError(
+            f"no matrix of this model can be shared by {plan.mesh.tp} devices, as tp={plan.mesh.tp} says. "
+            "Plan with --mesh of dp and fsdp only."
+        )
+    placements = {"": plan.devices[0].name}
+    return replace(plan, cuts=found.cuts, whole=found.whole, results=found.results, placements=placements)
+
+
+_ENDLESS_BYTES = 1 << 60
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-OTHERS = {"tp": "column-parallel", "pp": "pipeline"}
+OTHERS = {"pp": "pipeline"}
 """Degrees of training that run where the processes plan themselves, and the strategy that has them."""
 
 
 def check_launched(plan: Plan) -> None:
-    """Raise `PlanError` unless a plan for processes is one of replicas, and as many processes run as it has devices."""
+    """Raise `PlanError` unless a plan for processes can be carried out, and as many run as it has devices."""
     assert plan.mesh is not None
-    answers = is_cut_alone(plan) and not plan.workload.training
-    if answers and plan.precision not in FLOATS:
+    training = plan.workload.training
+    if not training and plan.mesh.tp > 1 and plan.precision not in FLOATS:
         raise PlanError(
             f"this plan is priced with weights of {plan.precision}, and parameters are cut as they are. Plan with "
             "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
         )
     for name, degree in plan.mesh.degrees.items():
-        if degree > 1 and name not in ("dp", "fsdp") and not answers:
-            instead = "Plan with --mesh of dp and fsdp only"
+        if degree > 1 and name not in ("dp", "fsdp", "tp"):
+            instead = "Plan with --mesh of dp, fsdp and tp only"
             if name in OTHERS:
                 instead = f'Plan in processes started with torchrun, with strategy="{OTHERS[name]}"'
             raise PlanError(
-                "of plans made for processes elsewhere, apply trains dp and fsdp, and this one has "
+                "of plans made for processes elsewhere, apply carries out dp, fsdp and tp, and this one has "
                 f"{name}={degree}. {instead}: those plans are carried out."
             )
-    if plan.workload.training and plan.precision == "master":
+    if training and plan.precision == "master":
         raise PlanError(
             'with precision "master" the optimizer keeps a copy of the parameters, which apply does not make. Plan '
             "with --precision mixed: parameters are then that copy, and are gathered in 16 bits."
         )
-    if not plan.workload.training and plan.mesh.fsdp > 1:
-        raise PlanError("sharded replicas are carried out for training. Plan answers with dp only.")
+    if not training and plan.mesh.fsdp > 1:
+        raise PlanError("sharded replicas are carried out for training. Plan answers with dp or tp only.")
     if count_processes() != plan.mesh.size:
         running = f"{count_processes()} run" if count_processes() else "this is none of torchrun's"
         raise PlanError(

@@ -5,15 +5,17 @@ norm.weight inside of a cut, whole on both ranks     rank 0   g of its heads  â”
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import PlanError
-from autoshard.module_paths import join
+from autoshard.module_paths import join, parent
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.sharded import by_block, is_sharded
 from autoshard.runtime.slices import CutTensor
 from autoshard.sharding import Cut
 
@@ -61,6 +63,34 @@ def sum_gradients(model: nn.Module, partial: Mapping[str, CutTensor | None], ran
         return
     tensors = named_tensors(model)
     for name, how in partial.items():
-        tensor = tensors[name]
-        if tensor.requires_grad and not any(isinstance(h, SumGradient) for h in torch_private.gradient_hooks(tensor)):
-            tensor.register_hook(SumGradient(ranks, how))
+        _sum(tensors[name], ranks, how)
+
+
+def _sum(tensor: torch.Tensor, ranks: Ranks, how: CutTensor | None) -> None:
+    if tensor.requires_grad and not any(isinstance(h, SumGradient) for h in torch_private.gradient_hooks(tensor)):
+        tensor.register_hook(SumGradient(ranks, how))
+
+
+def sum_gathered(model: nn.Module, partial: Mapping[str, CutTensor | None], ranks: Ranks) -> list[Any]:
+    """As `sum_gradients`, where parameters are sharded as well: they are hooked once gathered. Returns handles."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [(modules[parent(name)], name.rpartition(".")[2], how) for name, how in partial.items()]
+    handles = []
+    for block, inside in by_block(model, [module for module, _, _ in found]):
+        if inside:
+            handles.append(block.register_forward_pre_hook(_SumWhole(ranks, [found[index] for index in inside])))
+    return handles
+
+
+class _SumWhole:
+    """Pre-hook of a block whose parameters are whole now, as far as this rank has them."""
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[tuple[nn.Module, str, CutTensor | None]]) -> None:
+        self.ranks, self.parameters = ranks, parameters
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if torch.is_grad_enabled():
+            for owner, name, how in self.parameters:
+                parameter = owner._parameters[name]
+                if parameter is not None and not is_sharded(parameter):
+                    _sum(parameter, ranks=self.ranks, how=how)

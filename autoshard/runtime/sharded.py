@@ -42,18 +42,28 @@ class Replaced:
     dtype: torch.dtype
 
 
-def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device, replaced: list[Replaced]) -> "Used":
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who divides what: all ranks of a plan, those among whom parameters are sharded, and those with equal shards."""
+
+    ranks: ProcessRanks
+    shared: ProcessRanks
+    replicas: ProcessRanks | None = None
+
+
+def shard(model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, replaced: list[Replaced]) -> "Used":
     """Let every rank keep its part of each parameter; returns what follows their use, and fills `replaced`.
 
     Ranks of different replicas have the same parts (`Mesh.dp`). Parameters get the dtype of the plan's precision. All
     ranks call it, after `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     modules = dict(model.named_modules())
     blocks = [path for stage in plan.stages for path in stage.paths]
-    mesh, dtype = _mesh_of(plan, ranks, device), STORED.get(plan.precision if plan.launch else "")
-    options: dict[str, Any] = {"mesh": mesh, **policy_of(plan)}
+    ranks, dtype = sharing.ranks, STORED.get(plan.precision if plan.launch else "")
+    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharing.shared.group, device.type), **policy_of(plan)}
     order = Order(ranks, device)
     for number, module in enumerate((*(modules[path] for path in blocks), model)):
         own = _parameters(module, {id(one.parameter) for one in replaced})
@@ -67,6 +77,8 @@ def shard(model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.devic
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(_Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
+        if sharing.replicas is not None:
+            engine.set_all_reduce_hook(_MeanOfReplicas(ranks, sharing.replicas))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     used = Used(model, replaced, ranks)
     used.handles.append(model.register_forward_hook(order))
@@ -93,16 +105,6 @@ def shards(plan: Plan) -> bool:
     """Whether fully_shard carries out a plan: of sharded replicas, and of all that are trained by a given precision."""
     mesh = plan.mesh
     return mesh is not None and (mesh.sharded or (bool(plan.launch) and plan.workload.training))
-
-
-def _mesh_of(plan: Plan, ranks: ProcessRanks, device: torch.device) -> Any:
-    """All ranks, or replicas x the ranks that share one."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    assert plan.mesh is not None
-    if plan.mesh.dp == 1:
-        return DeviceMesh.from_group(ranks.group, device.type)
-    return init_device_mesh(device.type, (plan.mesh.dp, plan.mesh.fsdp), mesh_dim_names=("dp", "fsdp"))
 
 
 def forget_whole(replaced: Sequence[Replaced]) -> None:
@@ -174,6 +176,17 @@ class _Gather(_Named):
 class _ReduceScatter(_Named):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         return self._call(_reduce_scatter, output_tensor, input_tensor, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _MeanOfReplicas(_Named):
+    """Hook of fully_shard on the gradients of a block, which are means over the ranks of one replica."""
+
+    replicas: ProcessRanks
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        self._call(dist.all_reduce, gradients, group=self.replicas.group)
+        gradients.div_(self.replicas.size)
 
 
 # Their names since torch 2.13, and before.
@@ -253,6 +266,15 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         raise lost(ProcessRanks.of(sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)), error) from error
 
 
+def alike_on(sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that all ranks have whole, so that it can meet one that may be sharded."""
+    if not is_sharded(sharded):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()], run_check=False)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of which each rank has a part (a DTensor)."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
@@ -289,12 +311,7 @@ class Used:
         self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
         self.seen: set[int] = set()
         self.handles = []
-        of_module: dict[nn.Module, list[int]] = {}
-        for index, (module, _) in enumerate(self.places):
-            of_module.setdefault(module, []).append(index)
-        blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
-        for block in reversed(blocks):  # the model itself comes last
-            inside = [index for module in block.modules() for index in of_module.pop(module, [])]
+        for block, inside in by_block(model, [module for module, _ in self.places]):
             self.handles.append(block.register_forward_pre_hook(_Note(self, inside)))
 
     def settle(self, stepped: set[int]) -> None:
@@ -306,6 +323,16 @@ class Used:
         for index, used in zip(own, self.ranks.all_reduce(counts).tolist(), strict=True):
             if not used:
                 self.parameters[index].grad = None
+
+
+def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, list[int]]]:
+    """Yield each block that is gathered as one with the numbers of the owners of parameters in it."""
+    of_module: dict[nn.Module, list[int]] = {}
+    for index, module in enumerate(owners):
+        of_module.setdefault(module, []).append(index)
+    blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
+    for block in reversed(blocks):  # the model itself comes last
+        yield block, [index for module in block.modules() for index in of_module.pop(module, [])]
 
 
 class _Note:

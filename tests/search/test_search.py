@@ -156,7 +156,7 @@ def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
         workload=autoshard.Workload(batch_size=8, sequence_length=64, mode="training"),
     )  # fmt: skip
     assert prod(plan.mesh.degrees.values()) == 4 and "torchrun --nproc-per-node=4" in plan.reasons[-1]
-    with pytest.raises(PlanError, match="apply trains dp and fsdp, and this one has tp=2"):
+    with pytest.raises(PlanError, match="for 4 processes, one per device, and this is none of torchrun's"):
         autoshard.apply(model, plan)
 
 
