@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
-from autoshard.plan import Mesh, Plan
+from autoshard.plan import Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.cuts import apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.groups import Made, end_groups, group_of
+from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -142,7 +142,7 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
     mesh, ranks, error = record.plan.mesh, record.ranks, None
     assert mesh is not None
-    tensor_ranks, record.replicas = _groups(mesh, ranks, record.made)
+    tensor_ranks, record.replicas = cut_groups(mesh, ranks, record.made)
     try:
         try:
             apply_cuts(model, record.plan.cuts, tensor_ranks, device=record.device, results=record.plan.results)
@@ -159,7 +159,9 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
 def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
     error: Exception | None = None
-    sharing = Sharing(record.ranks, *_data_groups(record.plan.mesh, record.ranks, record.made))
+    mesh = record.plan.mesh
+    assert mesh is not None
+    sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made))
     known = frozenset(name for name, _ in model.named_parameters())
     try:
         try:
@@ -177,28 +179,6 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
     _offer_no_sync(model, functools.partial(no_sync, model))
-
-
-def _groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks]:
-    """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
-    replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
-    alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
-    return group_of(replicas, ranks, made), group_of(alike, ranks, made)
-
-
-def _data_groups(mesh: Mesh | None, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
-    """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
-    assert mesh is not None
-    if mesh.fsdp == mesh.size:
-        return ranks, None
-    rows = [
-        [[mesh.rank(data=d * mesh.fsdp + f, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
-        for t in range(mesh.tensor)
-    ]
-    shared = group_of([members for replica in rows for members in replica], ranks, made)
-    if mesh.dp == 1:
-        return shared, None
-    return shared, group_of([list(alike) for replica in rows for alike in zip(*replica, strict=True)], ranks, made)
 
 
 def check_replicas(model: nn.Module, plan: Plan) -> None:

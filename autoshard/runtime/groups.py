@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard import torch_private
+from autoshard.plan import Mesh
 from autoshard.runtime.collectives import ProcessRanks, lost
 
 
@@ -42,6 +43,28 @@ def group_of(
             own = ProcessRanks.of(group)
     made.groups.append(own)
     return own
+
+
+def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks]:
+    """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
+    replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
+    alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
+    return group_of(replicas, ranks, made), group_of(alike, ranks, made)
+
+
+def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
+    """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
+    if mesh.fsdp == mesh.size:
+        return ranks, None
+    replicas = [
+        [[mesh.rank(data=d * mesh.fsdp + f, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
+        for t in range(mesh.tensor)
+    ]
+    shared = group_of([members for same_part in replicas for members in same_part], ranks, made)
+    if mesh.dp == 1:
+        return shared, None
+    alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
+    return shared, group_of(alike, ranks, made)
 
 
 def control_group(lists: Sequence[Sequence[int]], ranks: ProcessRanks, usual: ProcessRanks, made: Made) -> ProcessRanks:
