@@ -126,23 +126,30 @@ class _Division:
         self.written: dict[int, int] = {}
         self.problems: dict[str, None] = {}
         self._made = columns_of(graph).maker.tolist()
-        phase = _phases(graph)
-        current = next((s for s in (self.call_stage[op.call] for op in graph.ops) if s >= 0), 0)
+        forward = _forwards(graph)
+        current, before = 0, -1
         for op in graph.ops if self.count > 1 else ():
+            if forward[op.index] != before:  # it begins where its first module is
+                before = forward[op.index]
+                current = self._first_stage(op.index)
             if op.forward >= 0:
                 current = self.op_stage[op.forward]
             elif self.call_stage[op.call] >= 0:
                 current = self.call_stage[op.call]
-            self.op_stage[op.index] = current if op.backward else self._after_inputs(op, current, phase)
+            self.op_stage[op.index] = current if op.backward else self._after_inputs(op, current, forward)
             if op.mutates and not op.backward:
                 self._write(op)
 
-    def _after_inputs(self, op: Op, stage: int, phase: Sequence[int]) -> int:
+    def _first_stage(self, begin: int) -> int:
+        """The stage of the first of the ops from here on whose module tells one."""
+        return next((s for s in (self.call_stage[op.call] for op in self.graph.ops[begin:]) if s >= 0), 0)
+
+    def _after_inputs(self, op: Op, stage: int, forward: Sequence[int]) -> int:
         if stage == self.count - 1:  # there is no later one
             return stage
         for value in op.inputs:
             made = self._made[value]
-            if made >= 0 and self.op_stage[made] > stage and phase[made] == phase[op.index]:
+            if made >= 0 and self.op_stage[made] > stage and forward[made] == forward[op.index]:
                 stage = self.op_stage[made]
             if self.written:
                 stage = max(stage, self.written.get(self.graph.values[value].storage, 0))
@@ -230,9 +237,10 @@ def _stage_of_call(path: str, whole: Mapping[str, int], own: Mapping[str, int]) 
     return next((whole[one] for one in around if one in whole), -1)
 
 
-def _phases(graph: ModelGraph) -> list[int]:
-    """The phase of every op: what the next token's forward finds was made where it is, and lifts nothing."""
+def _forwards(graph: ModelGraph) -> list[int]:
+    """The forward that every op is of: the next token's finds what was made where it is, and lifts nothing."""
     found = [0] * len(graph.ops)
-    for number, (_, begin, end) in enumerate(graph.phases):
-        found[begin:end] = [number] * (end - begin)
+    outermost = [call for call in graph.calls if call.parent < 0 and not call.backward]
+    for number, call in enumerate([call for call in outermost if call.path == outermost[-1].path][1:], 1):
+        found[call.begin :] = [number] * (len(graph.ops) - call.begin)
     return found

@@ -102,3 +102,25 @@ def test_writing_into_what_an_earlier_stage_made_is_a_problem():
 def test_a_parameter_in_no_stage_is_named():
     with pytest.raises(PlanError, match=r"no stage of the plan has second\.weight"):
         divide(capture(Writes(), torch.ones(2, 4)), (("first",),))
+
+
+def test_every_token_of_an_answer_begins_at_the_first_stage():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    graph = capture(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)}, workload=Workload(new_tokens=8))
+    stages = [
+        ["model.embed_tokens", "model.rotary_emb"],
+        *([f"model.layers.{n}"] for n in range(4)),
+        ["model.norm", "lm_head"],
+    ]
+    found = divide(graph, stages)
+    layers = {f"model.layers.{n}": n + 1 for n in range(4)}
+    for op in graph.ops:
+        of = next((stage for path, stage in layers.items() if graph.calls[op.call].path.startswith(path)), None)
+        assert of is None or found.op_stage[op.index] == of
+    weights = {tensor.name for tensor in graph.tensors}
+    crossing = {graph.storages[graph.values[one.value].storage].name for one in found.crossings}
+    assert not weights & crossing
