@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
 from autoshard.errors import CaptureError, PlanError, SpecError
@@ -111,7 +112,7 @@ def choose(
     try:
         plan, found, task = plan_processes(traced, cluster, asked)
     except PlanError:
-        if forced or _several_hosts(cluster) or workload.training:
+        if forced or _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster):
             raise
         return None  # what does not fit on the devices may fit with the help of others, and is refused by that search
     assert found.best is not None
@@ -137,6 +138,12 @@ def _considered(cluster: Cluster, strategy: str, wishes: Wishes, one_process_alo
         known and len(cards) == len(cluster.devices) > 1 and unequal_reason(cluster) is None
         and not count_processes() and not torch.cuda.is_available()
     )  # fmt: skip
+
+
+def _has_no_room(graph: ModelGraph, cluster: Cluster) -> bool:
+    """Whether what the model stores is more than all devices have: then no placement fits either."""
+    stored = {tensor.storage for tensor in graph.tensors}
+    return sum(graph.storages[one].nbytes for one in stored) > sum(device.memory_bytes for device in cluster.devices)
 
 
 def _several_hosts(cluster: Cluster) -> bool:

@@ -169,12 +169,18 @@ def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
     kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
     said = (
-        f"no recipe fits: the closest, {shown_mesh(closest.recipe)} with micro-batches of "
-        f"{closest.recipe.micro_batch} and recomputation {closest.recipe.recompute}, needs "
+        f"no recipe fits: the closest, {shown_mesh(closest.recipe)}{_how(task, closest.recipe, ' with')}, needs "
         f"{format_bytes(used_bytes(closest))} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
         f"{format_bytes(task.card.memory_bytes)} that may be used"
     )
     return f"{said}. {remedy(task)}"
+
+
+def _how(task: Task, recipe: Recipe, before: str) -> str:
+    """How a step is divided in time, in words; an answer is not."""
+    if not task.training:
+        return ""
+    return f"{before} micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}"
 
 
 def remedy(task: Task) -> str:
@@ -189,9 +195,6 @@ def remedy(task: Task) -> str:
             continue
         best = search(other).best
         if best is not None:
-            recipe = best.recipe
-            again = (
-                f", micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}" if task.training else ""
-            )
-            return f"{words}{shown_mesh(recipe)}{again}, {format_seconds(best.seconds)}."
+            again = _how(task, best.recipe, ",")
+            return f"{words}{shown_mesh(best.recipe)}{again}, {format_seconds(best.seconds)}."
     return "Use shorter sequences, a smaller batch, or larger devices."

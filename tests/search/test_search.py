@@ -4,8 +4,10 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
@@ -168,3 +170,11 @@ def test_causes_of_a_token_sum_to_its_seconds():
         assert found.best is not None
         figures = found.best.figures
         assert sum(figures.parts.values()) == pytest.approx(figures.token_seconds)
+
+
+def test_what_no_devices_have_room_for_is_refused_with_what_processes_lack():
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    devices = parse_devices("2xH100-80GB")
+    tight = devices.with_memory({device.name: 700 << 10 for device in devices.devices})
+    with pytest.raises(PlanError, match="no recipe fits: the closest"):
+        autoshard.plan(model, tight, inputs=torch.ones(2, 256))
