@@ -95,7 +95,7 @@ def dimensions_of(row: Row) -> Dimensions:
     experts, chosen = experts_of(row)
     if not experts and re.search(r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi", row["model"], re.I):
         raise Unpriced("a mixture whose experts are not given")
-    vocab = number(row, "vocab") or (50304 if gpt or "gpt2" in text else 32000)
+    vocab = vocabulary_of(row, gpt)
     shape = hidden, layers, heads, kv_heads, vocab, experts
     tied = gpt or bool(re.search(r"\btied\b", text))
     ffn = number(row, "ffn") or _ffn_of(row, gpt, tied, *shape)
@@ -106,6 +106,19 @@ def dimensions_of(row: Row) -> Dimensions:
         kind="gpt" if gpt else "llama", hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn,
         vocab=vocab, seq=seq, tied=tied, experts=experts, chosen=chosen, fused_norms=family(row) != "nano",
     )  # fmt: skip
+
+
+def vocabulary_of(row: Row, gpt: bool) -> int:
+    """Rows of the table of words: GPT-2 has 50,257, which nanotron pads to a multiple of `tp`, Megatron to one of 128 x `tp`."""
+    tp = number(row, "tp", 1)
+    found, multiple = number(row, "vocab") or (50257 if gpt or "gpt2" in row["source"] else 32000), 128
+    if stack_of(row) == "fused":
+        multiple = 128 * tp
+    elif family(row) == "nano":
+        multiple = tp
+    elif number(row, "vocab"):
+        multiple = 1
+    return -(-found // multiple) * multiple
 
 
 def experts_of(row: Row) -> tuple[int, int]:

@@ -17,6 +17,10 @@ ATTENTION_HALF = 256
 """Tokens at which attention reaches half of its efficiency."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of the backward of attention for each of its forward: the scores once more, and four products of gradients."""
+ALIGNED_ELEMENTS, UNALIGNED_PART = 8, 0.28
+"""Rows of a matrix that are no multiple of 16 bytes are read element by element, by kernels of an older generation, at
+a part of the rate. Measured on an H100: 588 columns take 3.5 times as long as 592
+(https://github.com/m87-labs/kestrel/pull/143)."""
 VIEW_LAUNCH = 0.3
 """Host time of an op that only makes a view, as a part of that of a kernel."""
 
@@ -87,6 +91,8 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
         flops, k = flops / tp, k / tp
     half = reached.half_size
     part = reached.matmul * m / (m + half) * n / (n + half) * k / (k + half)
+    if n % ALIGNED_ELEMENTS or k % ALIGNED_ELEMENTS:
+        part *= UNALIGNED_PART
     moved = product.moved.on(share) / (card.bytes_per_second * reached.memory)
     return max(flops / (card.flops_per_second * part), moved)
 
