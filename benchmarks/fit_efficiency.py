@@ -36,7 +36,8 @@ TABLE = Path(efficiency.__file__).with_name("efficiency.csv")
 FEWEST = 3
 PULL = 0.5
 BOUNDS = {
-    "matmul": (0.4, 0.95), "half_size": (10.0, 400.0), "attention": (0.1, 0.8), "attention_backward": (0.1, 0.8),
+    "matmul": (0.4, 0.95), "half_size": (10.0, 400.0), "half_rows": (10.0, 1000.0),
+    "attention": (0.1, 0.8), "attention_backward": (0.1, 0.8),
     "memory": (0.4, 0.95), "local": (0.4, 0.95), "network": (0.2, 0.95), "launch_seconds": (1e-6, 5e-5),
     "overlap": (0.0, 0.6),
 }  # fmt: skip
@@ -46,17 +47,17 @@ FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("sm80", "compiled"): {"matmul": 0.82, "half_size": 60, "attention": 0.6, "attention_backward": 0.5},
     ("sm80", "early"): {"matmul": 0.82, "half_size": 60, "attention": 0.45, "attention_backward": 0.3},
     ("sm80", "fused"): {"matmul": 0.82, "half_size": 60, "attention": 0.35, "attention_backward": 0.35},
+    ("sm80", "deepspeed"): {"matmul": 0.82, "half_size": 60, "attention": 0.35, "attention_backward": 0.35},
     ("sm90", "eager"): {"matmul": 0.72, "half_size": 90, "attention": 0.45, "attention_backward": 0.38},
     ("sm90", "compiled"): {"matmul": 0.72, "half_size": 90, "attention": 0.45, "attention_backward": 0.38},
     ("sm90", "early"): {"matmul": 0.72, "half_size": 90, "attention": 0.25, "attention_backward": 0.2},
     ("sm90", "fused"): {"matmul": 0.72, "half_size": 90, "attention": 0.5, "attention_backward": 0.45},
 }
 OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "overlap": 0.1}
-LAUNCH = {"eager": 2.5e-5, "early": 1.5e-5, "compiled": 4e-6, "fused": 6e-6}
+LAUNCH = {"eager": 2.5e-5, "early": 1.5e-5, "compiled": 4e-6, "fused": 6e-6, "deepspeed": 6e-6}
 NOISY = re.compile(r"^nano|^kf-moe")
-"""Runs of no fit: nanotron's times differ by factors (those of 16 and 64 GPUs by its source's words, of 8 by their
-figures), and mixtures took 2 to 3 times what is predicted, for a reason that is not known."""
-KERNELS = {"eager": "torch", "compiled": "torch", "early": "early", "fused": "fused"}
+"""Runs of no fit: nanotron's times differ by factors (those of 16 and 64 GPUs by its source's words), and mixtures took 2 to 3 times what is predicted, for a reason that is not known."""
+KERNELS = {"eager": "torch", "compiled": "torch", "early": "early", "fused": "fused", "deepspeed": "fused"}
 """Whose matrix products and attention a stack has."""
 
 
@@ -100,7 +101,10 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
 
 def parameter_of(generation: str, stack: str, name: str) -> str:
     """The name of the fitted number that a cell of the table has."""
-    if name in ("matmul", "half_size"):
+    if name == "half_rows" and stack == "deepspeed":
+        return f"{name} {stack}"
+    if name in ("matmul", "half_size", "half_rows"):
+        name = name.replace("rows", "size")
         # Products of 2023 reached of the A100 what they do today, and less of the H100, which was new.
         return f"{name} {generation} {'torch' if (generation, stack) == ('sm80', 'early') else KERNELS[stack]}"
     if name in ("attention", "attention_backward"):
@@ -115,7 +119,8 @@ def parameter_of(generation: str, stack: str, name: str) -> str:
 def cells() -> Iterator[tuple[tuple[str, str], str, str, float]]:
     """(generation and stack, column, its fitted number, its first value) of the table."""
     for key, first in FIRST.items():
-        values = {**OTHERS, "launch_seconds": LAUNCH[key[1]], **first}
+        rows = 300 if key[1] == "deepspeed" else first["half_size"]
+        values = {**OTHERS, "half_rows": rows, "launch_seconds": LAUNCH[key[1]], **first}
         for name in BOUNDS:
             yield key, name, parameter_of(*key, name), values[name]
 
@@ -136,7 +141,7 @@ def fit(cases: Sequence[Case]) -> dict[tuple[str, str], Efficiency]:
         known = dict(zip(names, scaled, strict=True))
         for key in FIRST:
             row = {
-                name: _value(name, known[number]) if number in known else value
+                name: _value(starts[number][0], known[number]) if number in known else value
                 for other, name, number, value in cells()
                 if other == key
             }

@@ -30,11 +30,16 @@ TRACED_LAYERS = 3
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}
 GPT_LIKE = re.compile(r"\b(gpt|mpt|opt|bloom|bigscience|megatron|turing)", re.I)
 """Models with learned positions, LayerNorm, a plain MLP of four times the width and tied embeddings."""
-MEGATRON = re.compile(r"megatron|nemo|bigscience|transformer.?engine|\bTE\b", re.I)
+HAND_FUSED = ("fused", "deepspeed")
+DEEPSPEED = re.compile(r"megatron-deepspeed|bigscience", re.I)
+"""Megatron's kernels run by DeepSpeed."""
+MEGATRON = re.compile(r"megatron|nemo|transformer.?engine|\bTE\b", re.I)
 """Sources whose layers are made of hand-fused kernels."""
 EARLY = re.compile(r"mosaicml|llm-foundry", re.I)
 """Sources of 2023: torch 1.13 or 2.0 and the first fused attention, made for the A100."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
+JEAN_ZAY_BYTES_PER_SECOND = 4 * 25e9
+"""Of one A100 to the others of its host: "NVLink 4 inter-gpu connects" (BLOOM, arXiv 2211.05100, and its model card)."""
 QUANTISED = {"int8": 1.0, "int4": 0.625, "nf4-dq": 0.516, "nf4": 0.5625, "fp4": 0.5625, "awq": 0.53, "gptq": 0.53}
 """Bytes per parameter, scales of groups included."""
 
@@ -112,7 +117,7 @@ def vocabulary_of(row: Row, gpt: bool) -> int:
     """Rows of the table of words: GPT-2 has 50,257, which nanotron pads to a multiple of `tp`, Megatron to one of 128 x `tp`."""
     tp = number(row, "tp", 1)
     found, multiple = number(row, "vocab") or (50257 if gpt or "gpt2" in row["source"] else 32000), 128
-    if stack_of(row) == "fused":
+    if stack_of(row) in HAND_FUSED:
         multiple = 128 * tp
     elif family(row) == "nano":
         multiple = tp
@@ -202,6 +207,8 @@ def stack_of(row: Row) -> Any:
     """Who made the kernels."""
     if SERVED.search(row["source"]):
         return "compiled"
+    if family(row) != "sc21" and DEEPSPEED.search(row["source"]):
+        return "deepspeed"
     if MEGATRON.search(row["source"]) or family(row) in ("sc21", "mb", "mlm", "mk22"):
         return "fused"
     if EARLY.search(row["source"]):
@@ -217,12 +224,13 @@ def recipe_of(row: Row) -> Recipe:
     gpus, tp, pp, cp, ep = (number(row, name, 1) for name in ("gpus", "tp", "pp", "cp", "ep"))
     rest = max(1, gpus // (tp * pp * cp))
     stack = stack_of(row)
-    if row["fsdp"] and not (stack == "fused" and row["fsdp"] == "1"):
+    fused = stack in HAND_FUSED
+    if row["fsdp"] and not (fused and row["fsdp"] == "1"):
         fsdp = number(row, "fsdp", rest)
         if ep > 1 and fsdp * tp * pp * cp * ep == gpus:
             raise Unpriced("ranks of experts that compute the same samples")
         dp = max(1, rest // max(1, fsdp))
-    elif row["dp"] or stack == "fused":
+    elif row["dp"] or fused:
         fsdp, dp = 1, rest
     else:
         fsdp, dp = rest, 1
@@ -248,7 +256,7 @@ def recipe_of(row: Row) -> Recipe:
         reshard="SHARD_GRAD_OP" not in row["source"],
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=not whole_sequences,
-        zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(stack == "fused" or "ZeRO-1" in row["optimizer"]),
+        zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(fused or "ZeRO-1" in row["optimizer"]),
         loss_parallel=not own, accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
@@ -268,7 +276,7 @@ def recompute_of(row: Row) -> Any:
         raise Unpriced("recomputes some layers")
     if family(row) == "sc21" or text == "full":
         return "full"
-    return "selective" if text.startswith("selective") and stack_of(row) != "fused" else "none"
+    return "selective" if text.startswith("selective") and stack_of(row) not in HAND_FUSED else "none"
 
 
 def precision_of(row: Row) -> Precision:
@@ -279,7 +287,7 @@ def precision_of(row: Row) -> Precision:
         return Precision(
             parameters=2, compute=2, gradients=2 if number(row, "fsdp") > 1 else reduce, reduce=reduce, moments=2
         )
-    if stack_of(row) == "fused" or "ZeRO-1" in row["optimizer"]:
+    if stack_of(row) in HAND_FUSED or "ZeRO-1" in row["optimizer"]:
         summed = "fp32 gradient" in row["dtype"]  # besides those of 16 bits that a backward makes
         gradients = 6 if summed else 4 if "fp32" in row["optimizer"] else 2
         return Precision(parameters=2, compute=2, gradients=gradients, reduce=min(4, gradients), master=4, moments=4)
@@ -335,6 +343,8 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     gpus = number(row, "gpus", 1)
     per_host = min(gpus, number(row, "gpus_per_node", 8))
     topology = replace(usual_topology(known.name, per_host), hosts=-(-gpus // per_host))
+    if known.name.startswith("A100") and "bigscience" in row["source"]:
+        topology = replace(topology, local_bytes_per_second=JEAN_ZAY_BYTES_PER_SECOND)
     gbits = network_gbits(row, per_host)
     return card, replace(topology, network_bytes_per_second=gbits * 1e9 / 8) if gbits else topology
 

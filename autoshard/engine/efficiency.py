@@ -14,8 +14,8 @@ class Efficiency:
     """Parts of peaks.
 
     Attributes:
-        matmul: of FLOP/s, by a large product; half_size: the dimension of a product at which half of that is reached
-            in each of m, n and k.
+        matmul: of FLOP/s, by a large product of m x k with k x n; half_size: the n or k at which half of that is
+            reached; half_rows: the m, which is the tokens of a micro-batch.
         attention: of FLOP/s, by attention in forward; attention_backward: in backward.
         memory: of bytes per second, by element-wise kernels.
         local, network: of the bandwidths of links, by collectives.
@@ -25,6 +25,7 @@ class Efficiency:
 
     matmul: float
     half_size: float
+    half_rows: float
     attention: float
     attention_backward: float
     memory: float

@@ -23,7 +23,7 @@ WORKSPACE_BYTES = 64 * 2**20
 """Of the matrix library, inside of it."""
 RESERVED_PART, RESERVED_BYTES = 1.02, 512 * 2**20
 """What the allocator holds: pieces that fit no tensor grow with what is allocated, and some are there in any case."""
-LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "early": 16, "compiled": 16, "fused": 8}
+LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "early": 16, "compiled": 16, "fused": 8, "deepspeed": 8}
 """Of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the logarithm of its
 softmax, the gradient of that, and the logit or its gradient; hand-fused losses write over what they read."""
 GATHERED_LAYERS = 2
@@ -138,7 +138,7 @@ def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 
 def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
     sums = sums_of(block)
-    if recipe.stack == "fused":
+    if recipe.hand_fused:
         return sums.regathered.on(share)
     return sums.kept_of(fused=recipe.stack == "compiled").on(share)
 

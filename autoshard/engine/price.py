@@ -341,7 +341,7 @@ def stage_send_seconds(setting: Setting) -> float:
     recipe, topology = setting.recipe, setting.network.topology
     block = next(block for block in setting.work.blocks if block.layer)
     nbytes = block.input_elements * setting.share.rows * recipe.precision.compute
-    if recipe.sequence_parallel or recipe.stack == "fused":  # those stacks send a part of each, and gather it after
+    if recipe.sequence_parallel or recipe.hand_fused:  # those stacks send a part of each, and gather it after
         nbytes /= recipe.tp
     return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
 

@@ -7,9 +7,9 @@ from typing import Literal
 from autoshard.errors import SpecError
 
 Recompute = Literal["none", "selective", "full"]
-Stack = Literal["eager", "compiled", "fused", "early"]
-"""Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels; torch of 2023 op by op, with the
-first kernels of fused attention."""
+Stack = Literal["eager", "compiled", "fused", "deepspeed", "early"]
+"""Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels, alone or run by DeepSpeed; torch of
+2023 op by op, with the first kernels of fused attention."""
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp, and out of tp where
 those do not suffice: a rank of it has whole experts."""
@@ -125,6 +125,11 @@ class Recipe:
         if self.fsdp == 1:
             return 1
         return max(1, self.shards * self.tp // self.expert_tp // self.ep)
+
+    @property
+    def hand_fused(self) -> bool:
+        """Whether layers are made of hand-fused kernels."""
+        return self.stack in ("fused", "deepspeed")
 
     @property
     def op_by_op(self) -> bool:

@@ -1,7 +1,8 @@
 """Seconds of a block on one rank: each op the larger of its arithmetic and its memory traffic, blocks never faster than
 their host.
 
-A product of m x k with k x n reaches `matmul * m/(m+h) * n/(n+h) * k/(k+h)` of the peak: a dimension of h gives half.
+A product of m x k with k x n reaches `matmul * m/(m+r) * n/(n+h) * k/(k+h)` of the peak: r rows, or a dimension of h,
+give half.
 Attention has an efficiency of its own and, where it is causal, half of the FLOPs. Element-wise ops are as fast as
 memory; a compiler makes one kernel of a connected group of them.
 """
@@ -90,7 +91,7 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
     elif product.cut == "k":
         flops, k = flops / tp, k / tp
     half = reached.half_size
-    part = reached.matmul * m / (m + half) * n / (n + half) * k / (k + half)
+    part = reached.matmul * m / (m + reached.half_rows) * n / (n + half) * k / (k + half)
     if n % ALIGNED_ELEMENTS or k % ALIGNED_ELEMENTS:
         part *= UNALIGNED_PART
     moved = product.moved.on(share) / (card.bytes_per_second * reached.memory)
