@@ -56,7 +56,8 @@ FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
 OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "overlap": 0.1}
 LAUNCH = {"eager": 2.5e-5, "early": 1.5e-5, "compiled": 4e-6, "fused": 6e-6, "deepspeed": 6e-6}
 NOISY = re.compile(r"^nano|^kf-moe")
-"""Runs of no fit: nanotron's times differ by factors (those of 16 and 64 GPUs by its source's words), and mixtures took 2 to 3 times what is predicted, for a reason that is not known."""
+"""Runs of no fit: nanotron's times differ by factors (those of 16 and 64 GPUs by its source's words), and mixtures took
+2 to 3 times what is predicted, for a reason that is not known."""
 KERNELS = {"eager": "torch", "compiled": "torch", "early": "early", "fused": "fused", "deepspeed": "fused"}
 """Whose matrix products and attention a stack has."""
 

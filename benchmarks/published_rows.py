@@ -39,7 +39,7 @@ EARLY = re.compile(r"mosaicml|llm-foundry", re.I)
 """Sources of 2023: torch 1.13 or 2.0 and the first fused attention, made for the A100."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
 JEAN_ZAY_BYTES_PER_SECOND = 4 * 25e9
-"""Of one A100 to the others of its host: "NVLink 4 inter-gpu connects" (BLOOM, arXiv 2211.05100, and its model card)."""
+"""Of one A100 to the others of its host: "NVLink 4 inter-gpu connects" (BLOOM, arXiv 2211.05100)."""
 QUANTISED = {"int8": 1.0, "int4": 0.625, "nf4-dq": 0.516, "nf4": 0.5625, "fp4": 0.5625, "awq": 0.53, "gptq": 0.53}
 """Bytes per parameter, scales of groups included."""
 
@@ -114,7 +114,7 @@ def dimensions_of(row: Row) -> Dimensions:
 
 
 def vocabulary_of(row: Row, gpt: bool) -> int:
-    """Rows of the table of words: GPT-2 has 50,257, which nanotron pads to a multiple of `tp`, Megatron to one of 128 x `tp`."""
+    """Rows of the table of words: GPT-2 has 50,257; nanotron pads to a multiple of `tp`, Megatron of 128 `tp`."""
     tp = number(row, "tp", 1)
     found, multiple = number(row, "vocab") or (50257 if gpt or "gpt2" in row["source"] else 32000), 128
     if stack_of(row) in HAND_FUSED:

@@ -8,8 +8,8 @@ from autoshard.errors import SpecError
 
 Recompute = Literal["none", "selective", "full"]
 Stack = Literal["eager", "compiled", "fused", "deepspeed", "early"]
-"""Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels, alone or run by DeepSpeed; torch of
-2023 op by op, with the first kernels of fused attention."""
+"""Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels, alone or run by DeepSpeed; torch
+of 2023 op by op, with the first kernels of fused attention."""
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp, and out of tp where
 those do not suffice: a rank of it has whole experts."""

@@ -20,7 +20,7 @@ BACKWARD_ATTENTION = 2.5
 """FLOPs of the backward of attention for each of its forward: the scores once more, and four products of gradients."""
 ALIGNED_ELEMENTS, UNALIGNED_PART = 8, 0.28
 """Rows of a matrix that are no multiple of 16 bytes are read element by element, by kernels of an older generation, at
-a part of the rate. Measured on an H100: 588 columns take 3.5 times as long as 592
+a part of the rate; a compiler pads them. Measured on an H100: 588 columns take 3.5 times as long as 592
 (https://github.com/m87-labs/kestrel/pull/143)."""
 VIEW_LAUNCH = 0.3
 """Host time of an op that only makes a view, as a part of that of a kernel."""
@@ -48,8 +48,8 @@ class LayerSeconds:
 def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reached: Efficiency) -> LayerSeconds:
     """Seconds of the kernels of one layer, collectives left out."""
     sums = sums_of(block)
-    fused = not recipe.op_by_op
-    products = [product_seconds(product, share, card, reached) for product in sums.products]
+    fused, padded = not recipe.op_by_op, recipe.stack == "compiled"
+    products = [product_seconds(product, share, card, reached, padded=padded) for product in sums.products]
     forward = sum(products)
     backward = 2 * forward
     for attention in sums.attentions:
@@ -76,8 +76,8 @@ def host_seconds(block: Block, recipe: Recipe, reached: Efficiency) -> float:
     return (kernels + (0.0 if fused else VIEW_LAUNCH * sums.views)) * reached.launch_seconds
 
 
-def product_seconds(product: Product, share: Share, card: Card, reached: Efficiency) -> float:
-    """Seconds of one matrix product on one rank."""
+def product_seconds(product: Product, share: Share, card: Card, reached: Efficiency, *, padded: bool) -> float:
+    """Seconds of one matrix product on one rank; `padded`: a compiler pads what is not aligned."""
     flops, m, n, k = product.flops, float(product.m), float(product.n), float(product.k)
     if product.batch:
         m, flops = m * share.rows, flops * share.rows
@@ -92,7 +92,7 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
         flops, k = flops / tp, k / tp
     half = reached.half_size
     part = reached.matmul * m / (m + reached.half_rows) * n / (n + half) * k / (k + half)
-    if n % ALIGNED_ELEMENTS or k % ALIGNED_ELEMENTS:
+    if not padded and (n % ALIGNED_ELEMENTS or k % ALIGNED_ELEMENTS):
         part *= UNALIGNED_PART
     moved = product.moved.on(share) / (card.bytes_per_second * reached.memory)
     return max(flops / (card.flops_per_second * part), moved)

@@ -9,9 +9,9 @@ from autoshard.engine.efficiency import efficiency_of, efficiency_table
 from autoshard.engine.generation import weight_bytes
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import LOGIT_BYTES
-from autoshard.engine.price import price_step, split_stages
+from autoshard.engine.price import accumulate_seconds, make_setting, price_step, split_stages
 from autoshard.engine.recipe import Precision, Recipe
-from autoshard.engine.timing import Card
+from autoshard.engine.timing import UNALIGNED_PART, Card, product_seconds
 from tests.search.models import traced
 
 CARD = Card(generation="sm80", flops_per_second=312e12, bytes_per_second=2e12, memory_bytes=80 * 2**30)
@@ -104,6 +104,45 @@ def test_what_was_sent_on_is_kept_in_a_pipeline():
     sent = traced().work.tokens * 1024 * 2
     layers = moment(one, "loss").activations / 8  # what is outside of layers keeps next to nothing
     assert moment(two, "backward of a layer").activations == pytest.approx(2 * (4 * layers + sent), rel=0.05)
+
+
+def test_rows_that_are_not_16_bytes_are_slow_unless_a_compiler_pads_them():
+    setting = make_setting(traced().work, Recipe(micro_batch=8), CARD, topology(1))
+    product = sums_of(traced().work.blocks[1]).products[0]
+    odd, even = replace(product, n=product.n + 1), replace(product, n=product.n + 8)
+    seconds = [
+        product_seconds(one, setting.share, CARD, setting.reached, padded=padded)
+        for one, padded in ((odd, False), (odd, True), (even, False))
+    ]
+    assert seconds[0] == pytest.approx(seconds[1] / UNALIGNED_PART)
+    assert seconds[1] == pytest.approx(seconds[2], rel=0.01)
+
+
+@pytest.mark.parametrize(("recipe", "parts"), [
+    (Recipe(micro_batch=1, num_microbatches=4), 1), (Recipe(tp=2, micro_batch=1, num_microbatches=4), 2),
+    (Recipe(fsdp=8, micro_batch=1, num_microbatches=4), 8),
+    (Recipe(fsdp=8, micro_batch=1, num_microbatches=4, accumulate_unsharded=True), 1),
+])  # fmt: skip
+def test_sums_over_micro_batches_are_read_and_written(recipe, parts):
+    """Of four micro-batches three are added: 4 bytes of a sum read and written, 2 of a gradient read."""
+    setting = make_setting(traced().work, recipe, CARD, topology(recipe.devices))
+    layer = traced().work.blocks[1]
+    rate = CARD.bytes_per_second * setting.reached.memory
+    seconds = accumulate_seconds(setting, layer)
+    assert seconds == pytest.approx(0.75 * 10 * layer.trainable / parts / rate, rel=0.01)
+    once = make_setting(traced().work, replace(recipe, num_microbatches=1), CARD, topology(recipe.devices))
+    assert accumulate_seconds(once, layer) == 0
+
+
+def test_micro_batches_of_few_tokens_cost_more_under_deepspeed():
+    """The same samples in smaller micro-batches: slower with hand-fused kernels, more so under DeepSpeed."""
+    lost = {}
+    for stack in ("fused", "deepspeed"):
+        small, large = (
+            priced(Recipe(stack=stack, micro_batch=size, num_microbatches=8 // size)).seconds for size in (1, 8)
+        )
+        lost[stack] = small / large
+    assert 1 < lost["fused"] and 1.1 * lost["fused"] < lost["deepspeed"]
 
 
 def test_tables_and_heads_are_not_quantised():
