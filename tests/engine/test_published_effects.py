@@ -142,7 +142,7 @@ def test_micro_batches_of_few_tokens_cost_more_under_deepspeed():
             priced(Recipe(stack=stack, micro_batch=size, num_microbatches=8 // size)).seconds for size in (1, 8)
         )
         lost[stack] = small / large
-    assert 1 < lost["fused"] and 1.1 * lost["fused"] < lost["deepspeed"]
+    assert lost["fused"] > 1 and 1.1 * lost["fused"] < lost["deepspeed"]
 
 
 def test_tables_and_heads_are_not_quantised():
