@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from autoshard.batching import ASSUMED
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import RESERVED, Cluster
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
+from autoshard.sizes import format_bytes
 from autoshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -61,10 +62,15 @@ class Request:
     processes: int = field(default_factory=count_processes)
     everything: bool = False
 
+    @property
+    def limits(self) -> Mapping[Any, Any]:
+        """Most memory of devices: what was told, else what is not kept free."""
+        return {**self.cluster.kept_free(), **(self.max_memory or {})}
+
     @cached_property
     def limited(self) -> Cluster:
         """The cluster with the memory that may be used."""
-        return limited_to(self.cluster, self.max_memory)
+        return limited_to(self.cluster, self.limits)
 
     @cached_property
     def batch(self) -> "BatchAxis":
@@ -147,6 +153,10 @@ def plan_measured(
             f'assume_independent_rows is about dividing the batch, which strategy="{strategy}" does not do. Leave it '
             f"out, or use one of {', '.join(DIVIDING)}."
         )
+    return _saying_what_is_free(_made(request, strategy), request)
+
+
+def _made(request: Request, strategy: str) -> Plan:
     if strategy == "auto":
         return _auto(request)
     makers: dict[str, Callable[[Request], Plan]] = {
@@ -160,7 +170,21 @@ def plan_measured(
     _check_usable(request, strategy)
     from autoshard.capture.untouched import untouched
 
-    return untouched(model, inputs, partial(makers[strategy], request))
+    return untouched(request.model, request.inputs, partial(makers[strategy], request))
+
+
+def _saying_what_is_free(plan: Plan, request: Request) -> Plan:
+    """The plan, and that a part of its cards is not used, where that was not told."""
+    told = limited_to(request.cluster, request.max_memory)
+    kept = [one for one in plan.devices if one.memory_bytes < told.device(one.name).memory_bytes]
+    if not kept:
+        return plan
+    whole = told.device(kept[0].name).memory_bytes
+    words = (
+        f"{RESERVED:.0%} of each card is kept free, as of {kept[0].name} of {format_bytes(whole)}; give max_memory "
+        "to use it"
+    )
+    return dataclasses.replace(plan, reasons=(*plan.reasons, words))
 
 
 def largest_plan(
@@ -273,7 +297,7 @@ def place(request: Request, strategy: str, *, objective: str | None = None, advi
     settings |= {"pins": request.pins, "in_memory": request.in_memory, "advise": advise}
     hosts = {device.host for device in request.cluster.devices}
     if len(hosts) == 1 or request.processes > 1:
-        return plan_profile(request.profile, request.cluster, max_memory=request.max_memory, **settings)
+        return plan_profile(request.profile, request.cluster, max_memory=request.limits, **settings)
     cluster = request.limited.largest_host
     words = (
         f"one process has the devices of one host, here of {cluster.devices[0].host} ({len(hosts)} hosts were given); "

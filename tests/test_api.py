@@ -114,6 +114,15 @@ def test_verify(model):
     assert found.ok and found.max_error == 0 and found.simulated and found.first_difference is None
 
 
+def test_a_part_of_known_cards_is_kept_free_unless_told(model):
+    card = autoshard.plan(model, "1xRTX4090,cpu", inputs=X).devices[0]
+    plan = autoshard.plan(model, "1xRTX4090,cpu", inputs=X, max_memory={"cuda:0": 2**40})
+    assert card.memory_bytes == int(plan.devices[0].memory_bytes * 0.95)
+    assert not any("kept free" in reason for reason in plan.reasons)
+    sized = autoshard.plan(model, "2x1MiB", inputs=X)
+    assert sized.devices[0].memory_bytes == 2**20
+
+
 def test_max_memory_and_pins(model):
     plan = autoshard.plan(
         model, max_memory={0: "150KiB", "cuda:1": 400 * KIB}, inputs=X, pins={"5": 1}, strategy="sequential"

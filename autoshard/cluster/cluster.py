@@ -10,6 +10,9 @@ import numpy as np
 
 from autoshard.plan import PlanDevice
 
+RESERVED = 0.05
+"""Part of a card's memory that no plan uses unless it is told to: fragments, other processes, a longer batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -222,6 +225,11 @@ class Cluster:
         from autoshard.cluster.files import cluster_from_dict
 
         return cluster_from_dict(data)
+
+    def kept_free(self) -> dict[str, int]:
+        """Most bytes that a plan uses of each card, unless it is told: what was given for no known card is all used."""
+        cards = [device for device in self.devices if device.kind not in ("generic", "cpu", "disk")]
+        return {card.name: int(card.memory_bytes * (1 - RESERVED)) for card in cards}
 
     def with_memory(self, limits: Mapping[str, int]) -> "Cluster":
         """The same cluster with some devices' `memory_bytes` replaced, and nothing else."""

@@ -165,9 +165,10 @@ def _is_of(graph: ModelGraph, given: Call, longer: bool) -> bool:
     """Whether a run was recorded with such arguments, or longer ones; each of its inputs is a value of its own."""
     shapes = [tuple(tensor.shape) for _, tensor in nested.tensors_in(given)]
     found = [tuple(graph.values[value].shape) for value in graph.inputs]
+    same = shapes == found
     if longer:
-        shapes, found = ([(len(shape), shape[:1]) for shape in sizes] for sizes in (shapes, found))
-    return shapes == found and len(set(graph.inputs)) == len(graph.inputs)
+        same = [(len(one), one[:1]) for one in shapes] == [(len(one), one[:1]) for one in found]
+    return same and len(set(graph.inputs)) == len(graph.inputs)
 
 
 def _packed(question: Question, batch: BatchAxis) -> str:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import RESERVED, Cluster, Device, plan_device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason
 from autoshard.engine.cards import card_of
 from autoshard.engine.precision import inference_precision, training_precision
@@ -28,8 +28,6 @@ from autoshard.search.traced import Traced
 from autoshard.strategies.paths import collapse
 from autoshard.workload import Workload
 
-RESERVED = 0.05
-"""Part of a device's memory that no plan uses unless it is told to: fragments, other processes, a longer batch."""
 STRATEGY_AXES: dict[str, tuple[str, ...]] = {
     "auto": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
     "hybrid": ("dp", "fsdp", "tp", "pp", "cp", "ep"),

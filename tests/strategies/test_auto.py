@@ -50,7 +50,7 @@ def test_never_worse_than_a_strategy(mode, objective):
     for row in found.alternatives:
         if row.plan is None:
             continue
-        figures = price(row.plan, asked.profile, asked.cluster)
+        figures = price(row.plan, asked.profile, asked.limited)
         assert figures.fits and row.value == value_of(figures, objective, training)
         assert row.value >= found.bound
         assert not row.usable or row.value >= found.chosen.value * (1 - 1e-8)
@@ -87,9 +87,9 @@ def test_never_worse_than_any_single_strategy_that_is_asked_for(mode, processes)
 def test_under_torchrun_plans_are_priced_as_they_run_there(monkeypatch):
     asked = request(processes=4)
     plan = next(one.make() for one in candidates_of(asked) if one.name == "data-parallel")
-    alone = autoshard.estimate(plan, asked.profile, asked.cluster)
+    alone = autoshard.estimate(plan, asked.profile, asked.limited)
     monkeypatch.setattr("autoshard.runtime.collectives.count_processes", lambda: 4)
-    among_others = autoshard.estimate(plan, asked.profile, asked.cluster)
+    among_others = autoshard.estimate(plan, asked.profile, asked.limited)
     assert among_others == asked.price(plan) and among_others != alone
 
 
