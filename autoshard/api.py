@@ -369,7 +369,8 @@ def load(
 
     `path`: a directory as Transformers writes it, or the name of one on the hub, which is downloaded only with
     `local_files_only=False`. The plan is made before anything is read, from `devices` and the arguments that `plan()`
-    takes, unless `plan` gives a `Plan` or a `device_map`. On the CPU alone nothing is applied. `autoshard.remove`
+    takes, unless `plan` gives a `Plan` or a `device_map`. Where processes share the parameters, each reads and has only
+    its part. On the CPU alone nothing is applied. `autoshard.remove`
     brings the model to the CPU.
 
     `model`: a module to fill, its parameters best on meta, or a function that builds it; then `path` may be any
@@ -384,6 +385,7 @@ def load(
     """
     from autoshard.checkpoint.mapped import not_in_files
     from autoshard.integrations.loading import fill, open_weights
+    from autoshard.runtime.launched import is_cut_here
 
     unfilled = open_weights(
         path, model=model, dtype=dtype, allow=allow,
@@ -397,6 +399,8 @@ def load(
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
             wishes={"launch": "one-process"},
         )  # fmt: skip
+    if isinstance(plan, Plan) and is_cut_here(plan):
+        plan = _with_cuts(unfilled.model, plan, inputs)
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):

@@ -3,7 +3,8 @@
     rank 0   embed ◀── file    layers.0 ◀── file    layers.1  meta        head  meta
     rank 1   embed  meta       layers.0  meta       layers.1 ◀── file     head ◀── file
 
-Nobody reads what another process's stages have, and nobody gives it memory. Small buffers are read by all.
+Nobody reads what another process's stages have, and nobody gives it memory. Small buffers are read by all. Replicas
+that share their parameters are `shards`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +14,16 @@ from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
+from autoshard.checkpoint.shards import ShardLoader
 from autoshard.checkpoint.targets import check_complete, memory_like
+from autoshard.errors import CheckpointError
 from autoshard.packed import repacked
 from autoshard.plan import Plan
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import apply_plan, own_place
 from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.sharded import shards
 from autoshard.runtime.slices import Undo, replace_all
 from autoshard.runtime.staged import SMALL_BUFFER, own_names
 
@@ -27,7 +31,7 @@ from autoshard.runtime.staged import SMALL_BUFFER, own_names
 def divides_processes(plan: Plan) -> bool:
     """Whether several processes run that are stages or replicas under a plan."""
     mesh = plan.mesh
-    return mesh is not None and mesh.pipeline * mesh.data > 1 and count_processes() > 1
+    return mesh is not None and (mesh.pipeline * mesh.data > 1 or shards(plan)) and count_processes() > 1
 
 
 def load_own_part(
@@ -43,6 +47,8 @@ def load_own_part(
 
     Raises what `load_applied` raises, on other processes `RankError`; the model is then as it was.
     """
+    if shards(plan):
+        return _load_shards(model, plan, checkpoint, sources, progress, threads)
     ranks, tensors = ProcessRanks.of(), named_tensors(model)
     log: list[Undo] = []
     report, error = None, None
@@ -63,6 +69,23 @@ def load_own_part(
         raise
     assert report is not None
     return report
+
+
+def _load_shards(
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, sources: Mapping[str, Source], progress: Progress | None,
+    threads: int | None,
+) -> ReadReport:  # fmt: skip
+    """Shard the model while it is on meta, and read what this rank then has."""
+    loader, error = None, None
+    try:
+        loader = ShardLoader.of(model, checkpoint, sources, progress, threads)
+    except CheckpointError as found:
+        error = found
+    agree(ProcessRanks.of(), Mark(), error)
+    assert loader is not None
+    apply_plan(model, plan, loader=loader)
+    assert loader.report is not None
+    return loader.report
 
 
 def _fill(

@@ -154,7 +154,7 @@ class _CutLoader:
             for name in self.sources
             if name not in in_file
             if self.readers.get(name, record.ranks.rank) == record.ranks.rank
-            for target in _targets_of(name, tensors[name], record)
+            for target in targets_of(name, tensors[name], record)
         ]
         self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress, threads=self.threads)
 
@@ -172,8 +172,11 @@ class _CutLoader:
                 for packet in _packets(list(chain.from_iterable(read))):
                     _send(packet, ranks, reader)
 
+    def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
+        raise AssertionError("parts of a cut model are filled while it is cut")
 
-def _targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[Target]:
+
+def targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[Target]:
     """Yield what the ranks in this process have of a tensor."""
     cut = record.tensors.get(name)
     parts = dict(enumerate(tensor.parts)) if isinstance(tensor, RankTensor) else {record.ranks.rank or 0: tensor}

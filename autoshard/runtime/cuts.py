@@ -59,6 +59,9 @@ class Loader(Protocol):
     def share(self, model: nn.Module, record: "CutRecord") -> None:
         """Exchange between ranks what not each of them has read; all have filled what they read."""
 
+    def fill_shards(self, model: nn.Module, record: "CutRecord | None") -> None:
+        """Fill the shards of a sharded model, which may be cut as well. No other rank may be waited for."""
+
 
 def apply_cuts(
     model: nn.Module,

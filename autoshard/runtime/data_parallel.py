@@ -32,7 +32,7 @@ from autoshard.plan import Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.cuts import apply_cuts, cut_record, let_gather, remove_cuts
+from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
@@ -77,12 +77,14 @@ class ReplicaRecord:
 
 
 def apply_replicas(
-    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None
-) -> nn.Module:
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None,
+    loader: Loader | None = None,
+) -> nn.Module:  # fmt: skip
     """Make a model one of the replicas of a plan; returns the same object. All ranks call it.
 
-    `device`: where this process computes, None if `problem` says why this rank can't go on. Raises `PlanError`,
-    `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
+    `device`: where this process computes, None if `problem` says why this rank can't go on. `loader`: fills parameters
+    on meta, of which a rank has only its shards. Raises `PlanError`, `ApplyError`, or `RankError` if ranks don't agree;
+    the model is then as it was.
     """
     mark, error = Mark(), problem
     _departed.clear()
@@ -91,7 +93,7 @@ def apply_replicas(
     mesh = plan.mesh
     try:
         if problem is None:
-            check_replicas(model, plan)
+            check_replicas(model, plan, filled=loader is not None and shards(plan))
             if shards(plan):
                 check_shardable(model, plan)
             # each replica draws random numbers of its own
@@ -102,12 +104,12 @@ def apply_replicas(
     assert device is not None and mesh is not None
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
     if plan.cuts:
-        _cut_replica(model, record)
+        _cut_replica(model, record, loader)
     try:
         if not plan.cuts:
             _move_replica(model, record)
         if shards(plan):
-            _shard_replica(model, record)
+            _shard_replica(model, record, loader)
     except BaseException:
         _withdraw(model, record)
         raise
@@ -138,14 +140,15 @@ def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
     move_tensors(tensors, {name: record.originals[name] for name in tensors})
 
 
-def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
+def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
     mesh, ranks, error = record.plan.mesh, record.ranks, None
     assert mesh is not None
     tensor_ranks, record.replicas = cut_groups(mesh, ranks, record.made)
     try:
         try:
-            apply_cuts(model, record.plan.cuts, tensor_ranks, device=record.device, results=record.plan.results)
+            cuts, results = record.plan.cuts, record.plan.results
+            apply_cuts(model, cuts, tensor_ranks, device=record.device, loader=loader, results=results)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
@@ -156,7 +159,7 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord) -> None:
         raise
 
 
-def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
+def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
     """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
     error: Exception | None = None
     mesh = record.plan.mesh
@@ -167,6 +170,8 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
         try:
             used = shard(model, record.plan, sharing, record.device, record.replaced)
             record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model)]
+            if loader is not None:
+                loader.fill_shards(model, cut_record(model))
         except Exception as found:
             error = found
         agree(record.ranks, Mark(), error)
@@ -181,8 +186,8 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord) -> None:
     _offer_no_sync(model, functools.partial(no_sync, model))
 
 
-def check_replicas(model: nn.Module, plan: Plan) -> None:
-    """Raise unless the model can be a replica: it has values, and rows of its batch are not mixed."""
+def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:
+    """Raise unless the model can be a replica: it has values, or is `filled`, and rows of its batch are not mixed."""
     if plan.batch is None and not plan.launch:
         raise PlanError(
             "this plan has replicas and does not say how the batch is divided. Plan again with "
@@ -191,9 +196,11 @@ def check_replicas(model: nn.Module, plan: Plan) -> None:
     if plan.cuts and plan.mesh is not None and plan.mesh.sharded and not plan.launch:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
     for name, tensor in named_tensors(model).items():
-        if tensor.is_meta:
-            why = ", and sharded replicas are made of a whole one on each process" if shards(plan) else ""
-            raise ApplyError(f"{name} has no data: it is on the meta device{why}. Load the weights first.")
+        if tensor.is_meta and not filled:
+            raise ApplyError(
+                f"{name} has no data: it is on the meta device. autoshard.load(path, plan=plan, model=…) fills and "
+                "divides such a model, or load the weights first."
+            )
 
 
 def average_gradients(model: nn.Module, record: ReplicaRecord) -> None:

@@ -37,7 +37,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
         return _apply_pipeline(model, plan)
     if plan.mesh is not None and (plan.mesh.data > 1 or shards(plan)) and count_processes() > 1:
-        return _apply_replicas(model, plan)
+        return _apply_replicas(model, plan, loader)
     if not plan.cuts:
         _check_not_cut(model)
         return placing.apply_plan(model, plan)
@@ -87,7 +87,7 @@ def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
     return apply_stages(model, plan, ranks, device=device, problem=problem)
 
 
-def _apply_replicas(model: nn.Module, plan: Plan) -> nn.Module:
+def _apply_replicas(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:
     """Make the model of this process a replica; where something is applied already, all ranks remove it first."""
     problem: PlanError | ApplyError | None = None
     try:
@@ -95,7 +95,7 @@ def _apply_replicas(model: nn.Module, plan: Plan) -> nn.Module:
     except PlanError as error:
         problem = error
     ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
-    return apply_replicas(model, plan, ranks, device=device, problem=problem)
+    return apply_replicas(model, plan, ranks, device=device, problem=problem, loader=loader)
 
 
 def _clear(

@@ -30,6 +30,7 @@ from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.packed import own_attributes
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.moves import set_data
 
 
 @dataclass(slots=True, eq=False)
@@ -80,12 +81,32 @@ def shard(model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, 
         if sharing.replicas is not None:
             engine.set_all_reduce_hook(_MeanOfReplicas(ranks, sharing.replicas))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    for one in replaced:
+        _give_memory(one, device)
     used = Used(model, replaced, ranks)
     used.handles.append(model.register_forward_hook(order))
     _followed.append(weakref.ref(used, _followed.remove))
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
     return used
+
+
+def _give_memory(one: Replaced, device: torch.device) -> None:
+    """Give the shard of a parameter that was on meta memory with any values; the whole of it never has any."""
+    from torch.distributed.tensor import DTensor
+
+    module, name = one.places[0]
+    empty: Any = module._parameters[name]
+    if not empty.is_meta:
+        return
+    local = torch.empty_like(empty.to_local(), device=device, requires_grad=False)
+    made = DTensor.from_local(
+        local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+    )
+    parameter = nn.Parameter(made, requires_grad=one.parameter.requires_grad)
+    for module, name in one.places:
+        module._parameters[name] = parameter
+    one.device = device
 
 
 STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
@@ -237,7 +258,7 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
         present: Any = module._parameters[name]
         target = originals.get(names.get(id(present), ""), one.device)
         with torch.no_grad():
-            one.parameter.data = whole_of(present).to(target, one.dtype)
+            set_data(one.parameter, whole_of(present.detach()).to(target, one.dtype))
             one.parameter.grad = None if present.grad is None else whole_of(present.grad).to(target, one.dtype)
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
@@ -253,6 +274,13 @@ def no_sync(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def rows_of(sharded: Any) -> tuple[int, int]:
+    """The first row of a sharded parameter that this rank has, and the first that it has not."""
+    box = sharded.__create_chunk_list__()[0]
+    begin = int(box.offsets[0])
+    return begin, begin + int(sharded.to_local().shape[0])
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -342,7 +370,8 @@ class _Note:
         self.used, self.indices = used, indices
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        if not torch.is_grad_enabled():
+        # computed again in a backward, in which some of its parameters may have been seen already
+        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None:
             return
         seen = self.used.seen
         for index in self.indices:

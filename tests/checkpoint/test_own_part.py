@@ -7,14 +7,17 @@ import safetensors.torch
 import torch
 
 import autoshard
+from autoshard.api import _with_cuts
 from autoshard.checkpoint.own_part import load_own_part
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
-from autoshard.plan import Mesh
+from autoshard.plan import Mesh, Plan
 from autoshard.runtime.sharded import whole_of
 from tests.pipelines.models import decoder
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
+from tests.runtime import test_launched as launched
+from tests.torch_releases import sharded_replicas
 
 
 def made():
@@ -81,7 +84,46 @@ def test_every_process_reads_what_it_has(tmp_path):
     (first, said), (last, other) = run_ranks(everything, 2, str(tmp_path))
     for rank in (first, last):
         assert all(apart < 1e-6 and back for _, apart, back in rank.values())
-        assert rank["replicas"][0] == rank["sharded"][0] == whole
+        assert rank["replicas"][0] == whole
         assert rank["stages"][0] < 0.7 * whole  # both read the tied table
+    assert first["sharded"][0] + last["sharded"][0] == whole  # each reads its rows
     assert first["stages"][0] + last["stages"][0] == whole + state["model.embed_tokens.weight"].nbytes
     assert said == ("RankError", True) and other == ("CheckpointError", True)
+
+
+def loaded_by(folder, text):
+    """What this rank has read, and how far the first step is from that of one process; all is on meta before."""
+    plan, ids = Plan.from_json(text), launched.samples()
+    expected = launched.train(launched.decoder(), ids)
+    with torch.device("meta"):
+        model = launched.decoder()
+    autoshard.load(folder, plan=plan, model=model, inputs={"ids": ids, "labels": ids}, progress=False)
+    _, norms, gradients, values = launched.train(model, launched.own_part(ids, plan.mesh.tp))
+    held = sum(one.to_local().nbytes for one in model.parameters())
+    apart = launched.largest_error(gradients, expected[2]), launched.largest_error(values, expected[3])
+    autoshard.remove(model)
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    removed = launched.largest_error({name: one.detach() for name, one in model.named_parameters()}, values)
+    return held, max(*apart, removed, abs(norms[0] - expected[1][0]))
+
+
+def read_by(folder, text):
+    """Bytes that this rank reads."""
+    unfilled = open_weights(folder, model=launched.decoder)
+    plan = Plan.from_json(text)
+    if plan.mesh.tp > 1:
+        plan = _with_cuts(unfilled.model, plan, {"ids": launched.samples(), "labels": launched.samples()})
+    return load_own_part(unfilled.model, plan, unfilled.checkpoint, unfilled.sources).bytes_read
+
+
+@sharded_replicas
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2", "dp=2,tp=2"])
+def test_shards_of_launch_plans_are_read_alone(tmp_path, mesh):
+    state = launched.decoder().state_dict()
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    whole, text = sum(tensor.nbytes for tensor in state.values()), launched.plan_for(mesh, 4, precision="full")
+    parts = 2 if mesh.startswith("dp") else 4
+    for held, apart in run_ranks(loaded_by, 4, str(tmp_path), text):
+        assert held == pytest.approx(whole / parts, rel=0.1) and apart < 5e-5
+    for read in run_ranks(read_by, 4, str(tmp_path), text):
+        assert read == pytest.approx(whole / parts, rel=0.1)

@@ -19,15 +19,28 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.sharded import whole_of
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
-from tests.search.models import Decoder
+from tests.search.models import Decoder, Layer
 from tests.torch_releases import sharded_replicas
 
 SAMPLES, LENGTH, WORDS = 8, 6, 48
 
 
+class Shifted(Layer):
+    """A layer that adds a parameter at last: its gradient is there before anything of the layer is computed again."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.shift = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
 def decoder(dtype=torch.float32):
     torch.manual_seed(0)
-    return Decoder(32, 3, 4, WORDS).to(dtype)
+    model = Decoder(32, 3, 4, WORDS)
+    model.layers = nn.ModuleList(Shifted(32, 4) for _ in range(3))
+    return model.to(dtype)
 
 
 def samples():
