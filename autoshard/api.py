@@ -370,8 +370,7 @@ def load(
     `path`: a directory as Transformers writes it, or the name of one on the hub, which is downloaded only with
     `local_files_only=False`. The plan is made before anything is read, from `devices` and the arguments that `plan()`
     takes, unless `plan` gives a `Plan` or a `device_map`. Where processes share the parameters, each reads and has only
-    its part. On the CPU alone nothing is applied. `autoshard.remove`
-    brings the model to the CPU.
+    its part. On the CPU alone nothing is applied. `autoshard.remove` brings the model to the CPU.
 
     `model`: a module to fill, its parameters best on meta, or a function that builds it; then `path` may be any
     safetensors files with its names. `dtype`: as in `from_pretrained`; "auto" is the checkpoint's. `allow`: any of

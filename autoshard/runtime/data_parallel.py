@@ -11,7 +11,6 @@ unequal shares of them. Without gradients a forward concerns nobody else: proces
 like.
 """
 
-import atexit
 import contextlib
 import functools
 import inspect
@@ -34,7 +33,7 @@ from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
+from autoshard.runtime.groups import DEPARTED, Made, cut_groups, end_groups, outlive, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -87,7 +86,7 @@ def apply_replicas(
     the model is then as it was.
     """
     mark, error = Mark(), problem
-    _departed.clear()
+    DEPARTED.clear()
     tensors = named_tensors(model)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     mesh = plan.mesh
@@ -225,7 +224,7 @@ def stop_averaging(model: nn.Module) -> None:
     if vars(model).get("no_sync") == parallel.no_sync:
         del vars(model)["no_sync"]
     parallel.engine = None
-    _departed.clear()
+    DEPARTED.clear()
 
 
 def replica_record(model: nn.Module) -> ReplicaRecord | None:
@@ -376,7 +375,7 @@ class Parallel:
             except RuntimeError as error:  # it compares the parameters of all ranks
                 raise lost(self.record.replicas, error) from error
             self.engine.register_comm_hook(weakref.ref(self), _average)  # its holder is none that Python can look into
-            _outlive(self.engine, self.engine.process_group)
+            outlive(self.engine, self.engine.process_group)
             self.trained = trained
         return self.engine
 
@@ -421,30 +420,6 @@ class Parallel:
 _MARK = "autoshard_replica"
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
-
-
-_departed: list[Any] = []
-"""Process groups whose engines are gone, or are just going; let go of at the next occasion."""
-_waiting: "weakref.WeakKeyDictionary[DistributedDataParallel, weakref.finalize]" = weakref.WeakKeyDictionary()
-"""What waits for an engine to go, with its group."""
-
-
-def _outlive(engine: DistributedDataParallel, group: Any) -> None:
-    """Keep a process group until its engine is gone, after `destroy_process_group`, too.
-
-    Torch's reducer would end it while it holds the interpreter's lock, which gloo's threads may need to end: now and
-    then a process would wait for good. Python's own handle of a group ends it without the lock.
-    """
-    _waiting[engine] = weakref.finalize(engine, _departed.append, group)
-    _waiting[engine].atexit = False
-
-
-@atexit.register
-def _keep_nothing() -> None:
-    """Let go of all groups before the interpreter ends: threads of one that is alive then abort the process."""
-    for waiting in list(_waiting.values()):
-        waiting.detach()
-    _departed.clear()
 
 
 def _average(reference: "weakref.ref[Parallel]", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

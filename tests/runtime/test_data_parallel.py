@@ -21,7 +21,7 @@ from autoshard.batching import BatchAxis, BatchInput
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
-from autoshard.runtime import data_parallel
+from autoshard.runtime import groups
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES
@@ -223,9 +223,9 @@ def habits():
     seen["late"] = torch.equal(weight.grad, model.out.weight.grad)
     del loss
     gc.collect()
-    seen["freed"] = engine() is None and data_parallel._departed[-1] is dist.group.WORLD  # and its group is not
+    seen["freed"] = engine() is None and groups.DEPARTED[-1] is dist.group.WORLD  # and its group is not
     autoshard.remove(model)
-    seen["let go"] = not data_parallel._departed  # a group that is alive at the end may abort the process
+    seen["let go"] = not groups.DEPARTED  # a group that is alive at the end may abort the process
     return seen
 
 
