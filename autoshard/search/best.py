@@ -126,13 +126,13 @@ def alone(task: Task, found: Searched) -> Priced | None:
 def _simplicity(one: Priced) -> tuple[float, ...]:
     """Fewer devices first, then no layer computed twice, then fewer ways in which the model is divided, then seconds.
 
-    Replicas, sharded or not, divide the batch alone.
+    Replicas divide the batch alone; whole ones come before sharded ones.
     """
     recipe = one.recipe
     divided = sum(degree > 1 for axis, degree in recipe.mesh.items() if axis not in ("dp", "fsdp"))
     twice = recipe.recompute == "full"
     degrees = recipe.pp, recipe.cp, recipe.ep, recipe.tp
-    return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", one.seconds
+    return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", recipe.fsdp > 1, one.seconds
 
 
 def _priced(task: Task) -> Iterator[Priced]:

@@ -5,7 +5,7 @@ cluster ─▶ card, topology ──┼─▶ search ─▶ recipe ─▶ Plan (
 request ─▶ limits, given ───┘
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -20,11 +20,12 @@ from autoshard.engine.price import split_stages
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
-from autoshard.search.best import Goal, Searched, Task, search
+from autoshard.search.best import Goal, Priced, Searched, Task, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.limits import Given, check_given, limits_of
-from autoshard.search.reasons import explain, refuse
+from autoshard.search.reasons import explain, refuse, shown_mesh
 from autoshard.search.traced import Traced
+from autoshard.sizes import format_seconds
 from autoshard.strategies.paths import collapse
 from autoshard.workload import Workload
 
@@ -107,7 +108,20 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     if found.best is None:
         raise PlanError(refuse(task, found, cluster))
     plan = write_plan(traced, cluster, asked, found.best.recipe)
-    return replace(plan, reasons=explain(task, found)), found, task
+    *why, start = explain(task, found)
+    return replace(plan, reasons=(*why, *_in_fewer_bits(traced, cluster, asked, found.best), start)), found, task
+
+
+def _in_fewer_bits(traced: Traced, cluster: Cluster, asked: Asked, best: Priced) -> Iterator[str]:
+    """What a step takes if kernels compute in 16 bits, where that was not asked for and weights have 32."""
+    if not traced.workload.training or asked.precision not in ("", "auto") or best.recipe.precision.compute != 4:
+        return
+    other = search(make_task(traced, cluster, replace(asked, precision="mixed"))).best
+    if other is not None and other.seconds < best.seconds:
+        yield (
+            f"computed in bfloat16, with weights in float32 (--precision mixed), a step takes "
+            f"{format_seconds(other.seconds)} as {shown_mesh(other.recipe)}"
+        )
 
 
 def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -> Plan:

@@ -148,8 +148,6 @@ def test_device_counts(devices, per_host, some):
 
 def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
     """Through the public call: a model of a few million parameters on cards that are not here."""
-    import torch
-
     with torch.device("meta"):
         model = Decoder(512, 4, 8)
     ids = torch.zeros(2, 64, dtype=torch.long)
@@ -158,6 +156,7 @@ def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
         workload=autoshard.Workload(batch_size=8, sequence_length=64, mode="training"),
     )  # fmt: skip
     assert prod(plan.mesh.degrees.values()) == 4 and "torchrun --nproc-per-node=4" in plan.reasons[-1]
+    assert any("computed in bfloat16, with weights in float32" in reason for reason in plan.reasons)
     with pytest.raises(PlanError, match="for 4 processes, one per device, and this is none of torchrun's"):
         autoshard.apply(model, plan)
 
@@ -178,3 +177,8 @@ def test_what_no_devices_have_room_for_is_refused_with_what_processes_lack():
     tight = devices.with_memory({device.name: 700 << 10 for device in devices.devices})
     with pytest.raises(PlanError, match="no recipe fits: the closest"):
         autoshard.plan(model, tight, inputs=torch.ones(2, 256))
+
+
+def test_whole_replicas_are_taken_where_they_fit_and_are_as_good():
+    found = search(task_on("8xA100-40GB"))
+    assert found.best is not None and found.best.recipe.dp == 8 and found.best.recipe.fsdp == 1
