@@ -13,7 +13,7 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
-from autoshard.search.best import AS_GOOD, search
+from autoshard.search.best import AS_GOOD, _simplicity, search
 from autoshard.search.candidates import device_counts
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Given, parse_mesh
@@ -179,6 +179,9 @@ def test_what_no_devices_have_room_for_is_refused_with_what_processes_lack():
         autoshard.plan(model, tight, inputs=torch.ones(2, 256))
 
 
-def test_whole_replicas_are_taken_where_they_fit_and_are_as_good():
-    found = search(task_on("8xA100-40GB"))
-    assert found.best is not None and found.best.recipe.dp == 8 and found.best.recipe.fsdp == 1
+def test_of_recipes_that_are_as_good_whole_replicas_are_simpler():
+    ranking = {tuple(one.recipe.mesh.items()): one for one in search(task_on("8xA100-40GB")).ranking}
+    whole, sharded = (
+        next(one for one in ranking.values() if one.recipe.mesh[axis] == 8) for axis in ("dp", "fsdp")
+    )  # fmt: skip
+    assert _simplicity(whole) < _simplicity(sharded) and sharded.seconds < whole.seconds
