@@ -9,9 +9,11 @@
 An axis is written as in `sharding`: the batch is the starred factor.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
+Part = TypeVar("Part", "BatchInput", "BatchOutput")
 Merge = Literal["cat", "sum", "mean", "weighted", "same"]
 ASSUMED = "rows assumed independent by the user, not checked"
 """What plans and reports say where `assume_independent_rows=True` was given."""
@@ -88,3 +90,15 @@ class BatchAxis:
     flags: tuple[str, ...] = ()
     proof: str = ""
     assumed: bool = False
+
+
+def of_size(batch: BatchAxis, size: int) -> BatchAxis:
+    """The same division of a batch of another number of rows."""
+
+    def resized(part: Part) -> Part:
+        return replace(part, axis=re.sub(rf"\*{batch.size}(?!\d)", f"*{size}", part.axis))
+
+    return replace(
+        batch, size=size, inputs=tuple(map(resized, batch.inputs)), outputs=tuple(map(resized, batch.outputs)),
+        kept=tuple(map(resized, batch.kept)),
+    )  # fmt: skip

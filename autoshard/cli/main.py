@@ -222,12 +222,13 @@ def estimate_command(
     from autoshard.cli.plans import model_of, read_plan
     from autoshard.cluster.parse import cluster_of
     from autoshard.search.processes import for_workload
+    from autoshard.search.sizes import for_size
 
     plan = read_plan(plan_file)
     wanted = model_of(plan, plan_file, target)
     asked = changed_workload(plan.workload, batch, seq, new_tokens, train, optimizer)
-    if plan.launch and asked != plan.workload:
-        plan = for_workload(plan, asked)
+    if asked != plan.workload:
+        plan = for_workload(plan, asked) if plan.launch else for_size(plan, asked)
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
     if unknown and devices is None:
         raise SpecError(

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from autoshard.cli.plans import Opened
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
-    from autoshard.estimate import Event
+    from autoshard.estimate import Estimate, Event
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
-    from autoshard.profile.scaling import Scaling
+    from autoshard.search.sizes import Cell
 
 MOST_TRACED = 100_000
 """Events of a trace."""
@@ -72,7 +72,7 @@ def report_command(
         str | None, typer.Option("--image", metavar="svg|png", help="Write each picture beside the page, too.")
     ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Sliders in the page; takes a second profile.")
+        bool, typer.Option("--what-if/--no-what-if", help="Other sizes and devices in the page; takes further recorded runs.")
     ] = True,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="A table of what every other strategy would give.")
@@ -109,17 +109,15 @@ def _drawn(
     from autoshard.api import estimate
     from autoshard.report.images import pictures, to_png
     from autoshard.report.page import make_page
-    from autoshard.report.whatif import what_if_data
 
     loaded, plan, profile, cluster = opened.loaded, opened.plan, opened.profile, opened.cluster
-    scaling = _scaling(text, loaded, profile) if what_if else None
     others = _alternatives(loaded, plan, profile, cluster) if compare else []
+    figures = estimate(plan, profile, cluster)
+    cells = _cells(opened, text, figures) if what_if else ()
     with step("drawing"):
         notes = (*loaded.notes, *cluster.notes)
-        figures = estimate(plan, profile, cluster)
-        sliders = what_if_data(plan, figures, profile, cluster, scaling) if scaling is not None else None
         drawn = plan, figures, profile, cluster
-        page = make_page(*drawn, title=loaded.title, notes=notes, alternatives=others, what_if=sliders)
+        page = make_page(*drawn, title=loaded.title, notes=notes, alternatives=others, cells=cells)
         files = {out: page.encode()}
         for name, svg in (pictures(*drawn, title=loaded.title) if image else {}).items():
             content = to_png(svg) if image == "png" else svg.encode()
@@ -218,20 +216,31 @@ def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "
     return alternative_rows((*found.alternatives, *found.peers), plan)
 
 
-def _scaling(text: str, loaded: "Target", profile: "Profile") -> "Scaling | None":
-    """Profile the model at another size to see how its figures grow; None if that can't be told."""
+def _cells(opened: "Opened", text: str, figures: "Estimate") -> "tuple[Cell, ...]":
+    """Price other sizes and devices, each from a recorded run of its own."""
+    from autoshard.api import profile
     from autoshard.cli.target import of_other_size
-    from autoshard.profile.scaling import find_scaling, other_size
+    from autoshard.planning import plan_measured
+    from autoshard.search.sizes import cells
 
-    base = replace(profile, workload=loaded.sizes or profile.workload)
-    workload = other_size(base.workload)
-    if workload is None:
-        return find_scaling(base, base)
-    try:
-        other = profile_of(of_other_size(text, loaded, workload))
-    except (CaptureError, UserCodeError):
-        return None
-    return find_scaling(base, other)
+    loaded, plan, recorded = opened.loaded, opened.plan, opened.profile
+    divided = plan.num_microbatches > 1
+    asked: dict[str, Any] = {"strategy": plan.strategy, "objective": plan.objective}
+    asked |= {"num_microbatches": plan.num_microbatches, "schedule": plan.schedule} if divided else {}
+
+    def record(workload: Workload) -> "Profile":
+        try:
+            other = of_other_size(text, loaded, workload)
+        except UserCodeError as error:
+            raise CaptureError(str(error)) from error
+        return profile(other.model, other.inputs, workload=other.workload)
+
+    def plan_anew(cluster: "Cluster") -> "Plan":
+        return plan_measured(loaded.model, loaded.inputs, recorded, cluster, **asked)
+
+    with step("pricing other sizes and devices"):
+        sizes = loaded.sizes or recorded.workload
+        return tuple(cells(plan, figures, recorded, opened.cluster, sizes, record, plan_anew))
 
 
 def _write(path: Path, content: bytes) -> None:

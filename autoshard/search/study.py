@@ -18,6 +18,7 @@ from autoshard.search.estimates import estimate_recipe, rate, setting_of
 from autoshard.search.limits import Given, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
+from autoshard.search.sizes import Cell
 from autoshard.search.traced import Traced, trace, why_undivided
 from autoshard.sizes import format_bytes, format_seconds
 
@@ -36,19 +37,6 @@ class Row:
     peak_bytes: int
     chosen: bool
     beside: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """The best plan for another size, as `autoshard plan` would make it; `mesh` "" where nothing fits."""
-
-    batch: int
-    tokens: int
-    devices: int
-    mesh: str
-    seconds: float
-    tokens_per_second: float
-    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +177,13 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     limits = limits_of(traced.work, batch, widest=topology.devices_per_host, why_not=task.limits.why_not)
     task = replace(task, work=traced.work, prompt_tokens=tokens, topology=topology, limits=limits)
     found = done.searched if own else search(task)
-    best = found.best
+    best, memory = found.best, min(device.memory_bytes for device in done.plan.devices)
     if best is not None and not task.training and topology.hosts == 1:
         best = alone(task, found) or best
     return Cell(
         batch=batch, tokens=tokens, devices=devices, own=own, mesh="" if best is None else shown_mesh(best.recipe),
         seconds=0.0 if best is None else best.seconds, tokens_per_second=0.0 if best is None else _rate(task, best),
+        full=0.0 if best is None else used_bytes(best) / max(memory, 1),
     )  # fmt: skip
 
 

@@ -13,19 +13,17 @@ from autoshard.report.layout import format_number
 from autoshard.report.page.assumptions import assumptions
 from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import timeline_data
+from autoshard.report.page.sizes import cell_data, grids, speed, unit
 from autoshard.report.page.summary import headline, key_figures, sentences
 from autoshard.report.page.tree import Node, flatten, module_tree
 from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import describe_workload
+from autoshard.search.sizes import Cell
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-FORMULAS = ("formula.js", "formula_stages.js", "formula_replicas.js", "formula_streams.js", "whatif.js")
-"""Scripts that compute what the sliders show, in order; they need no page."""
-WHAT_IF = (*FORMULAS, "controls.js")
 
 
 def make_page(
@@ -37,18 +35,19 @@ def make_page(
     title: str = "",
     notes: Iterable[str] = (),
     alternatives: Sequence[Mapping[str, Any]] = (),
-    what_if: Mapping[str, Any] | None = None,
+    cells: Sequence[Cell] = (),
 ) -> str:
     """Return one HTML document that needs no other file and no network.
 
-    `alternatives`: rows of other plans, as `alternatives.rows` makes them. `what_if`: see `report.whatif`.
+    `alternatives`: rows of other plans, as `alternatives.rows` makes them. `cells`: of other sizes and
+    devices, the plan's own first.
     """
     colours = device_colours([device.name for device in cluster.devices])
     root = module_tree(plan, profile)
     data = {
         "timeline": timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
         "kinds": KINDS,
-        **({"whatif": what_if} if what_if is not None else {}),
+        "cells": cell_data(cells),
     }
     tied = tied_modules(profile)
     return template("page.html.j2").render(
@@ -72,11 +71,13 @@ def make_page(
         transfers=_transfers(estimate),
         alternatives=alternatives,
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
-        what_if=what_if,
+        grids=grids(cells),
+        unit=unit(plan.workload),
+        speed=speed,
         plan_json=plan.to_json(),
         data=embedded(data),
         style=page_file("page.css"),
-        script="\n".join(map(page_file, ("page.js", "tree.js", *(WHAT_IF if what_if is not None else ())))),
+        script="\n".join(map(page_file, ("page.js", "tree.js", "sizes.js"))),
     )
 
 

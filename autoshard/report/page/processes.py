@@ -12,11 +12,12 @@ from autoshard.report.page.colours import HELD, KINDS, SPENT
 from autoshard.report.page.curves import curve_rows, curve_svg, kinds_of, percent
 from autoshard.report.page.lanes import timeline_data
 from autoshard.report.page.page import embedded, page_file, template
+from autoshard.report.page.sizes import cell_data, grids, speed, unit
 from autoshard.report.processes import ranks_label
 from autoshard.report.rows import device_runs
 from autoshard.report.terminal import as_sentence, describe_workload
 from autoshard.search.best import AS_GOOD
-from autoshard.search.study import Cell, Study
+from autoshard.search.study import Study
 from autoshard.sizes import format_bytes, format_seconds
 
 MOST_SPANS = 10_000
@@ -54,14 +55,16 @@ def make_process_page(
         start=study.reasons[-1].partition(": ")[2],
         changes=[as_sentence(change) for change in study.changes],
         grids=grids(study.cells),
+        unit=unit(plan.workload),
+        speed=speed,
         devices=device_runs(estimate.devices),
         level=level,
         as_good=f"{AS_GOOD - 1:.0%}",
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
         plan_json=plan.to_json(),
-        data=embedded({"timeline": lanes, "kinds": KINDS}),
+        data=embedded({"timeline": lanes, "kinds": KINDS, "cells": cell_data(study.cells)}),
         style=page_file("page.css"),
-        script=page_file("page.js"),
+        script="\n".join(map(page_file, ("page.js", "sizes.js"))),
     )  # fmt: skip
 
 
@@ -168,17 +171,3 @@ def events_of(study: Study, most: int = MOST_SPANS) -> tuple[list[Event], str]:
         for span in own
     ]  # fmt: skip
     return events, " ".join(said)
-
-
-def grids(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Cells by length of the sequence, as tables of batches and numbers of devices."""
-    found = []
-    for tokens in sorted({cell.tokens for cell in cells}):
-        own = [cell for cell in cells if cell.tokens == tokens]
-        devices = sorted({cell.devices for cell in own})
-        rows = [
-            (batch, [next((c for c in own if (c.batch, c.devices) == (batch, count)), None) for count in devices])
-            for batch in sorted({cell.batch for cell in own})
-        ]
-        found.append({"tokens": tokens, "devices": devices, "rows": rows})
-    return found

@@ -1,0 +1,170 @@
+"""Other sizes and devices of a plan: cells of the grid that a page shows, each priced by the one estimator.
+
+    its own devices     the plan as it is with another batch or length, as `autoshard estimate PLAN --batch B --seq S`
+    other devices       planned anew by its strategy, as `autoshard plan TARGET --devices 4xT4 --strategy S`
+
+Every other size takes a recorded run of the model, so large models have fewer cells.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
+
+from autoshard.batching import of_size
+from autoshard.choices import Strategy
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.hardware import hardware_table
+from autoshard.cluster.parse import MACHINE, parse_devices
+from autoshard.errors import AutoshardError, PlanError
+from autoshard.estimate import Estimate
+from autoshard.mesh_cost import price
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.replica_cost import rows_per_replica
+from autoshard.sizes import format_bytes
+from autoshard.workload import Workload
+
+MOST_OPS = 60_000
+"""Recorded ops that the cells of a page may take, about 8 s; to plan anew counts as half a recorded run."""
+CARDS = ("RTX-4090", "L40S", "A100-SXM-80", "H100-SXM", "H200-SXM", "B200")
+"""The few cards that a page asks about: those that people have or rent, one of each size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a plan costs for another batch, length or number of devices.
+
+    Attributes:
+        batch, tokens: 0 where the model has none.
+        card: of other devices than the plan's.
+        mesh: how it is planned there; "" where nothing fits, or nothing could be planned.
+        full: part of the fullest device that its peak takes; above 1 it does not fit.
+    """
+
+    batch: int
+    tokens: int
+    devices: int
+    mesh: str
+    seconds: float
+    tokens_per_second: float
+    full: float
+    card: str = ""
+    own: bool = False
+
+
+def for_size(plan: Plan, workload: Workload) -> Plan:
+    """The plan of one process with another workload: its parts of the batch as large as that makes them.
+
+    Raises `PlanError` where a part would have no row.
+    """
+    rows, batch, mesh = workload.batch_size, plan.batch, plan.mesh
+    if batch is None or mesh is None or not rows or rows == batch.size:
+        return replace(plan, workload=workload)
+    batch = of_size(batch, rows)
+    if min(rows_per_replica(batch, mesh.shares, mesh.data)) < plan.num_microbatches:
+        parts = mesh.data * plan.num_microbatches
+        raise PlanError(f"the plan divides a batch into {parts} parts, and one of {rows} rows is too small for that.")
+    return replace(plan, workload=workload, batch=batch)
+
+
+def cells(
+    plan: Plan,
+    estimate: Estimate,
+    profile: Profile,
+    cluster: Cluster,
+    sizes: Workload,
+    record: Callable[[Workload], Profile],
+    plan_anew: Callable[[Cluster], Plan],
+) -> Iterator[Cell]:
+    """The plan's own cell, then other sizes of it, the nearest first, then other devices.
+
+    `sizes`: its workload with the batch and length that were recorded. `record` measures the model at others.
+    """
+    yield _cell(plan, estimate, sizes, own=True)
+    left = MOST_OPS
+    for other in _other_devices(plan, cluster):
+        left -= len(profile.graph.ops) // 2
+        if left < 0:
+            break
+        try:
+            made = plan_anew(other)
+            found = price(made, profile, other)
+        except AutoshardError:
+            yield _nothing(sizes, other)
+        else:
+            yield _cell(made, found, sizes, other)
+    for workload in _other_sizes(sizes):
+        left -= len(profile.graph.ops)
+        if left < 0:
+            break
+        try:
+            found = price(for_size(plan, workload), record(workload), cluster)
+        except AutoshardError:  # the model takes no such sequence, or the plan no so small batch
+            continue
+        yield _cell(plan, found, workload)
+
+
+def _other_sizes(sizes: Workload) -> Iterator[Workload]:
+    """Batches and lengths around that of the plan, the nearest first."""
+    factors = sorted(product((1, 0.5, 2, 4), (1, 0.5, 2)), key=lambda pair: sum(one != 1 for one in pair))
+    seen = {(sizes.batch_size, sizes.sequence_length)}
+    for rows, length in factors:
+        batch = None if sizes.batch_size is None else sizes.batch_size * rows
+        tokens = None if sizes.sequence_length is None else sizes.sequence_length * length
+        if (batch, tokens) in seen or any(one is not None and one != int(one) for one in (batch, tokens)):
+            continue
+        seen.add((batch, tokens))
+        yield replace(
+            sizes, batch_size=None if batch is None else int(batch),
+            sequence_length=None if tokens is None else int(tokens), assumed=False,
+        )  # fmt: skip
+
+
+def _other_devices(plan: Plan, cluster: Cluster) -> Iterator[Cluster]:
+    """Half and twice as many of the plan's devices, where all are alike, and as many of a few cards."""
+    stores = [device for device in cluster.devices if device.name in ("cpu", "disk")]
+    computing = [device for device in cluster.devices if device not in stores]
+    count, lead = len(computing), computing[0] if computing else None
+    if lead is None or plan.strategy not in get_args(Strategy) or len({one.host for one in computing}) > 1:
+        return
+    more = "".join(f",{device.name}={device.memory_bytes}B" for device in stores)
+    named = lead.kind if lead.kind != "generic" else format_bytes(lead.memory_bytes).replace(" ", "")
+
+    def made(number: int, card: str) -> Cluster:
+        return parse_devices(f"{number}x{card}{more}")
+
+    if count <= MACHINE and made(count, named).devices == cluster.devices:
+        for number in (count // 2, 2 * count):
+            if 0 < number <= MACHINE:
+                yield made(number, named)
+    if count <= MACHINE:
+        for card in CARDS:
+            if card != lead.kind and card in hardware_table():
+                yield made(count, card)
+
+
+def _cell(plan: Plan, found: Estimate, sizes: Workload, other: Cluster | None = None, *, own: bool = False) -> Cell:
+    batch, tokens = sizes.batch_size or 0, sizes.sequence_length or 0
+    rate = found.tokens_per_second or max(batch, 1) * max(tokens, 1) / found.latency_seconds
+    count, card = _named(other) if other is not None else (len(plan.devices), "")
+    return Cell(
+        batch=batch, tokens=tokens, devices=count, card=card, own=own, seconds=found.latency_seconds,
+        mesh="this plan" if other is None else plan.strategy, tokens_per_second=rate,
+        full=found.fullest.peak_bytes / max(found.fullest.memory_bytes, 1),
+    )  # fmt: skip
+
+
+def _nothing(sizes: Workload, other: Cluster) -> Cell:
+    count, card = _named(other)
+    return Cell(
+        batch=sizes.batch_size or 0, tokens=sizes.sequence_length or 0, devices=count, card=card, mesh="", seconds=0.0,
+        tokens_per_second=0.0, full=0.0,
+    )  # fmt: skip
+
+
+def _named(cluster: Cluster) -> tuple[int, str]:
+    """How many computing devices there are, and of what kind."""
+    computing = [device for device in cluster.devices if device.name not in ("cpu", "disk")]
+    lead = computing[0]
+    return len(computing), lead.kind if lead.kind != "generic" else format_bytes(lead.memory_bytes)
