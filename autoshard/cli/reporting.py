@@ -1,7 +1,6 @@
 """report and trace: a plan as a page to look at, and its predicted pass as a trace."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +71,8 @@ def report_command(
         str | None, typer.Option("--image", metavar="svg|png", help="Write each picture beside the page, too.")
     ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Other sizes and devices in the page; takes further recorded runs.")
+        bool,
+        typer.Option("--what-if/--no-what-if", help="Other sizes and devices in the page; takes some seconds."),
     ] = True,
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="A table of what every other strategy would give.")
@@ -220,13 +220,10 @@ def _cells(opened: "Opened", text: str, figures: "Estimate") -> "tuple[Cell, ...
     """Price other sizes and devices, each from a recorded run of its own."""
     from autoshard.api import profile
     from autoshard.cli.target import of_other_size
-    from autoshard.planning import plan_measured
+    from autoshard.planning import Request, place
     from autoshard.search.sizes import cells
 
     loaded, plan, recorded = opened.loaded, opened.plan, opened.profile
-    divided = plan.num_microbatches > 1
-    asked: dict[str, Any] = {"strategy": plan.strategy, "objective": plan.objective}
-    asked |= {"num_microbatches": plan.num_microbatches, "schedule": plan.schedule} if divided else {}
 
     def record(workload: Workload) -> "Profile":
         try:
@@ -236,7 +233,10 @@ def _cells(opened: "Opened", text: str, figures: "Estimate") -> "tuple[Cell, ...
         return profile(other.model, other.inputs, workload=other.workload)
 
     def plan_anew(cluster: "Cluster") -> "Plan":
-        return plan_measured(loaded.model, loaded.inputs, recorded, cluster, **asked)
+        request = Request(
+            model=loaded.model, inputs=loaded.inputs, profile=recorded, cluster=cluster, objective=plan.objective
+        )
+        return place(request, plan.strategy, advise=False)  # advice where nothing fits takes longer than all the rest
 
     with step("pricing other sizes and devices"):
         sizes = loaded.sizes or recorded.workload

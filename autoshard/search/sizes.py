@@ -1,11 +1,12 @@
 """Other sizes and devices of a plan: cells of the grid that a page shows, each priced by the one estimator.
 
     its own devices     the plan as it is with another batch or length, as `autoshard estimate PLAN --batch B --seq S`
-    other devices       planned anew by its strategy, as `autoshard plan TARGET --devices 4xT4 --strategy S`
+    other devices       whole modules placed anew, as `autoshard plan TARGET --devices 4xT4 --strategy S`
 
 Every other size takes a recorded run of the model, so large models have fewer cells.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,8 +26,8 @@ from autoshard.replica_cost import rows_per_replica
 from autoshard.sizes import format_bytes
 from autoshard.workload import Workload
 
-MOST_OPS = 60_000
-"""Recorded ops that the cells of a page may take, about 8 s; to plan anew counts as half a recorded run."""
+MOST_OPS = 80_000
+"""Recorded ops that the cells of a page may take, some 11 s; to plan anew counts as half a run, with offload as one."""
 CARDS = ("RTX-4090", "L40S", "A100-SXM-80", "H100-SXM", "H200-SXM", "B200")
 """The few cards that a page asks about: those that people have or rent, one of each size."""
 
@@ -82,51 +83,60 @@ def cells(
     `sizes`: its workload with the batch and length that were recorded. `record` measures the model at others.
     """
     yield _cell(plan, estimate, sizes, own=True)
-    left = MOST_OPS
-    for other in _other_devices(plan, cluster):
-        left -= len(profile.graph.ops) // 2
-        if left < 0:
-            break
+    left, run = MOST_OPS, len(profile.graph.ops)
+    near, far = _other_sizes(sizes)
+    for asked in (*near, *_other_devices(plan, cluster), *far):
+        cost = run // 2 if isinstance(asked, Cluster) and not plan.streamed else run
+        if left < cost:
+            continue
+        left -= cost
+        if isinstance(asked, Cluster):
+            yield _planned_anew(profile, asked, sizes, plan_anew)
+            continue
         try:
-            made = plan_anew(other)
-            found = price(made, profile, other)
-        except AutoshardError:
-            yield _nothing(sizes, other)
-        else:
-            yield _cell(made, found, sizes, other)
-    for workload in _other_sizes(sizes):
-        left -= len(profile.graph.ops)
-        if left < 0:
-            break
-        try:
-            found = price(for_size(plan, workload), record(workload), cluster)
+            found = price(for_size(plan, asked), record(asked), cluster)
         except AutoshardError:  # the model takes no such sequence, or the plan no so small batch
             continue
-        yield _cell(plan, found, workload)
+        yield _cell(plan, found, asked)
 
 
-def _other_sizes(sizes: Workload) -> Iterator[Workload]:
-    """Batches and lengths around that of the plan, the nearest first."""
-    factors = sorted(product((1, 0.5, 2, 4), (1, 0.5, 2)), key=lambda pair: sum(one != 1 for one in pair))
+def _planned_anew(profile: Profile, other: Cluster, sizes: Workload, plan_anew: Callable[[Cluster], Plan]) -> Cell:
+    """The cell of other devices; where their memory can't hold the weights nothing is planned."""
+    if profile.parameter_bytes + profile.buffer_bytes <= sum(device.memory_bytes for device in other.devices):
+        with contextlib.suppress(AutoshardError):
+            made = plan_anew(other)
+            return _cell(made, price(made, profile, other), sizes, other)
+    return _nothing(sizes, other)
+
+
+def _other_sizes(sizes: Workload) -> tuple[list[Workload], list[Workload]]:
+    """Batches and lengths around that of the plan: where one of them differs, and where both do."""
+    found: tuple[list[Workload], list[Workload]] = ([], [])
     seen = {(sizes.batch_size, sizes.sequence_length)}
-    for rows, length in factors:
+    for rows, length in product((1, 2, 0.5, 4), (1, 2, 0.5)):
         batch = None if sizes.batch_size is None else sizes.batch_size * rows
         tokens = None if sizes.sequence_length is None else sizes.sequence_length * length
         if (batch, tokens) in seen or any(one is not None and one != int(one) for one in (batch, tokens)):
             continue
         seen.add((batch, tokens))
-        yield replace(
+        other = replace(
             sizes, batch_size=None if batch is None else int(batch),
             sequence_length=None if tokens is None else int(tokens), assumed=False,
         )  # fmt: skip
+        found[rows != 1 and length != 1].append(other)
+    return found
 
 
 def _other_devices(plan: Plan, cluster: Cluster) -> Iterator[Cluster]:
-    """Half and twice as many of the plan's devices, where all are alike, and as many of a few cards."""
+    """Half and twice as many of the plan's devices, where all are alike, and as many of a few cards.
+
+    Only for whole modules: to find other cuts or stages takes as long as the plan itself.
+    """
     stores = [device for device in cluster.devices if device.name in ("cpu", "disk")]
     computing = [device for device in cluster.devices if device not in stores]
     count, lead = len(computing), computing[0] if computing else None
-    if lead is None or plan.strategy not in get_args(Strategy) or len({one.host for one in computing}) > 1:
+    whole = plan.mesh is None and not plan.cuts and not plan.pins and plan.strategy in get_args(Strategy)
+    if lead is None or not whole or len({one.host for one in computing}) > 1:
         return
     more = "".join(f",{device.name}={device.memory_bytes}B" for device in stores)
     named = lead.kind if lead.kind != "generic" else format_bytes(lead.memory_bytes).replace(" ", "")

@@ -7,11 +7,7 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
-from autoshard.cluster.parse import parse_devices
-from autoshard.profile.scaling import find_scaling
 from autoshard.report.axes import axis_rows
-from autoshard.report.whatif import predict, what_if_data
-from autoshard.workload import Workload
 
 WIDTH, INNER = 16, 32
 X = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -112,21 +108,3 @@ def test_plans_with_gathered_sums_are_equal(mean):
     torch.testing.assert_close(found, expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
-
-
-def test_gathered_sums_grow_with_the_batch_in_a_what_if():
-    """Priced as an all-gather of all summands: at other sizes, too."""
-    model, cluster = stack(Normed, True), parse_devices("2xA100-40GB")
-
-    def profiled(batch, length):
-        workload = Workload(batch_size=batch, sequence_length=length)
-        return autoshard.profile(model, torch.zeros(batch, length, WIDTH), workload=workload)
-
-    plan = autoshard.plan(model, cluster, inputs=X, strategy="column-parallel", objective="memory")
-    assert any(action.gathered for cut in plan.cuts for action in cut.actions)
-    profile = profiled(2, 3)
-    scaling = find_scaling(profile, profiled(7, 5))
-    data = what_if_data(plan, autoshard.estimate(plan, profile, cluster), profile, cluster, scaling)
-    for batch, near in ((2, 1e-9), (500, 0.03)):
-        found = predict(data, batch, 3, 0)["latency"]
-        assert found == pytest.approx(autoshard.estimate(plan, profiled(batch, 3), cluster).latency_seconds, rel=near)

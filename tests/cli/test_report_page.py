@@ -1,4 +1,4 @@
-"""The page in a browser: no error, no request, all by keyboard, figures are Python's, nothing serious for axe."""
+"""The page in a browser: no error, no request, all by keyboard, sizes between priced ones, nothing serious for axe."""
 
 import json
 import shutil
@@ -10,7 +10,6 @@ from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
 from autoshard.cli.main import app
-from autoshard.report.whatif import predict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -144,30 +143,22 @@ def test_timeline_by_keyboard_and_mouse(browser, report):
     page.close()
 
 
-def test_sliders_are_pythons_formula(browser, report):
+def test_sizes_are_the_priced_cells_and_straight_lines_between_them(browser, report):
     page, troubles = opened(browser, report)
-    data = json.loads(page.inner_text("#data") or page.evaluate("document.getElementById('data').textContent"))
-    cases = [(b, s, 0, kind, count) for b in (1, 2, 96) for s in (16, 1000)
-             for kind, count in (("", 0), ("", 5), ("T4", 2), ("H100-SXM", 3))]  # fmt: skip
-    for case in cases:
-        want = predict(data["whatif"], *case)
-        got = page.evaluate("([b, s, n, kind, count]) => predict(data.whatif, b, s, n, kind, count)", list(case))
-        assert got["fits"] == want["fits"]
-        for name in ("latency", "bottleneck"):
-            assert got[name] == pytest.approx(want[name], rel=1e-9)
-        for mine, theirs in zip(want["devices"], got["devices"], strict=True):
-            assert theirs[0] == mine[0] and theirs[1:] == pytest.approx(mine[1:], rel=1e-9)
-    slider = page.locator("#w-batch")
-    before = page.inner_text("#whatif-body .figures")
-    slider.focus()
-    for _ in range(12):
-        slider.press("ArrowRight")
-    assert page.inner_text("#whatif-body .figures") != before
-    assert page.inner_text("#w-verdict").startswith("Does not fit")
-    page.select_option("#w-kind", "H100-SXM")
-    assert page.inner_text("#w-verdict") == "Fits"
-    page.click("#w-reset")
-    assert page.inner_text("#whatif-body .figures") == before
+    cells = json.loads(page.evaluate("document.getElementById('data').textContent"))["cells"]
+    assert len(cells) > 8
+    for column, batch, tokens, *figures, _ in cells:
+        got = page.evaluate("([c, b, t]) => figuresOf(c, b, t)", [column, batch, tokens])
+        assert got == {**dict(zip(("seconds", "rate", "full"), figures, strict=True)), "priced": True}
+    own = next(cell for cell in cells if cell[6])
+    twice = next(cell for cell in cells if cell[:3] == [own[0], 2 * own[1], own[2]])
+    got = page.evaluate("([c, b, t]) => figuresOf(c, b, t)", [own[0], 1.5 * own[1], own[2]])
+    assert got["seconds"] == pytest.approx((own[3] + twice[3]) / 2) and not got["priced"]
+    assert page.inner_text("#sizes-said").startswith("Priced: ")
+    page.fill("#sizes-batch", str(int(1.5 * own[1])))
+    assert page.inner_text("#sizes-said").startswith("Interpolated between priced cells: about ")
+    page.fill("#sizes-batch", "4000")
+    assert page.inner_text("#sizes-said").startswith("Not priced")
     assert not troubles
     page.close()
 
