@@ -100,7 +100,7 @@ def report(
     """Write a plan as one HTML page: devices, timeline, module tree, transfers, reasons, assumptions.
 
     `comparison`: from `compare`, shown as a table. `devices`: as in `plan`; None means the plan's own. The page of
-    `autoshard report` has other sizes as well, which takes the model itself. Raises `SpecError` if `path` can't be written.
+    `autoshard report` prices other sizes as well. Raises `SpecError` if `path` can't be written.
     """
     from autoshard.api import estimate
     from autoshard.files import check_writable, write_whole

@@ -19,8 +19,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autoshard
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import parse_devices
+from autoshard.planning import Request, place
+from autoshard.profile.profile import Profile
 from autoshard.report.page import make_page
+from autoshard.search.sizes import cells
 
 CONFIG = pathlib.Path(__file__).parent.parent / "examples" / "llama-3.1-405b"
 RUNS = 5

@@ -10,36 +10,10 @@ from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
 from autoshard.cli.main import app
+from tests.report.net import MODEL
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
-MODEL = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-model = Net
-
-def example_inputs(batch_size=2, sequence_length=16):
-    return {"ids": torch.zeros(batch_size, sequence_length, dtype=torch.long)}
-"""
 
 
 @pytest.fixture(scope="module")

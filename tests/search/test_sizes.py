@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from autoshard.cli.main import app
 from autoshard.cluster.parse import parse_devices
 from autoshard.search.sizes import for_size
 from autoshard.workload import Workload
-from tests.cli.test_report_page import MODEL
+from tests.report.net import MODEL
 from tests.timeline.test_timeline import Net
 
 CASES = {
-    "placed": ("2x560KiB", "balanced"),
+    "placed": ("2x2MiB", "balanced"),
     "stages": ("2xT4", "pipeline"),
     "replicas": ("2xT4", "data-parallel"),
     "ranks": ("2xT4", "column-parallel"),
@@ -70,6 +71,6 @@ def test_a_divided_plan_with_another_batch_is_the_one_that_is_made_for_it():
     assert of_size(plan.batch, 4096) == other.batch
     cluster = parse_devices("2xA100-40GB")
     found = autoshard.estimate(for_size(plan, workload), profile, cluster)
-    assert found == autoshard.estimate(other, profile, cluster)
+    assert found == autoshard.estimate(replace(other, mesh=plan.mesh), profile, cluster)
     with pytest.raises(autoshard.PlanError, match="one of 1 rows is too small"):
         for_size(plan, Workload(batch_size=1, sequence_length=16))

@@ -71,7 +71,7 @@ def make_page(
         transfers=_transfers(estimate),
         alternatives=alternatives,
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
-        grids=grids(cells),
+        grids=grids(cells) if len(cells) > 1 else [],
         unit=unit(plan.workload),
         speed=speed,
         plan_json=plan.to_json(),
