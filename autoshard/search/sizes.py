@@ -85,7 +85,8 @@ def cells(
     yield _cell(plan, estimate, sizes, own=True)
     left, run = MOST_OPS, len(profile.graph.ops)
     near, far = _other_sizes(sizes)
-    for asked in (*near, *_other_devices(plan, cluster), *far):
+    every: list[Workload | Cluster] = [*near, *_other_devices(plan, cluster), *far]
+    for asked in every:
         cost = run // 2 if isinstance(asked, Cluster) and not plan.streamed else run
         if left < cost:
             continue
@@ -112,7 +113,7 @@ def _planned_anew(profile: Profile, other: Cluster, sizes: Workload, plan_anew: 
 def _other_sizes(sizes: Workload) -> tuple[list[Workload], list[Workload]]:
     """Batches and lengths around that of the plan: where one of them differs, and where both do."""
     found: tuple[list[Workload], list[Workload]] = ([], [])
-    seen = {(sizes.batch_size, sizes.sequence_length)}
+    seen: set[tuple[float | None, float | None]] = {(sizes.batch_size, sizes.sequence_length)}
     for rows, length in product((1, 2, 0.5, 4), (1, 2, 0.5)):
         batch = None if sizes.batch_size is None else sizes.batch_size * rows
         tokens = None if sizes.sequence_length is None else sizes.sequence_length * length
