@@ -20,7 +20,7 @@ from autoshard.runtime.collectives import layout
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.slices import CutTensor, runs_of
+from autoshard.runtime.slices import CutTensor, runs_of, runs_within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ def layout_of(model: nn.Module) -> Layout:
             )
         if stages is not None and not stages.has(name):
             return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=())
-        if hasattr(tensor, "__create_chunk_list__"):
-            return _of_dtensor(name, tensor)
         cut = cuts.tensors.get(name) if cuts is not None else None
+        if hasattr(tensor, "__create_chunk_list__"):
+            return _of_dtensor(name, tensor, cut, (cuts.ranks.rank if cuts is not None else None) or 0)
         if isinstance(tensor, RankTensor):
             return _of_ranks(name, tensor, cut)
         written = stages is None or stages.owner(name) == stages.position
@@ -85,11 +85,20 @@ def layout_of(model: nn.Module) -> Layout:
     return held
 
 
-def _of_dtensor(name: str, tensor: torch.Tensor) -> Held:
+def _of_dtensor(name: str, tensor: torch.Tensor, cut: CutTensor | None, rank: int) -> Held:
+    """The shard of a tensor, or of a rank's part of it where it is cut as well."""
     boxes = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
     local = tensor.detach().to_local()  # type: ignore[attr-defined]
     parts = tuple(Part(value=local, offset=tuple(box.offsets)) for box in boxes if local.numel())
-    return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts)
+    if cut is None or not tensor.dim():
+        return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts)
+    found: list[Part] = []
+    for part in parts:
+        first = part.offset[0]
+        for one in _cut_parts(local, cut, rank, first if cut.dim == 0 else 0):
+            rows = one.offset[0] if cut.dim == 0 else first
+            found.append(Part(value=one.value, offset=(rows, *one.offset[1:]), written=one.written))
+    return Held(name=name, shape=_whole_shape(tensor, cut), dtype=tensor.dtype, parts=tuple(found))
 
 
 def _of_ranks(name: str, tensor: RankTensor, cut: CutTensor | None) -> Held:
@@ -108,13 +117,13 @@ def _whole_shape(part: torch.Tensor, cut: CutTensor) -> tuple[int, ...]:
     return (*part.shape[: cut.dim], size, *part.shape[cut.dim + 1 :])
 
 
-def _cut_parts(part: torch.Tensor, cut: CutTensor, rank: int) -> tuple[Part, ...]:
-    """The stretches of a rank's part; what all ranks keep is written by rank 0."""
+def _cut_parts(part: torch.Tensor, cut: CutTensor, rank: int, first: int = 0) -> tuple[Part, ...]:
+    """The stretches of what is given of a rank's part, from its place `first` on; what all keep, rank 0 writes."""
     kept = layout(cut.axis, cut.shares).kept[rank]
     common = {int(kept[place]) for place in layout(cut.axis, cut.shares).common[rank]}
     found: list[Part] = []
     place = 0
-    for begin, end in runs_of(cut, rank):
+    for begin, end in runs_within(runs_of(cut, rank), first, first + part.shape[cut.dim]):
         at = begin
         while at < end:  # a stretch may go over from what all keep to what only this rank has
             stop, shared = at + 1, at in common

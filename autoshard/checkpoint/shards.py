@@ -8,7 +8,7 @@
 The whole of a parameter never has memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import META
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.sharded import is_sharded, rows_of
-from autoshard.runtime.slices import runs_of
+from autoshard.runtime.slices import runs_of, runs_within
 
 
 @dataclass(slots=True)
@@ -87,18 +87,8 @@ def _sharded(name: str, tensor: Any, source: Source, record: CutRecord | None) -
         return source, Target(source=name, tensor=local, dim=0, runs=((begin, end),))
     runs = runs_of(cut, record.ranks.rank or 0)
     if cut.dim == 0:
-        return source, Target(source=name, tensor=local, dim=0, runs=tuple(_within(runs, begin, end)))
+        return source, Target(source=name, tensor=local, dim=0, runs=runs_within(runs, begin, end))
     return _rows(source, begin, end), Target(source=name, tensor=local, dim=cut.dim, runs=runs)
-
-
-def _within(runs: tuple[tuple[int, int], ...], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield what runs have from place `begin` to `end` of all that they have, one after the other."""
-    place = 0
-    for start, stop in runs:
-        first, last = max(start, start + begin - place), min(stop, start + end - place)
-        if first < last:
-            yield first, last
-        place += stop - start
 
 
 def _rows(source: Source, begin: int, end: int) -> Source:

@@ -280,6 +280,17 @@ def runs_of(cut: CutTensor, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple((int(run[0]), int(run[-1]) + 1) for run in numpy.split(index, breaks))
 
 
+def runs_within(runs: tuple[tuple[int, int], ...], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """What stretches have from place `begin` to `end` of all that they have, one after the other."""
+    found, place = [], 0
+    for start, stop in runs:
+        first, last = max(start, start + begin - place), min(stop, start + end - place)
+        if first < last:
+            found.append((first, last))
+        place += stop - start
+    return tuple(found)
+
+
 def slice_of(whole: torch.Tensor, cut: CutTensor, rank: int) -> torch.Tensor:
     """Copy the part of a tensor that a rank keeps."""
     index = layout(cut.axis, cut.shares).kept[rank]

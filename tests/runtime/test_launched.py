@@ -102,7 +102,9 @@ def largest_error(found, expected):
     """Relative to the largest number of each tensor."""
     assert found.keys() == expected.keys()
     return max(
-        float((found[name].float() - one.float()).abs().max() / one.float().abs().max().clamp(min=1e-12))
+        float(
+            (found[name].float() - one.float()).abs().max().detach() / one.detach().float().abs().max().clamp(min=1e-12)
+        )
         for name, one in expected.items()
     )
 
