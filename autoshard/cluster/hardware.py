@@ -98,7 +98,8 @@ def find_hardware(text: str) -> Hardware:
         close = [shown[key] for key in difflib.get_close_matches(wanted, list(shown), n=3, cutoff=0.5)]
     hint = f"Closest: {', '.join(close[:4])}." if close else "`autoshard devices --known` lists what is known."
     raise SpecError(
-        f"unknown hardware {text[:60]!r}. {hint} For a card that is not listed give its memory, as in 8x48GiB."
+        f"unknown hardware {text[:60]!r}. {hint} For a card that is not listed give its memory, as in 8x48GiB; "
+        "of cpu and disk, as in cpu=60GiB."
     )
 
 

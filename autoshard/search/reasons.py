@@ -31,6 +31,9 @@ def explain(task: Task, found: Searched, *, instead_of: Priced | None = None) ->
     best = found.best
     about = (_what, _where_time_goes, _memory)
     reasons = [sentence for describe in about for sentence in describe(task, best)]
+    if instead_of is None and task.devices > best.recipe.devices:
+        left = f"{task.devices - best.recipe.devices} of {task.devices} devices are left out"
+        reasons.append(f"{left}: with more of them it takes no less")
     if instead_of is not None and instead_of.recipe.devices > best.recipe.devices:
         reasons.insert(
             1,
@@ -60,9 +63,6 @@ def _what(task: Task, best: Priced) -> Iterator[str]:
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
-    unused = task.devices - recipe.devices
-    if unused:
-        yield f"{unused} of {task.devices} devices are left out: with more of them it takes no less"
 
 
 def _counted(count: int, one: str, more: str = "") -> str:
@@ -124,7 +124,7 @@ def beside(factor: float) -> str:
     if factor >= 1.005:
         return f"{factor:.2f} times as long"
     if factor * AS_GOOD < 1:
-        return f"{1 - factor:.0%} less than what was asked for"
+        return f"{1 - factor:.0%} less"
     return "no faster by enough for what it adds"
 
 
