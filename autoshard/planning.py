@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard.batching import ASSUMED
 from autoshard.cluster.cluster import RESERVED, Cluster
+from autoshard.cluster.limits import limited_to, limits_and_pins
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
@@ -127,12 +128,6 @@ class Request:
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
         return make_prover(self.model, self.inputs, forward, self.composite, self.groups)
-
-
-def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
-    """The cluster with the memory that may be used."""
-    limits, _ = _limits_and_pins(cluster, max_memory, None)
-    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
 
 
 def plan_measured(
@@ -441,29 +436,8 @@ def plan_profile(
     """Plan from a profile that exists already, with limits and pins in the forms people write."""
     from autoshard.strategies import make_plan
 
-    limits, fixed = _limits_and_pins(cluster, max_memory, pins)
+    limits, fixed = limits_and_pins(cluster, max_memory, pins)
     return make_plan(
         profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
         in_memory=in_memory, advise=advise,
     )  # fmt: skip
-
-
-def _limits_and_pins(
-    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
-    from autoshard.cluster.parse import canonical_name
-    from autoshard.sizes import parse_bytes
-
-    limits = {
-        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
-        for name, size in (max_memory or {}).items()
-    }
-    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
-    return limits, fixed
-
-
-def _known(name: str, cluster: Cluster, where: str) -> str:
-    if name not in cluster.names:
-        raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
-    return name

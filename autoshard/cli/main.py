@@ -146,7 +146,8 @@ def _made(
     """Make the plan, for processes or for one; of those for processes there is an estimate already."""
     from autoshard.cli.growing import check_one_size, plan_largest
     from autoshard.cli.processes import choose_processes, plan_largest_processes
-    from autoshard.planning import limited_to, plan_measured
+    from autoshard.cluster.limits import limited_to
+    from autoshard.planning import plan_measured
     from autoshard.search.fewer_bits import with_hint
 
     check_one_size(max_batch, max_seq)
