@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "CHECKS",
     "DataDependentOutputException",
     "DispatchMode",
     "DynamicOutputShapeException",
@@ -453,6 +454,14 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
+
+
+CHECKS = frozenset(
+    inspect.unwrap(function).__code__
+    for function in (torch._assert, getattr(torch, "_check_tensor_all_with", None))
+    if function is not None
+)
+"""Functions of torch that ask whether all of a tensor is true, and raise an error if it is not."""
 
 
 def looks_for_overrides(module: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 dispatch        tokens are sorted by expert, worked on one by one, and put back in their own places
 bags            bags of words that are rows of as many words each
 sample_merges   sums and means over samples, which are put together of those of parts
+guarded         questions about each element, which are only asked to raise an error
 switches        both branches of a question whether any row is masked give a row without padding the same
 """
 

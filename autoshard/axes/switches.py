@@ -33,7 +33,7 @@ def read_values(reading: Reading) -> list[int]:
 def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
     op = _maker(graph, value)
-    while op is not None and name_of(op) in ("detach", "to", "clone", "alias", "view", "reshape", "logical_not"):
+    while op is not None and name_of(op) in ("detach", "to", "clone", "alias", "view", "reshape"):
         op = _maker(graph, op.inputs[0])
     if op is None or op.node is None:
         return None

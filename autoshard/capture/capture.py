@@ -18,6 +18,7 @@ from autoshard import nested
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, ValueNeeded
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
@@ -86,14 +87,16 @@ def record_forward(
     grad: bool,
     real: bool = False,
     small_floats: int = SMALL_FLOATS,
+    failing: Guard | None = None,
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
     and the tape says where. `real`: what can't be run without values, and has them, is run with them.
-    `small_floats`: most elements of floats made by the code that keep their values. Raises as `capture` does.
+    `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
+    what it raises an error for. Raises as `capture` does.
     """
-    tape = Tape(grad)
+    tape = Tape(grad, failing)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
               small_floats=small_floats)  # fmt: skip
     try:
@@ -204,7 +207,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
-                            small_floats=run.small_floats)  # fmt: skip
+                            small_floats=run.small_floats, pass_guards=tape is not None)  # fmt: skip
         return record_run(run, engine, fake_material(engine), level, decode=decode)
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES

@@ -178,7 +178,7 @@ class Recorder(DispatchMode):
             if self.tape is not None:
                 self.tape.op()
         elif self.tape is not None and traits.reads_value:
-            self.tape.read(args, func, out)
+            return self.tape.read(args, func, out)
         return out
 
     def value_of(self, tensor: torch.Tensor) -> int:

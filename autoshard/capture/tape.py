@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import nested
 from autoshard.capture.decode import opaque_tensors
+from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
 from autoshard.torch_private import Interceptor, intercept, no_modes, release
 
@@ -75,7 +76,8 @@ class TapedCall:
 class Reading:
     """Python took something out of tensors: `function(*args) == result`; op `begin` comes next, in call `row`.
 
-    `assumed`: nothing was known, and this was taken to be so; then `function` is None.
+    `assumed`: nothing was known, and this was taken to be so; then `function` is None. `guard`: an error is all that
+    another answer would have led to.
     """
 
     row: int
@@ -84,6 +86,7 @@ class Reading:
     function: Any = None
     result: Any = None
     assumed: str = ""
+    guard: Guard | None = None
 
 
 class Tape:
@@ -93,10 +96,12 @@ class Tape:
         calls: of modules, by row; `functions`: of autograd functions, in order of their end.
         op_grad, op_autocast: per op, whether gradients and autocast were enabled.
         drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
+        failing: a guard that is told what it raises for, to see that nobody catches it.
     """
 
-    def __init__(self, grad: bool) -> None:
+    def __init__(self, grad: bool, failing: Guard | None = None) -> None:
         self.grad = grad
+        self.failing = failing
         self._start()
 
     def _start(self) -> None:
@@ -141,12 +146,18 @@ class Tape:
         self.op_grad.append(torch.is_grad_enabled())
         self.op_autocast.append(_autocast())
 
-    def read(self, args: tuple, function: Callable[..., Any], result: Any) -> None:
-        """Python took `result` out of the tensors in `args`."""
+    def read(self, args: tuple, function: Callable[..., Any], result: Any) -> Any:
+        """Python took `result` out of the tensors in `args`; returns what it is told."""
         row, begin = self._recorder.calls.current, self._recorder.ledger.now
         if isinstance(result, numpy.ndarray):
             result = result.copy()
-        self.readings.append(Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result))
+        guard = asking() if isinstance(result, bool) else None
+        if guard is not None and guard == self.failing:
+            return not guard.passes
+        self.readings.append(
+            Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
+        )
+        return result
 
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""

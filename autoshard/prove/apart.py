@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard import nested
+from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.sample_merges import counted_labels
 from autoshard.axes.sample_walk import SampleWalk, first_difference
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
@@ -22,6 +23,7 @@ from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Reading, Tape
 from autoshard.errors import CaptureError
 from autoshard.prove.parts import Mixed
@@ -110,9 +112,21 @@ class Run:
         self._check_tape(other_tape)
         self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch), ROWS)
         self.switches: dict[int, bool] = {}
+        self.guards: set[Guard] = set()
         self._follow()
+        for guard in sorted(self.guards, key=lambda guard: guard.place):
+            self._check_raises(guard)
 
-    def _recorded(self, rows: int) -> tuple[ModelGraph, Tape]:
+    def _check_raises(self, guard: Guard) -> None:
+        """Refuse an error that somebody catches, to do something else instead."""
+        try:
+            self._recorded(ROWS, guard)
+        except NotRun:
+            return
+        file, line = guard.place[0] if guard.place else ("torch", 0)
+        raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {INDEPENDENT}")
+
+    def _recorded(self, rows: int, failing: Guard | None = None) -> tuple[ModelGraph, Tape]:
         question = self.question
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
@@ -124,6 +138,7 @@ class Run:
             return record_forward(
                 question.model, args, kwargs, grad=question.workload.training, real=True,
                 small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
+                failing=failing,
             )  # fmt: skip
         except CaptureError as error:
             raise NotRun(str(error)) from error
@@ -200,7 +215,7 @@ class Run:
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
         for value in read_values(reading):
-            if self.walk.of(value).shared:
+            if self.walk.of(value).shared or self._is_guarded(reading, value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
@@ -211,6 +226,16 @@ class Run:
                 raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
             tensor, truth = asked
             self.switches[tensor] = bool(reading.result) == truth  # all are true, or none is
+
+    def _is_guarded(self, reading: Reading, value: int) -> bool:
+        """Whether what is asked of each element only decides whether an error is raised."""
+        asked = None if reading.guard is None else asked_of_each(self.graph, value)
+        if reading.guard is None or asked is None or asked[0] is not bool(reading.result):
+            return False
+        if not all(self.walk.of(one).apart for one in asked[1]):
+            return False
+        self.guards.add(reading.guard)
+        return True
 
     def _is_of_rows(self, value: int) -> bool:
         item = self.walk.of(value)
