@@ -224,14 +224,12 @@ def _divided_anew(item: Samples, old: Sequence[int], new: Sequence[int], counts:
         return [False] * len(new)
     if len(old) == len(new) == 1:
         return flags
-    if len(new) == 1:  # a table, and how often it is repeated
-        at = next(place for place, flag in enumerate(flags) if flag)
-        inner = old[at + (flags[at] > 1) :]
-        fixed = not any(dim < len(counts) and counts[dim] for dim in inner)
-        period = prod([int(flags[at]), *(item.shape[dim] for dim in inner)])
-        return [period if fixed and 1 < period < new[0] else True]
-    if len(old) == 1 and flags[0] > 1:
-        return _split(int(flags[0]), new)
+    at = next(place for place, flag in enumerate(flags) if flag)  # a table, and how often it is repeated
+    inner = old[at + (flags[at] > 1) :]
+    fixed = not any(dim < len(counts) and counts[dim] for dim in inner)
+    period = prod([int(flags[at]), *(item.shape[dim] for dim in inner)])
+    if fixed and 1 < period < prod(new):
+        return _split(period, new)
     return [True] * len(new)
 
 

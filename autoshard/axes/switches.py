@@ -233,6 +233,8 @@ class Numbering:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
             return self._repeated(graph, op, given[0])
+        if name == "baddbmm" and tables[0] is not None and not tables[0].any() and not op.node.kwargs:
+            return "aten.bmm.default", tuple(given[1:]), ("tensor", "tensor")
         if name == "sub" and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
             return given[0]
         if name == "add" and len(given) == 2:
