@@ -49,6 +49,24 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     return None
 
 
+def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
+    """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, as padding does in tokens."""
+    op = _maker(graph, value)
+    while op is not None and name_of(op) in ("to", "_to_copy", "detach", "clone", "alias", "view", "reshape"):
+        op = _maker(graph, op.inputs[0])
+    if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
+        return None
+    number, source = op.node.args[1], op.inputs[0]
+    while source not in graph.inputs:
+        before = _maker(graph, source)
+        if before is None or len(before.inputs) != 1 or not (name_of(before) in RESHAPES or name_of(before) == "to"):
+            return None
+        source = before.inputs[0]
+    whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool
+    known = isinstance(number, int) and not isinstance(number, bool) and whole
+    return (graph.inputs.index(source), number) if known else None  # type: ignore[return-value]
+
+
 def _maker(graph: ModelGraph, value: int) -> Op | None:
     op = graph.values[value].op
     return graph.ops[op] if op >= 0 else None
@@ -232,7 +250,7 @@ class Numbering:
         if name == "scaled_dot_product_attention" and len(given) == 3:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
-            return self._repeated(graph, op, given[0])
+            return self._repeated(graph, op, given[0]) or self._viewed(graph, op, given[0])
         if name == "baddbmm" and tables[0] is not None and not tables[0].any() and not op.node.kwargs:
             return "aten.bmm.default", tuple(given[1:]), ("tensor", "tensor")
         if name == "sub" and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
@@ -293,6 +311,17 @@ class Numbering:
         while _is_spread(key := self._keys[number][0]):
             number = key[1]
         return number
+
+    def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
+        """The same elements in another shape, however often that was changed; in their first one they are themselves."""
+        assert op.node is not None
+        if any(isinstance(item, torch.dtype) for item in op.node.args[1:]):  # bits as another type
+            return None
+        before: Any = self._keys[given][0]
+        known = isinstance(before, tuple) and before[0] == "viewed"
+        root, first = before[1:3] if known else (given, graph.values[op.inputs[0]].shape)
+        shape = graph.values[op.outputs[0]].shape
+        return root if shape == first else ("viewed", root, first, shape)
 
     def _repeated(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """`x.unsqueeze(2).expand(…, times, …).reshape(…)` repeats every head."""

@@ -5,7 +5,7 @@ masks      without padding, and with some: each branch is followed, and gives ro
 outputs    of one sample each, of none, or a sum or a mean of samples: merged in this way only
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.sample_merges import counted_labels
 from autoshard.axes.sample_walk import SampleWalk, first_difference
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
-from autoshard.axes.switches import Numbering, asked_of_all, read_values
+from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.capture import record_forward
@@ -38,12 +38,12 @@ ROWS = 3
 """Rows of the runs that are followed."""
 MANY_ROWS = (64, 16)
 """Rows of a run whose ops are compared only: code may look whether there are many. The second if not all is known."""
-MOST_SWITCHES = 2
-"""Masks for which all branches are followed."""
+MOST_SWITCHES = 3
+"""Masks, and numbers in tokens, for which all branches are followed."""
 OTHER = 2
 """What stands in a mask that is neither 0 nor 1: code may ask for either."""
 Padded = frozenset[tuple[str, int]]
-"""Masks that end in some rows, and what stands there."""
+"""Masks that end in some rows, and what stands there; tokens in some rows of which is a number that is asked for."""
 INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
 
 
@@ -73,34 +73,35 @@ class Apart:
 def check_apart(question: "Question", batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
-    runs: dict[Padded, Run] = {}
-    for padded in _choices(masks if len(masks) <= MOST_SWITCHES else []):
-        run = Run(question, batch, padded)
-        runs[padded] = run
-        if not run.switches and not padded:
-            break  # nobody asks whether a row is masked
-    if len(masks) == 1 and len(runs[frozenset()].switches) > 1:
+    first = Run(question, batch, frozenset(), ())
+    marks = first.marks()
+    if marks:
+        first = Run(question, batch, frozenset(), marks)
+    choices = [*((path, 0) for path in masks), *marks]
+    runs: dict[Padded, Run] = {frozenset(): first}
+    if first.switches and len(choices) <= MOST_SWITCHES:
+        for count in range(1, len(choices) + 1):
+            for chosen in map(frozenset, combinations(choices, count)):
+                runs[chosen] = Run(question, batch, chosen, marks)
+    if len(masks) == 1 and not marks and len(first.switches) > 1:
         other = frozenset({(masks[0], OTHER)})
-        runs[other] = Run(question, batch, other)
-    _check_switches(runs, masks)
-    return runs[frozenset()].outputs()
-
-
-def _choices(masks: Sequence[str]) -> Iterator[Padded]:
-    for count in range(len(masks) + 1):
-        for chosen in combinations(masks, count):
-            yield frozenset((path, 0) for path in chosen)
+        runs[other] = Run(question, batch, other, ())
+    _check_switches(runs, choices)
+    return first.outputs()
 
 
 class Run:
     """One forward with some rows, beside the same with one more.
 
     Attributes:
+        absent: numbers that stand nowhere in an input, but where `padded` says so.
         switches: values of which Python asked whether all elements are true, or false, and the answer.
     """
 
-    def __init__(self, question: "Question", batch: BatchAxis, padded: Padded) -> None:
-        self.question, self.batch, self.padded = question, batch, padded
+    def __init__(
+        self, question: "Question", batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]]
+    ) -> None:
+        self.question, self.batch, self.padded, self.absent = question, batch, padded, absent
         self.graph, self.tape = self._recorded(ROWS)
         self.other, other_tape = self._recorded(ROWS + 1)
         self._check_sequence(self.other, ROWS + 1)
@@ -131,6 +132,7 @@ class Run:
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
         )
+        bound = _marked(bound, self.batch, self.padded, self.absent, rows)
         args, kwargs = question.call(bound)
         by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
         self.paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
@@ -251,6 +253,12 @@ class Run:
         cause = self.walk.cause.get(value, -1)
         return self.refuse(self.graph.ops[cause] if cause >= 0 else None, what)
 
+    def marks(self) -> tuple[tuple[str, int], ...]:
+        """Numbers of which is asked whether they stand anywhere in an input of the batch, with its path."""
+        given = {item.path for item in self.batch.inputs}
+        asked = [found for value in self.switches if (found := number_asked_for(self.graph, value))]
+        return tuple(dict.fromkeys((self.paths[at], number) for at, number in asked if self.paths[at] in given))
+
     def outputs(self) -> Apart:
         """The samples of all outputs. Raises `Mixed`."""
         found: dict[str, tuple[Samples, BatchOutput | None]] = {}
@@ -271,12 +279,12 @@ class Run:
         return Apart(outputs=found)
 
 
-def _check_switches(runs: Mapping[Padded, Run], masks: Sequence[str]) -> None:
+def _check_switches(runs: Mapping[Padded, Run], choices: Sequence[tuple[str, int]]) -> None:
     """Refuse branches that were not seen, and those that give a row something else."""
     whole = runs[frozenset()]
     if not any(run.switches for run in runs.values()):
         return
-    last = runs.get(frozenset((path, 0) for path in masks))
+    last = runs.get(frozenset(choices))
     numbering = Numbering()
     answers: dict[Any, dict[Padded, bool]] = {}
     pinned = set()  # questions of which a yes says what all of the mask is
@@ -293,7 +301,7 @@ def _check_switches(runs: Mapping[Padded, Run], masks: Sequence[str]) -> None:
             if answer:
                 facts[padded].update(found)
     for value in whole.switches:
-        if last is None or not _all_were_seen(answers, pinned, runs, masks):
+        if last is None or not _all_were_seen(answers, pinned, runs, choices):
             op = whole.graph.values[value].op
             raise whole.refuse(whole.graph.ops[op] if op >= 0 else None, "decides what to do by values of all rows")
     assert last is not None
@@ -311,7 +319,7 @@ def _check_switches(runs: Mapping[Padded, Run], masks: Sequence[str]) -> None:
 
 def _all_were_seen(
     answers: Mapping[Any, Mapping[Padded, bool]], pinned: Collection[Any], runs: Collection[Padded],
-    masks: Sequence[str],
+    choices: Sequence[tuple[str, int]],
 ) -> bool:  # fmt: skip
     """Whether all answers to questions about masks were seen together that there can be.
 
@@ -319,11 +327,11 @@ def _all_were_seen(
     """
     if any(len({*seen.values()}) < 2 for seen in answers.values()):
         return False
-    if len(answers) <= max(1, len(masks)):
+    if len(answers) <= max(1, len(choices)):
         return True
     together = {tuple(seen.get(padded) for seen in answers.values()) for padded in runs}
     known = len(together) == 3 and (False, False) in together and not any(None in seen for seen in together)
-    return len(masks) == 1 and len(answers) == 2 and bool(pinned) and known
+    return len(choices) == 1 and len(answers) == 2 and bool(pinned) and known
 
 
 def _truth(run: Run, tensor: int) -> bool:
@@ -351,6 +359,32 @@ def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, rows: int
                 part = tensor.index_select(item.dim, index)
                 part[..., size - min(row, size // 2) :] = fills[item.path]
                 tensor.index_copy_(item.dim, index, part)
+        made = nested.replace_at(made, item.path, tensor)
+    return made
+
+
+def _marked(
+    bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]], rows: int
+) -> dict[str, Any]:
+    """The call without some numbers, but for those of `padded`, which stand near the end of all rows but the first."""
+    made = dict(bound)
+    for item in batch.inputs:
+        numbers = [number for path, number in absent if path == item.path]
+        tensor = nested.tensor_at(made, item.path)
+        if tensor is None or not numbers:
+            continue
+        others = [number for number in tensor.unique().tolist() if number not in numbers]
+        if not others or tensor.dim() < 2 or tensor.shape[-1] <= len(numbers) or item.dim == tensor.dim() - 1:
+            raise NotRun(f"{item.path} is too short to be tried without {numbers[0]}")
+        tensor = tensor.clone()
+        tensor[torch.isin(tensor, torch.tensor(numbers, dtype=tensor.dtype))] = others[0]
+        for row in range(1, rows):
+            index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
+            part = tensor.index_select(item.dim, index)
+            for place, number in enumerate(numbers, 1):
+                if (item.path, number) in padded:
+                    part[..., -place] = number
+            tensor.index_copy_(item.dim, index, part)
         made = nested.replace_at(made, item.path, tensor)
     return made
 
