@@ -91,15 +91,24 @@ class Dispatch:
         else:
             self._note(op, name)
         if made is None and op.mutates:
-            self._forget(op)
+            self.forget(op)
         return made
+
+    def select(self, op: Op, count: int) -> Selection:
+        """Entries that an op makes, whose samples only values tell."""
+        layout = torch.full((count,), MIXED, dtype=torch.int32)
+        selection = Selection(op=op.index, first=self._next, layout=layout, keys=-1)
+        self._next += count
+        self._selections[selection.first] = selection
+        return selection
 
     def made_by(self, item: Samples) -> int:
         """The op that made the entries of a tensor, -1 if it has none."""
         code = int(item.owner.max()) if item.owner.numel() else SHARED
         return next((one.op for first, one in reversed(self._selections.items()) if FIRST_ENTRY <= first <= code), -1)
 
-    def _forget(self, op: Op) -> None:
+    def forget(self, op: Op) -> None:
+        """Nothing more is known of what an op writes into."""
         graph = self.walk.graph
         storages = {graph.values[value].storage for value in op.mutates}
         for table in (self._places, self._inverse, self._counts, self._ends, self._sorted):
@@ -214,7 +223,7 @@ class Dispatch:
             return [_along(shape, places.selection.codes)] if _matches(x, places.layout) else None
         if index in self._inverse:
             selection = self._inverse[index]
-            return [_along(shape, selection.layout)] if self._entries(x) is selection else None
+            return [_along(shape, selection.layout)] if self.entries(x) is selection else None
         return None
 
     def _put(self, op: Op, name: str, given: Sequence[Samples]) -> list[Samples] | None:
@@ -228,29 +237,29 @@ class Dispatch:
         numbers = self.walk.rules.contents.of(source)
         if numbers is not None and not adds and places.once and len(shape) == 1:
             if shape == (len(places.layout),) and torch.equal(numbers.long(), torch.arange(len(places.layout))):
-                self._forget(op)
+                self.forget(op)
                 self._inverse[op.outputs[0]] = places.selection
                 return [all_of(shape, MIXED)]
             return None
-        if self._entries(given[-1]) is not places.selection or shape[0] != len(places.layout):
+        if self.entries(given[-1]) is not places.selection or shape[0] != len(places.layout):
             return None
         if given[-1].shape[1:] != shape[1:] or not (adds or places.once):
             return None
-        self._forget(op)
+        self.forget(op)
         return [combine([given[0], _along(shape, places.layout)], shape)]
 
     def _grouped(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
         """A product of every entry with the matrix of its own key."""
         if op.node is None or len(op.inputs) != 3 or len(given[0].shape) != 2 or len(given[1].shape) != 3:
             return None
-        ends, selection = self._ends.get(op.inputs[2], -1), self._entries(given[0])
+        ends, selection = self._ends.get(op.inputs[2], -1), self.entries(given[0])
         if selection is None or not given[1].shared or ends < 0 or ends != selection.keys:
             return None
         if given[2].shape != (given[1].shape[0],):
             return None
         return [_along(self.walk.graph.values[op.outputs[0]].shape, selection.codes)]
 
-    def _entries(self, item: Samples) -> Selection | None:
+    def entries(self, item: Samples) -> Selection | None:
         """The selection of which a tensor has all entries, one after the other."""
         if not item.shape or any(size != 1 for size in item.owner.shape[1:]):
             return None

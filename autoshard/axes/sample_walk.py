@@ -89,13 +89,13 @@ class SampleWalk:
         name, graph = name_of(op), self.graph
         if name in ("index", "_unsafe_index"):
             return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
+        if name == "one_hot":
+            assert op.node is not None
+            return [*op.node.args[1:2], *op.node.kwargs.values()] in ([], [-1])
         if isinstance(op.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
             return True
         if name == "repeat_interleave":
             return len(op.inputs) > 1 or not op.inputs
-        if name == "one_hot":
-            assert op.node is not None
-            return "num_classes" not in op.node.kwargs and list(op.node.args[1:2]) in ([], [-1])
         return name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1)
 
     # ---- numbers that are others for a larger batch

@@ -8,12 +8,13 @@ of them, knowing of the mask what the first branch knows: then `causal & mask` i
 the two still compute something else, the division is refused. No number of the model is asked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from autoshard.axes.hits import Hit
 from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.capture.tape import Reading, Ref
@@ -80,10 +81,18 @@ class Numbering:
         self._keys: dict[int, Any] = {}
         self._content: dict[int, torch.Tensor] = {}
         self._structure: dict[tuple[ModelGraph, int], Any] = {}
+        self._by_shape = True
 
-    def of(self, graph: ModelGraph, facts: Mapping[Any, bool | int]) -> dict[int, int]:
-        """Number the values of a graph, knowing that some are true, or false, everywhere."""
+    def of(
+        self, graph: ModelGraph, facts: Mapping[Any, bool | int], hits: Mapping[int, Hit] | None = None,
+        without: Collection[int] = (),
+    ) -> dict[int, int]:  # fmt: skip
+        """Number the values of a graph, knowing that some are true, or false, everywhere.
+
+        `hits`: values that are one number of what a mask chooses; `without`: ops that are left out.
+        """
         made: dict[int, int] = {}
+        self._by_shape = hits is None  # how many entries there are depends on the run
         names = {tensor.value: tensor.name for tensor in reversed(graph.tensors)}
         for place, value in enumerate(graph.inputs):
             made[value] = self._known(("input", place), graph, value, facts)
@@ -105,9 +114,14 @@ class Numbering:
 
         draws = 0
         for op in graph.ops:
+            if op.index in without:
+                continue
             given = [number(value) for value in op.inputs]
-            draws += not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random
+            draws += _draws(op)
             self._op(graph, op, given, made, facts, draws)
+            for value in op.outputs:
+                if hits and value in hits:
+                    made[value] = self._number(("hit", number(hits[value].mask), hits[value].number))
         return made
 
     def fact_of(self, graph: ModelGraph, value: int, numbers: Mapping[int, int], truth: bool) -> list[Fact]:
@@ -197,7 +211,7 @@ class Numbering:
                 self._structure[graph, value] = self._keys[simple]
                 continue
             key: Any = simple if simple is not None else (_named(op), tuple(given), _arguments(op))
-            if not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+            if _draws(op):
                 key = (key, "drawn", draws)
             made[value] = self._known((key, place), graph, value, facts)
 
@@ -251,6 +265,8 @@ class Numbering:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
             return self._repeated(graph, op, given[0]) or self._viewed(graph, op, given[0])
+        if name == "dropout" and not _draws(op):
+            return given[0]
         if name == "baddbmm" and tables[0] is not None and not tables[0].any() and not op.node.kwargs:
             return "aten.bmm.default", tuple(given[1:]), ("tensor", "tensor")
         if name == "sub" and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
@@ -260,7 +276,7 @@ class Numbering:
                 table = tables[other]
                 if table is not None and not table.any():
                     return self._as_wide(graph, op, given, one)
-        if name in ("expand", "broadcast_to") and not like[0]:
+        if name in ("expand", "broadcast_to") and not like[0] and self._by_shape:
             return "spread", given[0], shape
         if name == "mul" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):
@@ -315,7 +331,7 @@ class Numbering:
     def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """The same elements in another shape, however often that was changed; in their first one they are themselves."""
         assert op.node is not None
-        if any(isinstance(item, torch.dtype) for item in op.node.args[1:]):  # bits as another type
+        if not self._by_shape or any(isinstance(item, torch.dtype) for item in op.node.args[1:]):  # bits as another type
             return None
         before: Any = self._keys[given][0]
         known = isinstance(before, tuple) and before[0] == "viewed"
@@ -335,6 +351,14 @@ class Numbering:
             return None
         whole = shape == (spread[0], spread[1] * spread[2], *spread[3:])
         return ("repeated", single[1][0], spread[2]) if whole else None
+
+
+def _draws(op: Op) -> bool:
+    """Whether an op draws random numbers, or may."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return True
+    idle = name_of(op) == "dropout" and op.node is not None and op.node.args[-1] is False
+    return traits_of(op.target).random and not idle
 
 
 def _is_spread(key: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from autoshard import nested
 from autoshard.capture.decode import Decoding
-from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, ValueNeeded
+from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
@@ -88,17 +88,19 @@ def record_forward(
     real: bool = False,
     small_floats: int = SMALL_FLOATS,
     failing: Guard | None = None,
+    ranks: Ranks = "all",
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
     and the tape says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
-    what it raises an error for. Raises as `capture` does.
+    what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. Raises as `capture`
+    does.
     """
     tape = Tape(grad, failing)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
-              small_floats=small_floats)  # fmt: skip
+              small_floats=small_floats, ranks=ranks)  # fmt: skip
     try:
         graph = _at(run, "fake", ())
     except VALUE_ERRORS:
@@ -207,7 +209,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
-                            small_floats=run.small_floats, pass_guards=tape is not None)  # fmt: skip
+                            small_floats=run.small_floats, pass_guards=tape is not None, ranks=run.ranks)  # fmt: skip
         return record_run(run, engine, fake_material(engine), level, decode=decode)
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -64,6 +64,8 @@ _ELEMENTWISE_BACKWARD = (
     aten.threshold_backward.default,
 )
 
+Ranks = Literal["all", "first", "last", "all but one"]
+
 FINITE = "floats were assumed to be finite"
 EVEN_ORDER = "an order that depends on unknown values was taken to be even"
 
@@ -90,13 +92,14 @@ def silenced() -> Iterator[None]:
 class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing.
 
-    `pass_guards`: questions that only raise an error are answered so that they don't, where the answer is not known.
+    `ranks`: which places are dealt out where an order is not known. `pass_guards`: questions that only raise an error are answered so that they don't, where the answer is not known.
     """
 
     def __init__(self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False,
-                 small_floats: int = SMALL_FLOATS, pass_guards: bool = False) -> None:  # fmt: skip
+                 small_floats: int = SMALL_FLOATS, pass_guards: bool = False, ranks: Ranks = "all") -> None:  # fmt: skip
         self.shapes = Shapes()
         self.pass_guards = pass_guards
+        self.ranks = ranks
         self.small_floats = small_floats
         self.assume = assume
         self.invent = invent
@@ -234,7 +237,11 @@ def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     engine.assume(EVEN_ORDER)
     position = 2 if func is aten.topk.default else 1
     dimension = args[position] if len(args) > position and args[position] is not None else -1
-    dealt = torch.arange(places.numel()).remainder(max(1, args[0].shape[dimension])).reshape(places.shape)
+    many = max(1, args[0].shape[dimension])
+    least = places.shape[dimension] if func is aten.topk.default else 1 if func is aten.argmax.default else many
+    count = {"all": many, "first": least, "last": least, "all but one": max(least, many - 1)}[engine.ranks]
+    dealt = torch.arange(places.numel()).remainder(count).reshape(places.shape)
+    dealt = dealt + (many - count) if engine.ranks == "last" else dealt
     real = torch.empty_strided(places.shape, places.stride(), dtype=places.dtype).copy_(dealt)
     return real if isinstance(out, torch.Tensor) else (out[0], real)
 

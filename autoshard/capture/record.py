@@ -18,7 +18,7 @@ from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
-from autoshard.capture.graph import UNKNOWN, Function, GradNode, Op
+from autoshard.capture.graph import FOUND, UNKNOWN, Function, GradNode, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.sequences import Sequences
@@ -41,6 +41,7 @@ from autoshard.torch_private import (
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
+_NONZERO = torch.ops.aten.nonzero.default
 _CPU = torch.device("cpu")
 TOLD_OPS = 64
 """Progress is told once in so many ops."""
@@ -177,6 +178,8 @@ class Recorder(DispatchMode):
             self._record(op, inputs, values, out, args, kwargs)
             if self.tape is not None:
                 self.tape.op()
+                if func is _NONZERO and not self.engine.unknown(out):
+                    self.ledger.ops[-1].node.meta[FOUND] = out.clone()
         elif self.tape is not None and traits.reads_value:
             return self.tape.read(args, func, out)
         return out

@@ -27,6 +27,14 @@ _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """Methods that read values without running an op."""
 
 
+_SIZES = frozenset({"shape", "nbytes", "size", "numel", "nelement", "__len__", "stride", "storage", "untyped_storage"})  # fmt: skip
+"""What tells Python how large a tensor is."""
+
+
+def _tells_size(func: Any, name: str) -> bool:
+    return (getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name) in _SIZES
+
+
 class Sites(DeviceSources):
     """Lists the calls of torch functions that run ops."""
 
@@ -38,6 +46,8 @@ class Sites(DeviceSources):
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recorder = self._recorder
         name = getattr(func, "__name__", str(func))
+        if recorder.tape is not None and not recorder.busy and args and _tells_size(func, name):
+            recorder.tape.measured(args[0])
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         body = opened(func)

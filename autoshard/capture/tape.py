@@ -96,6 +96,7 @@ class Tape:
         calls: of modules, by row; `functions`: of autograd functions, in order of their end.
         op_grad, op_autocast: per op, whether gradients and autocast were enabled.
         drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
+        sizes: values of which Python asked how large they are.
         failing: a guard that is told what it raises for, to see that nobody catches it.
     """
 
@@ -111,6 +112,7 @@ class Tape:
         self.op_grad: list[bool] = []
         self.op_autocast: list[bool] = []
         self.drew = False
+        self.sizes: set[int] = set()
 
     def begin(self, recorder: Recorder) -> None:
         """A run begins; what was noted of another one, which failed, is forgotten."""
@@ -158,6 +160,12 @@ class Tape:
             Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
         )
         return result
+
+    def measured(self, tensor: Any) -> None:
+        """Python asked how large a tensor is."""
+        value = self._recorder.ledger.find(tensor) if isinstance(tensor, torch.Tensor) else None
+        if value is not None:
+            self.sizes.add(value)
 
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""

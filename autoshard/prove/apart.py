@@ -14,6 +14,7 @@ import torch
 
 from autoshard import nested
 from autoshard.axes.guarded import asked_of_each
+from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.sample_merges import counted_labels
 from autoshard.axes.sample_walk import SampleWalk, first_difference
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
@@ -21,7 +22,7 @@ from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, r
 from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.capture import record_forward
-from autoshard.capture.fake import SMALL_FLOATS
+from autoshard.capture.fake import SMALL_FLOATS, Ranks
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Reading, Tape
@@ -117,6 +118,8 @@ class Run:
         self._follow()
         for guard in sorted(self.guards, key=lambda guard: guard.place):
             self._check_raises(guard)
+        if self.walk.sound.hits.found:
+            self._check_hits()
 
     def _check_raises(self, guard: Guard) -> None:
         """Refuse an error that somebody catches, to do something else instead."""
@@ -127,7 +130,34 @@ class Run:
         file, line = guard.place[0] if guard.place else ("torch", 0)
         raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {INDEPENDENT}")
 
-    def _recorded(self, rows: int, failing: Guard | None = None) -> tuple[ModelGraph, Tape]:
+    def _check_hits(self) -> None:
+        """Refuse loops over chosen experts which do more than the work of those that are chosen."""
+        sound, numbering = self.walk.sound, Numbering()
+        order = sorted(sound.hits.found)
+        every = {op: set(numbers_found(self.graph, op)) for op in order}
+        tied = [(op, hit) for op, choice in sound.chosen.puts if (hit := sound.hits.tied(choice.mask)) is not None]
+        left = {op: set[int]() for op in order}
+        for ranks in ("first", "last", "all but one"):
+            graph, _ = self._recorded(ROWS, ranks=ranks)
+            lists, named = named_hits(graph)
+            ops = sorted(set(lists.values()))
+            refused = self.refuse(self.graph.ops[order[0]], "does something else where other experts are chosen")
+            if len(ops) != len(order):
+                raise refused
+            gone = {op: every[op] - set(numbers_found(graph, its)) for op, its in zip(order, ops, strict=True)}
+            without = {op for op, hit in tied if hit.number in gone[hit.op]}
+            mine = numbering.of(self.graph, {}, named_hits(self.graph)[1], without)
+            its = numbering.of(graph, {}, named)
+            if [mine[value] for value in self.graph.outputs] != [its[value] for value in graph.outputs]:
+                raise refused
+            for op in order:
+                left[op] |= gone[op]
+        if left != every:
+            raise self.refuse(self.graph.ops[order[0]], "calls experts of which each token needs too many to try others")
+
+    def _recorded(
+        self, rows: int, failing: Guard | None = None, ranks: Ranks = "all"
+    ) -> tuple[ModelGraph, Tape]:
         question = self.question
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
@@ -140,7 +170,7 @@ class Run:
             return record_forward(
                 question.model, args, kwargs, grad=question.workload.training, real=True,
                 small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
-                failing=failing,
+                failing=failing, ranks=ranks,
             )  # fmt: skip
         except CaptureError as error:
             raise NotRun(str(error)) from error
@@ -194,6 +224,9 @@ class Run:
                 raise self._mixed(value, "mixes its rows")
             if (made := walk.sound.dispatch.made_by(walk.of(value))) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
+        for value in sorted(self.tape.sizes & {*walk.sound.chosen.sized, *walk.sound.hits.lists}):
+            what = "mixes its rows: Python asks for the size of a tensor that depends on values of all of them"
+            raise self.refuse(graph.ops[graph.values[value].op], what)
         if walk.sized:
             what = "mixes its rows: how large a tensor is depends on values of all of them"
             raise self.refuse(graph.ops[walk.sized[0]], what)
@@ -218,6 +251,9 @@ class Run:
             return
         for value in read_values(reading):
             if self.walk.of(value).shared or self._is_guarded(reading, value):
+                continue
+            hits = self.walk.sound.hits
+            if hits.known(value) is not None:
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
@@ -255,7 +291,8 @@ class Run:
 
     def marks(self) -> tuple[tuple[str, int], ...]:
         """Numbers of which is asked whether they stand anywhere in an input of the batch, with its path."""
-        given = {item.path for item in self.batch.inputs}
+        bound = self.question.bound
+        given = {item.path for item in self.batch.inputs if not is_mask(nested.tensor_at(bound, item.path))}
         asked = [found for value in self.switches if (found := number_asked_for(self.graph, value))]
         return tuple(dict.fromkeys((self.paths[at], number) for at, number in asked if self.paths[at] in given))
 

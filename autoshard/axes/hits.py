@@ -1,0 +1,200 @@
+"""Loops over what any element of a mask chooses: experts that any token goes to. Sound by argument.
+
+    mask [E, …]                        which tokens an expert has
+    mask.sum((1, 2)) > 0               which experts have any
+    for e in (…).nonzero():            the loop runs for those
+        places = where(mask[e])        e's entries, which are put back in their own places (see `chosen`)
+
+Argument: an expert without tokens has no entries, and putting none back changes nothing. So a loop over those that any
+token chose gives what a loop over all of them would, which works on each token alone. For that, leaving an expert out
+must do no more than leave out what it puts back: runs in which few experts are chosen must compute the same, op by op,
+as the run with all of them does without what the others put back. What is counted, or done to all tokens in each turn,
+shows there. The numbers of experts may be used to take parts of the mask and of weights, and Python may read them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoshard.axes.sample_rules import MOVES, RESHAPES
+from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
+from autoshard.capture.graph import FOUND, ModelGraph, Op, name_of
+
+if TYPE_CHECKING:
+    from autoshard.axes.sample_walk import SampleWalk
+
+_COPIES = ("to", "_to_copy", "alias", "detach", "clone", "contiguous", "squeeze", "view", "reshape", "unsqueeze")
+_PARTS = ("index", "index_select", "_unsafe_index")
+_COUNTS = ("sum", "any", "count_nonzero", "amax")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """One element of what was found: the expert `number`, of those of `mask`."""
+
+    op: int
+    mask: int
+    number: int
+
+
+class Hits:
+    """The hits of a walk. `found`: what was found by ops (nonzero), by the mask that it is about."""
+
+    def __init__(self, walk: "SampleWalk") -> None:
+        self.walk = walk
+        self.found: dict[int, int] = {}
+        self.lists, self._named = named_hits(walk.graph)
+        graph = walk.graph
+        self._written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+
+    def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
+        """The samples of what an op makes of hits; None if it is no such op."""
+        graph = self.walk.graph
+        shapes = [graph.values[value].shape for value in op.outputs]
+        if op.outputs and self.lists.get(op.outputs[0]) == op.index:
+            mask = hit_mask(graph, op.inputs[0], self._written)
+            if mask is None or not self._is_of_samples(mask):
+                return None
+            self.found[op.index] = mask
+            return [all_of(shape, MIXED) for shape in shapes]
+        if op.outputs and all(self.lists.get(value) in self.found or self.known(value) for value in op.outputs):
+            return [all_of(shape, MIXED) for shape in shapes]
+        if name_of(op) in _PARTS and len(op.inputs) == 2 and self.known(op.inputs[1]):
+            return self._part(op, given[0], shapes[0])
+        return None
+
+    def known(self, value: int) -> Hit | None:
+        """The hit that a value is."""
+        hit = self._named.get(value)
+        return hit if hit is not None and hit.op in self.found else None
+
+    def _is_of_samples(self, mask: int) -> bool:
+        owner = self.walk.of(mask).owner
+        return bool(((owner >= 0) & (owner < self.walk.rows)).all()) and owner.shape[0] == 1
+
+    def _part(self, op: Op, x: Samples, shape: tuple[int, ...]) -> list[Samples] | None:
+        """The part of a mask, or of weights, that an expert has."""
+        assert op.node is not None
+        index: Any = op.node.args[1]
+        first = isinstance(index, (list, tuple)) and index[0] is not None and len(index) == 1
+        if not first and not (name_of(op) == "index_select" and index == 0):
+            return None
+        if x.owner.shape[0] != 1 or self.walk.rules.counts.get(op.inputs[0], (False,))[0]:
+            return None
+        gone = len(x.shape) - len(shape)
+        owner = x.owner if not gone else x.owner.squeeze(0)
+        varies = [flag for flag in x.varies] if not gone else list(x.varies[1:])
+        return [samples(shape, owner, varies)] if bool((owner >= SHARED).all()) else None
+
+    def tied(self, mask: int) -> Hit | None:
+        """The hit of whose entries a mask tells; None if it is no part of a mask of experts."""
+        graph = self.walk.graph
+        while (at := graph.values[mask].op) >= 0:
+            op = graph.ops[at]
+            assert op.node is not None
+            if graph.values[mask].storage in self._written:
+                return None
+            name, source = name_of(op), op.inputs[0] if op.inputs else -1
+            if name == "select" and op.node.args[1] == 0:
+                same = (hit for hit in map(self.known, self._named) if hit is not None and hit.mask == source)
+                return next((hit for hit in same if hit.number == op.node.args[2]), None)
+            if name in _PARTS and len(op.inputs) == 2:
+                hit = self.known(op.inputs[1])
+                return hit if hit is not None and hit.mask == source else None
+            if len(op.inputs) != 1 or name not in _COPIES:
+                return None
+            mask = source
+        return None
+
+
+def named_hits(graph: ModelGraph) -> tuple[dict[int, int], dict[int, Hit]]:
+    """(values that list hits, with the op that found them; values that are one hit), by what the run found."""
+    written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    lists: dict[int, int] = {}
+    named: dict[int, Hit] = {}
+    masks: dict[int, int] = {}
+    for op in graph.ops:
+        if not op.inputs or op.mutates or op.node is None:
+            continue
+        source, name = op.inputs[0], name_of(op)
+        if name == "nonzero" and FOUND in op.node.meta:
+            mask = hit_mask(graph, source, written)
+            if mask is not None:
+                lists[op.outputs[0]], masks[op.index] = op.index, mask
+        elif source in lists and len(op.inputs) == 1:
+            numbers = numbers_found(graph, lists[source])
+            if name == "unbind" and len(op.outputs) == len(numbers):
+                for value, number in zip(op.outputs, numbers, strict=True):
+                    named[value] = Hit(op=lists[source], mask=masks[lists[source]], number=number)
+            elif name in _COPIES and len(op.outputs) == 1 and graph.values[op.outputs[0]].dtype is torch.int64:
+                lists[op.outputs[0]] = lists[source]
+        elif source in named and len(op.inputs) == len(op.outputs) == 1 and _is_one(graph, op):
+            named[op.outputs[0]] = named[source]
+    return lists, named
+
+
+def numbers_found(graph: ModelGraph, op: int) -> list[int]:
+    """What an op found when the run was recorded."""
+    node = graph.ops[op].node
+    assert node is not None
+    return node.meta[FOUND].flatten().tolist()
+
+
+def _is_one(graph: ModelGraph, op: Op) -> bool:
+    """Whether what an op makes is still the one number that it is given."""
+    alone = all(torch.Size(graph.values[value].shape).numel() == 1 for value in (op.inputs[0], op.outputs[0]))
+    kept = name_of(op) in _COPIES or name_of(op) in MOVES or name_of(op) in RESHAPES
+    bits = op.node is not None and name_of(op) == "view" and any(isinstance(a, torch.dtype) for a in op.node.args)
+    return alone and kept and not bits and not graph.values[op.outputs[0]].dtype.is_floating_point
+
+
+def hit_mask(graph: ModelGraph, value: int, written: set[int]) -> int | None:
+    """The mask of which a value tells, for each line of its first dimension, whether any element is true."""
+    op = _maker(graph, value)
+    if op is None or op.node is None or len(graph.values[value].shape) != 1:
+        return None
+    name = name_of(op)
+    if name in ("greater", "gt", "ne", "not_equal") and len(op.inputs) == 1 and op.node.args[1] == 0:
+        op = _maker(graph, op.inputs[0])
+        name = name_of(op) if op is not None else ""
+    if op is None or op.node is None or name not in _COUNTS or len(op.inputs) != 1:
+        return None
+    mask = op.inputs[0]
+    shape = graph.values[mask].shape
+    dims: Any = op.node.args[1] if len(op.node.args) > 1 else None
+    listed = [dims] if isinstance(dims, int) else list(dims or [])
+    over = sorted(dim % len(shape) for dim in listed)
+    rest = graph.values[op.outputs[0]].shape == shape[:1] and over == list(range(1, len(shape)))
+    return mask if rest and _is_never_negative(graph, mask, written) else None
+
+
+def _is_never_negative(graph: ModelGraph, value: int, written: set[int]) -> bool:
+    """Whether no element can be below zero, by what makes it: a sum of such is nought only if all of them are."""
+    if graph.values[value].storage in written:
+        return False
+    if graph.values[value].dtype is torch.bool:
+        return True
+    op = _maker(graph, value)
+    if op is None:
+        return False
+    name = name_of(op)
+    if name == "one_hot":
+        return True
+    if name in ("to", "_to_copy", "mul") or name in MOVES or name in RESHAPES:
+        return all(_is_never_negative(graph, one, written) for one in op.inputs) and _has_only_tensors(op, name)
+    return False
+
+
+def _has_only_tensors(op: Op, name: str) -> bool:
+    """Whether a product is of tensors only, and a view no other reading of the same bits."""
+    assert op.node is not None
+    if name == "mul":
+        return all(isinstance(item, torch.fx.Node) for item in op.node.args)
+    return name in ("to", "_to_copy") or not any(isinstance(item, torch.dtype) for item in op.node.args)
+
+
+def _maker(graph: ModelGraph, value: int) -> Op | None:
+    op = graph.values[value].op
+    return graph.ops[op] if op >= 0 else None
