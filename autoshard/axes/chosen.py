@@ -20,8 +20,10 @@ import torch
 
 from autoshard.axes.dispatch import COPIES, Dispatch, Selection
 
+from autoshard.axes.rules import is_pointwise
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, combine, reduce, samples
 from autoshard.capture.graph import Op, name_of
+from autoshard.capture.traits import traits_of
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
@@ -58,7 +60,7 @@ class Chosen:
         self.dispatch = dispatch
         self.sized: set[int] = set()
         self.puts: list[tuple[int, Choice]] = []
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[Any, Choice] = {}
         self._rows: dict[int, Choice] = {}  # nonzero: the places of each entry, one after the other
         self._places: dict[int, tuple[Choice, int]] = {}
         graph = walk.graph
@@ -100,11 +102,23 @@ class Chosen:
         owner = item.full()
         if not bool(((owner >= 0) & (owner < self.walk.rows)).all()):
             return None
-        known = self._choices.get(mask)
+        key = self._key(mask)
+        known = self._choices.get(key)
         if known is None:
             selection = self.dispatch.select(op, count)
-            known = self._choices[mask] = Choice(selection=selection, owner=owner.clone(), mask=mask)
+            known = self._choices[key] = Choice(selection=selection, owner=owner.clone(), mask=mask)
         return known if len(known.selection.layout) == count else None
+
+    def _key(self, mask: int, depth: int = 3) -> Any:
+        """What computes a mask, the same for `~mask` wherever it is written."""
+        row = self.walk.graph.values[mask]
+        op = self.walk.graph.ops[row.op] if row.op >= 0 else None
+        if op is None or op.node is None or not depth or row.storage in self._written or len(op.outputs) > 1:
+            return mask
+        if not is_pointwise(op.target) or traits_of(op.target).random:
+            return mask
+        plain = [None if isinstance(item, torch.fx.Node) else item for item in op.node.args]
+        return op.target, tuple(self._key(value, depth - 1) for value in op.inputs), repr((plain, op.node.kwargs))
 
     def _note(self, op: Op, name: str) -> None:
         """Places that are handed on: of one dimension, or as another type."""
@@ -153,7 +167,7 @@ class Chosen:
             if len(values) > 1:
                 return None
             count = op.outputs[0] if name in ("index", "_unsafe_index") else op.inputs[-1]
-            known = self._choices.get(values[0])
+            known = self._choices.get(self._key(values[0]))
             if name in ("index", "_unsafe_index"):
                 known = self._choice(op, values[0], given[1], count, which[0])
             return (known, [(which[0] + d, d) for d in range(known.owner.dim())]) if known is not None else None

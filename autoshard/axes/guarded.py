@@ -47,7 +47,13 @@ def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:
 def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]] | None:
     """`x.min() >= 0` says that each element is, `x.max() > 1` that some element is."""
     source = _maker(graph, op.inputs[0])
-    if source is None or source.node is None or len(op.inputs) != 1 or len(source.inputs) != 1 or len(op.node.args) != 2:
+    if (
+        source is None
+        or source.node is None
+        or len(op.inputs) != 1
+        or len(source.inputs) != 1
+        or len(op.node.args) != 2
+    ):
         return None
     name = name_of(source)
     whole = len(source.outputs) == 1 and not graph.values[source.outputs[0]].shape

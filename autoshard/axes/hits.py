@@ -25,7 +25,19 @@ from autoshard.capture.graph import FOUND, ModelGraph, Op, name_of
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
 
-_COPIES = ("to", "_to_copy", "alias", "detach", "clone", "contiguous", "squeeze", "view", "reshape", "unsqueeze")
+_COPIES = (
+    "to",
+    "_to_copy",
+    "alias",
+    "detach",
+    "clone",
+    "contiguous",
+    "squeeze",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "flatten",
+)
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")
 
@@ -65,6 +77,10 @@ class Hits:
             return self._part(op, given[0], shapes[0])
         return None
 
+    def tells(self, value: int) -> bool:
+        """Whether a value is a hit, or lists hits."""
+        return self.known(value) is not None or self.lists.get(value) in self.found
+
     def known(self, value: int) -> Hit | None:
         """The hit that a value is."""
         hit = self._named.get(value)
@@ -98,8 +114,9 @@ class Hits:
                 return None
             name, source = name_of(op), op.inputs[0] if op.inputs else -1
             if name == "select" and op.node.args[1] == 0:
-                same = (hit for hit in map(self.known, self._named) if hit is not None and hit.mask == source)
-                return next((hit for hit in same if hit.number == op.node.args[2]), None)
+                number: Any = op.node.args[2]
+                ops = [at for at, of in self.found.items() if of == source and number in numbers_found(graph, at)]
+                return Hit(op=ops[0], mask=source, number=number) if ops else None
             if name in _PARTS and len(op.inputs) == 2:
                 hit = self.known(op.inputs[1])
                 return hit if hit is not None and hit.mask == source else None

@@ -331,7 +331,9 @@ class Numbering:
     def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """The same elements in another shape, however often that was changed; in their first one they are themselves."""
         assert op.node is not None
-        if not self._by_shape or any(isinstance(item, torch.dtype) for item in op.node.args[1:]):  # bits as another type
+        if not self._by_shape or any(
+            isinstance(item, torch.dtype) for item in op.node.args[1:]
+        ):  # bits as another type
             return None
         before: Any = self._keys[given][0]
         known = isinstance(before, tuple) and before[0] == "viewed"

@@ -153,11 +153,11 @@ class Run:
             for op in order:
                 left[op] |= gone[op]
         if left != every:
-            raise self.refuse(self.graph.ops[order[0]], "calls experts of which each token needs too many to try others")
+            raise self.refuse(
+                self.graph.ops[order[0]], "calls experts of which each token needs too many to try others"
+            )
 
-    def _recorded(
-        self, rows: int, failing: Guard | None = None, ranks: Ranks = "all"
-    ) -> tuple[ModelGraph, Tape]:
+    def _recorded(self, rows: int, failing: Guard | None = None, ranks: Ranks = "all") -> tuple[ModelGraph, Tape]:
         question = self.question
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
@@ -252,8 +252,7 @@ class Run:
         for value in read_values(reading):
             if self.walk.of(value).shared or self._is_guarded(reading, value):
                 continue
-            hits = self.walk.sound.hits
-            if hits.known(value) is not None:
+            if self.walk.sound.hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):

@@ -14,7 +14,7 @@ from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.ops import run_op
 from autoshard.simulate.tensor import SimulatedTensor, all_ours, become
-from autoshard.torch_private import DispatchMode
+from autoshard.torch_private import DispatchMode, FakeTensor
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
 
@@ -61,6 +61,8 @@ class _SimulationMode(DispatchMode):
         self.devices = devices
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # shapes only, on no device
+            return func(*args, **(kwargs or {}))
         if not all_ours(types):
             return NotImplemented
         return run_op(func, args, kwargs or {}, self.devices, self)
