@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.axes.dispatch import COPIES, Dispatch, Selection
-
 from autoshard.axes.rules import is_pointwise
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, combine, reduce, samples
 from autoshard.capture.graph import Op, name_of
@@ -70,7 +69,7 @@ class Chosen:
         """The samples of what an op makes of what a mask chooses; None if it is no such op."""
         name = name_of(op)
         made: list[Samples] | None = None
-        if name == "where" and len(op.inputs) == 1 or name in ("nonzero", "nonzero_numpy"):
+        if (name == "where" and len(op.inputs) == 1) or name in ("nonzero", "nonzero_numpy"):
             made = self._found(op, given, name)
         elif name in (*_LISTED, "index_select", "index_add", "index_add_"):
             made = self._indexed(op, given, name)

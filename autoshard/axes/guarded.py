@@ -4,9 +4,9 @@
     assert x.min() >= -5                          none is below
 
 Argument: the question is whether all elements of a tensor are true, or none is, and every element belongs to one row at
-most. The whole batch passes if and only if every row does, so if and only if every part does: where the model would have
-raised an error, the part with that row raises it. The answer decides nothing else (see `capture.guards`), and nobody
-catches the error: that is tried. Any other number that is compared (a mean, a sum) may differ from part to part.
+most. The whole batch passes if and only if every row does, so if and only if every part does: where the model would
+have raised an error, the part with that row raises it. The answer decides nothing else (see `capture.guards`), and
+nobody catches the error: that is tried. Any other number that is compared (a mean, a sum) may differ from part to part.
 """
 
 from autoshard.axes.switches import asked_of_all

@@ -1,6 +1,7 @@
 """Sums and means over the samples of a batch: which merge of the results of parts gives that of the whole.
 
     x.sum()                         sum         the whole is the sum of what parts give
+    (x * m).sum() / m.sum()         mean        if m has the same sum in every row: nothing of it is drawn, but an order
     x.mean()                        mean        every sample has as many elements: parts weighted by their samples
     cross_entropy(x, labels)        weighted    by how many labels of a part count
     0.1 * x.mean() + weight.norm()  mean        what is linear in it, and what depends on no sample, keeps it
@@ -19,7 +20,8 @@ import torch
 from autoshard.axes import sample_rules
 from autoshard.axes.rules import dims_of
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
-from autoshard.capture.graph import Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.traits import traits_of
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
@@ -105,6 +107,13 @@ class Merges:
             return None
         if divides and len(known) == 2 and known[1] is not None:
             return self._per_label(op) if known[0] == known[1] == Merged(how="sum") else None
+        if (
+            divides
+            and known[0] == Merged(how="sum")
+            and len(op.inputs) == 2
+            and is_so_much_per_row(self.walk, op.inputs[1])
+        ):
+            return Merged(how="mean")
         merged = [merge for merge in known if merge is not None]
         rest = [item for merge, item in zip(known, given, strict=True) if merge is None]
         if len(merged) != 1 or any(not item.shared for item in rest):
@@ -234,3 +243,71 @@ def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | 
         if len(used) == len(wanted) and bool((used.sort().values == wanted.sort().values).all()):
             return place, ignored, skipped
     return None
+
+
+def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
+    """Whether a number is a sum over rows of which each adds the same, whatever they are."""
+    graph = walk.graph
+    op = _maker(graph, value)
+    while op is not None and name_of(op) in ("to", "_to_copy", "alias", "detach") and len(op.inputs) == 1:
+        op = _maker(graph, op.inputs[0])
+    if op is None or name_of(op) != "sum" or len(op.inputs) != 1 or graph.values[op.outputs[0]].shape or op.mutates:
+        return False
+    source = op.inputs[0]
+    item, counts = walk.of(source), walk.rules.counts.get(source, ())
+    mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
+    if not item.shared or not mine or Fraction(other, mine) != Fraction(walk.rows + 1, walk.rows):
+        return False
+    if any(longer and flag for longer, flag in zip(counts, item.varies, strict=True)):
+        return False
+    return _is_never_drawn(graph, _unordered(walk, source))
+
+
+def _unordered(walk: "SampleWalk", value: int) -> int:
+    """The table whose elements along a dimension a value has in another order in each row; else the value."""
+    graph = walk.graph
+    op = _maker(graph, value)
+    if op is None or name_of(op) != "gather" or op.node is None or len(op.inputs) != 2 or op.mutates:
+        return value
+    table, index = op.inputs
+    order, dim = _maker(graph, index), op.node.args[1]
+    while order is not None and name_of(order) in ("to", "_to_copy", "alias", "detach") and len(order.inputs) == 1:
+        order = _maker(graph, order.inputs[0])
+    if order is None or order.node is None or name_of(order) not in ("argsort", "sort"):
+        return value
+    given = {**dict(zip(("self", "dim"), order.node.args, strict=False)), **order.node.kwargs}
+    shape = graph.values[table].shape
+    along = given.get("dim", -1)
+    if not isinstance(dim, int) or not isinstance(along, int) or isinstance(along, bool) or not shape:
+        return value
+    same = graph.values[index].shape == shape and along % len(shape) == dim % len(shape)
+    longer = walk.rules.counts.get(table, (False,) * len(shape))
+    written = {graph.values[one].storage for one_op in graph.ops for one in one_op.mutates}
+    kept = graph.values[index].storage not in written and graph.values[value].storage not in written
+    return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value
+
+
+def _is_never_drawn(graph: ModelGraph, value: int) -> bool:
+    """Whether nothing that a value is made of, or that is written into its memory, is drawn by chance."""
+    writes: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for written in op.mutates:
+            writes.setdefault(graph.values[written].storage, []).append(op)
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        made = _maker(graph, one)
+        for op in [*([made] if made is not None else []), *writes.get(graph.values[one].storage, ())]:
+            if not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+                return False
+            waiting += op.inputs
+    return True
+
+
+def _maker(graph: ModelGraph, value: int) -> Op | None:
+    op = graph.values[value].op
+    return graph.ops[op] if op >= 0 else None

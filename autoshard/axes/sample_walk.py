@@ -310,3 +310,24 @@ def first_difference(graph: ModelGraph, other: ModelGraph) -> tuple[int, str] | 
     if len(graph.ops) != len(other.ops):
         return min(len(graph.ops), len(other.ops)) - 1, "more of them" if len(graph.ops) < len(other.ops) else "the end"
     return None
+
+
+def first_uneven(graph: ModelGraph, other: ModelGraph, many: ModelGraph, rows: tuple[int, int, int]) -> int | None:
+    """The first op whose numbers are no multiples of the rows and a rest, so that code looks how many there are.
+
+    `rows`: of three runs of the same ops, by which 3, 4 and 64 are sizes, and 1, 1 and 2 say that there are many.
+    """
+    for ops in zip(graph.ops, other.ops, many.ops, strict=True):
+        if not _are_even([_numbers(op) for op in ops], rows):
+            return ops[0].index
+    return None
+
+
+def _are_even(items: Sequence[Any], rows: tuple[int, int, int]) -> bool:
+    first, second, third = items
+    if all(isinstance(item, list) for item in items):
+        same = len(first) == len(second) == len(third)
+        return same and all(_are_even(parts, rows) for parts in zip(*items, strict=True))
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return (third - first) * (rows[1] - rows[0]) == (second - first) * (rows[2] - rows[0])
+    return repr(first) != repr(second) or repr(first) == repr(third)

@@ -51,7 +51,7 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
 
 
 def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
-    """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, as padding does in tokens."""
+    """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
     op = _maker(graph, value)
     while op is not None and name_of(op) in ("to", "_to_copy", "detach", "clone", "alias", "view", "reshape"):
         op = _maker(graph, op.inputs[0])
@@ -329,7 +329,7 @@ class Numbering:
         return number
 
     def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
-        """The same elements in another shape, however often that was changed; in their first one they are themselves."""
+        """The same elements in another shape, however often it was changed; in their first one they are themselves."""
         assert op.node is not None
         if not self._by_shape or any(
             isinstance(item, torch.dtype) for item in op.node.args[1:]

@@ -92,11 +92,14 @@ def silenced() -> Iterator[None]:
 class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing.
 
-    `ranks`: which places are dealt out where an order is not known. `pass_guards`: questions that only raise an error are answered so that they don't, where the answer is not known.
+    `ranks`: which places are dealt out where an order is not known. `pass_guards`: questions that only raise an error
+    are answered so that they don't, where the answer is not known.
     """
 
-    def __init__(self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False,
-                 small_floats: int = SMALL_FLOATS, pass_guards: bool = False, ranks: Ranks = "all") -> None:  # fmt: skip
+    def __init__(
+        self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False,
+        small_floats: int = SMALL_FLOATS, pass_guards: bool = False, ranks: Ranks = "all",
+    ) -> None:  # fmt: skip
         self.shapes = Shapes()
         self.pass_guards = pass_guards
         self.ranks = ranks

@@ -179,7 +179,7 @@ class Recorder(DispatchMode):
             if self.tape is not None:
                 self.tape.op()
                 if func is _NONZERO and not self.engine.unknown(out):
-                    self.ledger.ops[-1].node.meta[FOUND] = out.clone()
+                    self.ledger.noted(FOUND, out.clone())
         elif self.tape is not None and traits.reads_value:
             return self.tape.read(args, func, out)
         return out

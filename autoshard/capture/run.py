@@ -20,7 +20,7 @@ from autoshard.capture.carried import Carried, left_by_the_last
 from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.escaped import clear_frames, refuse_kept
-from autoshard.capture.fake import SMALL_FLOATS, Ranks, FakeFloats, silenced
+from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, silenced
 from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import prepared_input

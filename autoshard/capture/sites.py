@@ -27,7 +27,9 @@ _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """Methods that read values without running an op."""
 
 
-_SIZES = frozenset({"shape", "nbytes", "size", "numel", "nelement", "__len__", "stride", "storage", "untyped_storage"})  # fmt: skip
+_SIZES = frozenset({
+    "shape", "nbytes", "size", "numel", "nelement", "__len__", "stride", "storage", "untyped_storage",
+})  # fmt: skip
 """What tells Python how large a tensor is."""
 
 
@@ -48,6 +50,8 @@ class Sites(DeviceSources):
         name = getattr(func, "__name__", str(func))
         if recorder.tape is not None and not recorder.busy and args and _tells_size(func, name):
             recorder.tape.measured(args[0])
+        if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
+            recorder.tape.sliced(args[0], args[1])
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         body = opened(func)

@@ -89,6 +89,15 @@ class Reading:
     guard: Guard | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """Slices that code wrote of a tensor of this shape, before op `begin`: (dimension, slice)."""
+
+    begin: int
+    shape: tuple[int, ...]
+    bounds: tuple[tuple[int, slice], ...]
+
+
 class Tape:
     """Notes all of this while a model is recorded. One run fills it; a second one starts anew.
 
@@ -96,6 +105,7 @@ class Tape:
         calls: of modules, by row; `functions`: of autograd functions, in order of their end.
         op_grad, op_autocast: per op, whether gradients and autocast were enabled.
         drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
+        slices: parts of tensors as the code wrote them.
         sizes: values of which Python asked how large they are.
         failing: a guard that is told what it raises for, to see that nobody catches it.
     """
@@ -113,6 +123,7 @@ class Tape:
         self.op_autocast: list[bool] = []
         self.drew = False
         self.sizes: set[int] = set()
+        self.slices: list[Slices] = []
 
     def begin(self, recorder: Recorder) -> None:
         """A run begins; what was noted of another one, which failed, is forgotten."""
@@ -166,6 +177,12 @@ class Tape:
         value = self._recorder.ledger.find(tensor) if isinstance(tensor, torch.Tensor) else None
         if value is not None:
             self.sizes.add(value)
+
+    def sliced(self, tensor: torch.Tensor, index: Any) -> None:
+        """A part of a tensor is taken, or written: torch runs no op for a slice that is all there is."""
+        found = tuple(_slices(tensor, index if isinstance(index, tuple) else (index,)))
+        if found:
+            self.slices.append(Slices(begin=self._recorder.ledger.now, shape=tuple(tensor.shape), bounds=found))
 
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""
@@ -225,6 +242,25 @@ class _Functions(Interceptor):
 
     def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return self.tape.call_function(function, apply, args, kwargs)
+
+
+def _slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> Iterator[tuple[int, slice]]:
+    """The slices of an index that have an end, with the dimensions that they are of."""
+    taken = [_dims_of(item) for item in index]
+    left = tensor.dim() - sum(taken)
+    dim = 0
+    for item, dims in zip(index, taken, strict=True):
+        if isinstance(item, slice) and isinstance(item.stop, int):
+            yield dim, item
+        dim += left if item is Ellipsis else dims
+
+
+def _dims_of(item: Any) -> int:
+    """How many dimensions an element of an index is about."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if mask else 1
 
 
 def _without_tensors(value: Any) -> Any:

@@ -15,8 +15,9 @@ import torch
 from autoshard import nested
 from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
+from autoshard.axes.parts_of_batch import NO_END
 from autoshard.axes.sample_merges import counted_labels
-from autoshard.axes.sample_walk import SampleWalk, first_difference
+from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneven
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
@@ -27,6 +28,7 @@ from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Reading, Tape
 from autoshard.errors import CaptureError
+from autoshard.prove.padded import Padded, marked, masked
 from autoshard.prove.parts import Mixed
 from autoshard.prove.rows import NotRun, enlarged, is_mask, with_rows
 from autoshard.runtime.chunks import PLAIN, bind
@@ -37,14 +39,14 @@ if TYPE_CHECKING:
 
 ROWS = 3
 """Rows of the runs that are followed."""
-MANY_ROWS = (64, 16)
-"""Rows of a run whose ops are compared only: code may look whether there are many. The second if not all is known."""
+MANY_ROWS = (1024, 64, 16)
+"""Rows of a run whose ops are compared only: code may look whether there are many. Fewer if not all is known of them."""
+MOST_REAL_ROWS = 64
+"""Rows where values have to be computed."""
 MOST_SWITCHES = 3
 """Masks, and numbers in tokens, for which all branches are followed."""
 OTHER = 2
 """What stands in a mask that is neither 0 nor 1: code may ask for either."""
-Padded = frozenset[tuple[str, int]]
-"""Masks that end in some rows, and what stands there; tokens in some rows of which is a number that is asked for."""
 INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
 
 
@@ -106,11 +108,9 @@ class Run:
         self.graph, self.tape = self._recorded(ROWS)
         self.other, other_tape = self._recorded(ROWS + 1)
         self._check_sequence(self.other, ROWS + 1)
-        for rows in () if padded else MANY_ROWS:
-            many, _ = self._recorded(rows)
-            if many.level == self.graph.level:  # else some of its integers are too many to be known
-                self._check_sequence(many, rows)
-                break
+        if not padded:
+            self._check_many()
+        self._check_slices(other_tape)
         self._check_tape(other_tape)
         self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch), ROWS)
         self.switches: dict[int, bool] = {}
@@ -162,7 +162,7 @@ class Run:
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
         )
-        bound = _marked(bound, self.batch, self.padded, self.absent, rows)
+        bound = marked(bound, self.batch, self.padded, self.absent, rows)
         args, kwargs = question.call(bound)
         by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
         self.paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
@@ -191,6 +191,30 @@ class Run:
         if found is not None:
             op = self.graph.ops[found[0]] if self.graph.ops else None
             raise self.refuse(op, f"mixes its rows: it runs other ops for {rows} rows than for {ROWS}, here {found[1]}")
+
+    def _check_many(self) -> None:
+        """Refuse code that looks how many rows there are: other ops, or other numbers in them."""
+        for rows in MANY_ROWS:
+            if self.graph.level == "real" and rows > MOST_REAL_ROWS:
+                continue
+            many, _ = self._recorded(rows)
+            if many.level != self.graph.level:
+                continue
+            self._check_sequence(many, rows)
+            uneven = first_uneven(self.graph, self.other, many, (ROWS, ROWS + 1, rows))
+            if uneven is not None:
+                what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
+                raise self.refuse(self.graph.ops[uneven], what)
+            break
+
+    def _check_slices(self, other: Tape) -> None:
+        """Refuse a slice of the batch that ends at a constant: it is all there is for few rows, and no op tells."""
+        for mine, its in zip(self.tape.slices, other.slices, strict=False):
+            for (dim, part), (_, same) in zip(mine.bounds, its.bounds, strict=False):
+                longer = dim < len(mine.shape) and mine.shape[dim] != its.shape[dim]
+                if longer and part.stop == same.stop and mine.shape[dim] <= part.stop < NO_END:
+                    op = self.graph.ops[min(mine.begin, len(self.graph.ops) - 1)] if self.graph.ops else None
+                    raise self.refuse(op, f"mixes its rows: it works on the first {part.stop} of them by their places")
 
     def _check_tape(self, other: Tape) -> None:
         """Refuse numbers among the outputs that count rows, and functions whose backward nobody has seen."""
@@ -378,51 +402,6 @@ def _truth(run: Run, tensor: int) -> bool:
             if asked is not None and asked[0] == tensor:
                 return asked[1]
     return True
-
-
-def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, rows: int) -> dict[str, Any]:
-    """The call with masks that hide nothing, but for some that end at another place in every row but the first."""
-    made, fills = dict(bound), dict(padded)
-    for item in batch.inputs:
-        tensor = nested.tensor_at(made, item.path)
-        if tensor is None or not is_mask(tensor):
-            continue
-        tensor = torch.ones_like(tensor)
-        if item.path in fills and not (fills[item.path] and tensor.dtype is torch.bool):
-            for row in range(1, rows):
-                index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
-                size = tensor.shape[-1]
-                part = tensor.index_select(item.dim, index)
-                part[..., size - min(row, size // 2) :] = fills[item.path]
-                tensor.index_copy_(item.dim, index, part)
-        made = nested.replace_at(made, item.path, tensor)
-    return made
-
-
-def _marked(
-    bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]], rows: int
-) -> dict[str, Any]:
-    """The call without some numbers, but for those of `padded`, which stand near the end of all rows but the first."""
-    made = dict(bound)
-    for item in batch.inputs:
-        numbers = [number for path, number in absent if path == item.path]
-        tensor = nested.tensor_at(made, item.path)
-        if tensor is None or not numbers:
-            continue
-        others = [number for number in tensor.unique().tolist() if number not in numbers]
-        if not others or tensor.dim() < 2 or tensor.shape[-1] <= len(numbers) or item.dim == tensor.dim() - 1:
-            raise NotRun(f"{item.path} is too short to be tried without {numbers[0]}")
-        tensor = tensor.clone()
-        tensor[torch.isin(tensor, torch.tensor(numbers, dtype=tensor.dtype))] = others[0]
-        for row in range(1, rows):
-            index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
-            part = tensor.index_select(item.dim, index)
-            for place, number in enumerate(numbers, 1):
-                if (item.path, number) in padded:
-                    part[..., -place] = number
-            tensor.index_copy_(item.dim, index, part)
-        made = nested.replace_at(made, item.path, tensor)
-    return made
 
 
 def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis) -> dict[int, Samples]:

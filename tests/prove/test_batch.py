@@ -289,7 +289,6 @@ def test_a_part_that_has_the_same_of_all_rows():
     assert ways(found(Small(halves), torch.randn(4, 6))) == {"": "cat"}
 
 
-@pytest.mark.xfail(strict=True, reason="experts are not in the list of what is sound yet")
 def test_tokens_that_are_sorted_by_expert():
     batch = found(Experts(), torch.randn(3, 5, 8))
     assert ways(batch) == {"": "cat"}
