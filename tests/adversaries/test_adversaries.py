@@ -36,7 +36,7 @@ PINNED: dict[str, Pins] = {
         "BatchTemperature": "refused: std in the model itself",
         "LargestOfBatch": "refused: max in the model itself",
         "NumberOfRows": "refused: clamp in the model itself",
-        "ManyTokens": "refused: it runs other ops for 64 rows than for 3, here tanh",
+        "ManyTokens": "refused: it runs other ops for 1024 rows than for 3, here tanh",
         "UntilAllAreSmall": "refused: decides what to do by values of all rows (gt in",
         "Capacity": "refused: nonzero in router",
         "ExpertsChoose": "refused: topk in the model itself",
