@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 ROWS = 3
 """Rows of the runs that are followed."""
-MANY_ROWS = (1024, 64, 16)
-"""Rows of a run whose ops are compared only: code may look whether there are many. Fewer if not all is known of them."""
+MANY_ROWS = (1024, 256, 64, 16)
+"""Rows of a run whose ops are compared only: code may look whether there are many. Fewer if not all is known."""
 MOST_REAL_ROWS = 64
 """Rows where values have to be computed."""
 MOST_SWITCHES = 3
@@ -197,7 +197,10 @@ class Run:
         for rows in MANY_ROWS:
             if self.graph.level == "real" and rows > MOST_REAL_ROWS:
                 continue
-            many, _ = self._recorded(rows)
+            try:
+                many, _ = self._recorded(rows)
+            except NotRun:  # its own tables are shorter
+                continue
             if many.level != self.graph.level:
                 continue
             self._check_sequence(many, rows)
