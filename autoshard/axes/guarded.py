@@ -47,17 +47,12 @@ def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:
 def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]] | None:
     """`x.min() >= 0` says that each element is, `x.max() > 1` that some element is."""
     source = _maker(graph, op.inputs[0])
-    if (
-        source is None
-        or source.node is None
-        or len(op.inputs) != 1
-        or len(source.inputs) != 1
-        or len(op.node.args) != 2
-    ):
+    if source is None or source.node is None or op.node is None:
         return None
-    name = name_of(source)
-    whole = len(source.outputs) == 1 and not graph.values[source.outputs[0]].shape
-    if not whole or name not in (*_LEAST, *_LARGEST) or not isinstance(op.node.args[1], (int, float)):
+    name, numbers = name_of(source), op.node.args[1:]
+    whole = len(source.inputs) == len(source.outputs) == 1 and not graph.values[source.outputs[0]].shape
+    alone = len(op.inputs) == 1 and len(numbers) == 1 and isinstance(numbers[0], (int, float))
+    if not whole or not alone or name not in (*_LEAST, *_LARGEST):
         return None
     return (name in _LEAST) is above, [source.inputs[0]]
 

@@ -194,12 +194,14 @@ class Run:
 
     def _check_many(self) -> None:
         """Refuse code that looks how many rows there are: other ops, or other numbers in them."""
+        stopped: NotRun | None = None
         for rows in MANY_ROWS:
             if self.graph.level == "real" and rows > MOST_REAL_ROWS:
                 continue
             try:
                 many, _ = self._recorded(rows)
-            except NotRun:  # its own tables are shorter
+            except NotRun as error:  # its own tables are shorter
+                stopped = stopped or error
                 continue
             if many.level != self.graph.level:
                 continue
@@ -208,7 +210,9 @@ class Run:
             if uneven is not None:
                 what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
                 raise self.refuse(self.graph.ops[uneven], what)
-            break
+            return
+        if stopped is not None:
+            raise stopped
 
     def _check_slices(self, other: Tape) -> None:
         """Refuse a slice of the batch that ends at a constant: it is all there is for few rows, and no op tells."""
