@@ -210,7 +210,10 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
                             small_floats=run.small_floats, pass_guards=tape is not None, ranks=run.ranks)  # fmt: skip
-        return record_run(run, engine, fake_material(engine), level, decode=decode)
+        graph = record_run(run, engine, fake_material(engine), level, decode=decode)
+        if tape is not None:
+            tape.left_out = engine.left_out
+        return graph
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES
     if level == "real" and _without_values(run.model):

@@ -72,6 +72,8 @@ class Shapes:
         args = tuple(swap_tensors(value, self._shadow) for value in args)
         kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
         out = self.mode.dispatch(func, (), args, kwargs)
+        if isinstance(out, FakeTensor) and any(out is shadow for shadow in self._shadows.values()):
+            out = self.fresh(out.shape, out.stride(), out.dtype)  # an op that returns what it is given: that stays ours
         if key is not None:
             answer = _answer(out, tensors)
             if answer is not None:

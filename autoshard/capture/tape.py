@@ -105,6 +105,7 @@ class Tape:
         calls: of modules, by row; `functions`: of autograd functions, in order of their end.
         op_grad, op_autocast: per op, whether gradients and autocast were enabled.
         drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
+        left_out: ops whose values could have been known, but for their size.
         slices: parts of tensors as the code wrote them.
         sizes: values of which Python asked how large they are.
         failing: a guard that is told what it raises for, to see that nobody catches it.
@@ -122,6 +123,7 @@ class Tape:
         self.op_grad: list[bool] = []
         self.op_autocast: list[bool] = []
         self.drew = False
+        self.left_out = 0
         self.sizes: set[int] = set()
         self.slices: list[Slices] = []
 

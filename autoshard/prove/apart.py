@@ -199,11 +199,11 @@ class Run:
             if self.graph.level == "real" and rows > MOST_REAL_ROWS:
                 continue
             try:
-                many, _ = self._recorded(rows)
+                many, tape = self._recorded(rows)
             except NotRun as error:  # its own tables are shorter
                 stopped = stopped or error
                 continue
-            if many.level != self.graph.level:
+            if many.level != self.graph.level or tape.left_out != self.tape.left_out:
                 continue
             self._check_sequence(many, rows)
             uneven = first_uneven(self.graph, self.other, many, (ROWS, ROWS + 1, rows))
