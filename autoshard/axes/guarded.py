@@ -10,7 +10,7 @@ nobody catches the error: that is tried. Any other number that is compared (a me
 """
 
 from autoshard.axes.switches import asked_of_all
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 
 _COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
 _LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
@@ -19,7 +19,7 @@ _ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", 
 
 def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
     """(answer, tensors): the answer is given if and only if each single element of the tensors fulfils something."""
-    op = _maker(graph, value)
+    op = maker_of(graph, value)
     if op is None or op.node is None or op.mutates:
         return None
     name = name_of(op)
@@ -46,7 +46,7 @@ def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:
 
 def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]] | None:
     """`x.min() >= 0` says that each element is, `x.max() > 1` that some element is."""
-    source = _maker(graph, op.inputs[0])
+    source = maker_of(graph, op.inputs[0])
     if source is None or source.node is None or op.node is None:
         return None
     name, numbers = name_of(source), op.node.args[1:]
@@ -55,8 +55,3 @@ def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]
     if not whole or not alone or name not in (*_LEAST, *_LARGEST):
         return None
     return (name in _LEAST) is above, [source.inputs[0]]
-
-
-def _maker(graph: ModelGraph, value: int) -> Op | None:
-    op = graph.values[value].op
-    return graph.ops[op] if op >= 0 else None

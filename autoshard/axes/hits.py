@@ -20,7 +20,7 @@ import torch
 
 from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
-from autoshard.capture.graph import FOUND, ModelGraph, Op, name_of
+from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
@@ -169,12 +169,12 @@ def _is_one(graph: ModelGraph, op: Op) -> bool:
 
 def hit_mask(graph: ModelGraph, value: int, written: set[int]) -> int | None:
     """The mask of which a value tells, for each line of its first dimension, whether any element is true."""
-    op = _maker(graph, value)
+    op = maker_of(graph, value)
     if op is None or op.node is None or len(graph.values[value].shape) != 1:
         return None
     name = name_of(op)
     if name in ("greater", "gt", "ne", "not_equal") and len(op.inputs) == 1 and op.node.args[1] == 0:
-        op = _maker(graph, op.inputs[0])
+        op = maker_of(graph, op.inputs[0])
         name = name_of(op) if op is not None else ""
     if op is None or op.node is None or name not in _COUNTS or len(op.inputs) != 1:
         return None
@@ -193,7 +193,7 @@ def _is_never_negative(graph: ModelGraph, value: int, written: set[int]) -> bool
         return False
     if graph.values[value].dtype is torch.bool:
         return True
-    op = _maker(graph, value)
+    op = maker_of(graph, value)
     if op is None:
         return False
     name = name_of(op)
@@ -210,8 +210,3 @@ def _has_only_tensors(op: Op, name: str) -> bool:
     if name == "mul":
         return all(isinstance(item, torch.fx.Node) for item in op.node.args)
     return name in ("to", "_to_copy") or not any(isinstance(item, torch.dtype) for item in op.node.args)
-
-
-def _maker(graph: ModelGraph, value: int) -> Op | None:
-    op = graph.values[value].op
-    return graph.ops[op] if op >= 0 else None

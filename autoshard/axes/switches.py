@@ -16,7 +16,7 @@ import torch
 
 from autoshard.axes.hits import Hit
 from autoshard.axes.sample_rules import MOVES, RESHAPES
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.tape import Reading, Ref
 from autoshard.capture.traits import traits_of
 
@@ -33,16 +33,16 @@ def read_values(reading: Reading) -> list[int]:
 
 def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
-    op = _maker(graph, value)
+    op = maker_of(graph, value)
     while op is not None and name_of(op) in ("detach", "to", "clone", "alias", "view", "reshape"):
-        op = _maker(graph, op.inputs[0])
+        op = maker_of(graph, op.inputs[0])
     if op is None or op.node is None:
         return None
     name = name_of(op)
     if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.outputs[0]].shape:
         return op.inputs[0], "all" in name
     if name == "eq" and len(op.inputs) == 1:  # mask.sum() == mask.numel()
-        source = _maker(graph, op.inputs[0])
+        source = maker_of(graph, op.inputs[0])
         if source is not None and name_of(source) == "sum" and len(source.inputs) == 1:
             row = graph.values[source.inputs[0]]
             if row.dtype is torch.bool and op.node.args[1] == torch.Size(row.shape).numel():
@@ -52,25 +52,20 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
 
 def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
     """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
-    op = _maker(graph, value)
+    op = maker_of(graph, value)
     while op is not None and name_of(op) in ("to", "_to_copy", "detach", "clone", "alias", "view", "reshape"):
-        op = _maker(graph, op.inputs[0])
+        op = maker_of(graph, op.inputs[0])
     if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
         return None
     number, source = op.node.args[1], op.inputs[0]
     while source not in graph.inputs:
-        before = _maker(graph, source)
+        before = maker_of(graph, source)
         if before is None or len(before.inputs) != 1 or not (name_of(before) in RESHAPES or name_of(before) == "to"):
             return None
         source = before.inputs[0]
     whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool
     known = isinstance(number, int) and not isinstance(number, bool) and whole
     return (graph.inputs.index(source), number) if known else None  # type: ignore[return-value]
-
-
-def _maker(graph: ModelGraph, value: int) -> Op | None:
-    op = graph.values[value].op
-    return graph.ops[op] if op >= 0 else None
 
 
 class Numbering:
@@ -128,11 +123,11 @@ class Numbering:
         """What is known where all elements of a value are true, or false: of it and of what it was made of."""
         facts: list[Fact] = []
         chain = [value]
-        while (op := _maker(graph, chain[-1])) is not None and len(op.inputs) == 1 and not op.mutates:
+        while (op := maker_of(graph, chain[-1])) is not None and len(op.inputs) == 1 and not op.mutates:
             chain.append(op.inputs[0])
         kept = chain[:1]
         for made, source in pairwise(chain):
-            op = _maker(graph, made)
+            op = maker_of(graph, made)
             assert op is not None
             name = name_of(op)
             if not (name in RESHAPES or name in MOVES or name in ("to", "_to_copy", "alias", "detach", "clone")):
@@ -267,10 +262,8 @@ class Numbering:
             return self._repeated(graph, op, given[0]) or self._viewed(graph, op, given[0])
         if name == "dropout" and not _draws(op):
             return given[0]
-        if name == "baddbmm" and tables[0] is not None and not tables[0].any() and not op.node.kwargs:
+        if name == "baddbmm" and _is_zero(tables[0]) and not op.node.kwargs:
             return "aten.bmm.default", tuple(given[1:]), ("tensor", "tensor")
-        if name == "sub" and len(given) == 2 and like[0] and tables[1] is not None and not tables[1].any():
-            return given[0]
         if name == "add" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):
                 table = tables[other]
@@ -283,7 +276,7 @@ class Numbering:
                 table = tables[other]
                 if like[one] and table is not None and bool(torch.eq(table, 1).all()):
                     return given[one]
-        if name == "masked_fill" and like[0] and tables[1] is not None and not tables[1].any():
+        if name in ("masked_fill", "sub") and len(given) > 1 and like[0] and _is_zero(tables[1]):
             return given[0]
         if name == "where" and len(op.node.args) == 3 and tables[0] is not None:
             for at, chosen in ((1, bool(tables[0].all())), (2, not bool(tables[0].any()))):
@@ -347,12 +340,17 @@ class Numbering:
         single: Any = self._keys[wide[1]][0] if _is_spread(wide) else None
         if not _is_call(single, "aten.unsqueeze.default") or single[2][1:] != ("2",):
             return None
-        maker = _maker(graph, op.inputs[0])
+        maker = maker_of(graph, op.inputs[0])
         spread, shape = graph.values[op.inputs[0]].shape, graph.values[op.outputs[0]].shape
         if maker is None or len(spread) != 5 or graph.values[maker.inputs[0]].shape != (*spread[:2], 1, *spread[3:]):
             return None
         whole = shape == (spread[0], spread[1] * spread[2], *spread[3:])
         return ("repeated", single[1][0], spread[2]) if whole else None
+
+
+def _is_zero(table: torch.Tensor | None) -> bool:
+    """Whether a table is known to have nothing but zeros."""
+    return table is not None and not bool(table.any())
 
 
 def _draws(op: Op) -> bool:

@@ -314,3 +314,9 @@ class ModelGraph:
             if tensor.nbytes:
                 groups.setdefault(tensor.storage, []).append(tensor.name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def maker_of(graph: ModelGraph, value: int) -> Op | None:
+    """The op that makes a value; None of what comes from outside."""
+    at = graph.values[value].op
+    return graph.ops[at] if at >= 0 else None
