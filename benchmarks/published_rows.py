@@ -250,6 +250,7 @@ def recipe_of(row: Row) -> Recipe:
     if not batch and accumulated:
         count = int(accumulated[1])
     own = family(row) in ("kf", "kfc")
+    early_megatron = fused and "H100" not in row["gpu"] and not row["recompute"].startswith("selective")
     whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
     return Recipe(
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro, num_microbatches=count,
@@ -257,7 +258,7 @@ def recipe_of(row: Row) -> Recipe:
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=not whole_sequences,
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(fused or "ZeRO-1" in row["optimizer"]),
-        loss_parallel=not own, accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
+        loss_parallel=not own, unfused_attention=early_megatron, accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
 

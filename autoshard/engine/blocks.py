@@ -42,7 +42,8 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """One op: `flops` of the whole, for the samples that were traced; `m`, `n`, `k` of a matrix product."""
+    """One op: `flops` of the whole, for the samples that were traced; `m`, `n`, `k` of a matrix product, of attention
+    `k` of its scores: columns of a head."""
 
     name: str
     kind: Kind
@@ -250,6 +251,7 @@ def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], causal: bo
     m = n = k = 0
     if name.startswith(ATTENTION):
         kind = "attention"
+        k = graph.values[op.inputs[0]].shape[-1]
     elif op.flops:
         kind = "matmul"
         shape = graph.values[op.outputs[0]].shape

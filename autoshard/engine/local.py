@@ -93,14 +93,20 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`tokens`: keys for each query; `cache_elements`: of keys and values, before they are repeated for all heads."""
+    """`tokens`: keys for each query; `width`: columns of a head; `cache_elements`: of keys and values, before they are
+    repeated for all heads."""
 
     flops: float
     cut: bool
     causal: bool
     tokens: float
+    width: int
     cache_elements: float
     moved: Volume
+
+    def scores_on(self, share: Share) -> float:
+        """Elements of the scores on one rank: a query times a key is 2 FLOPs per column, and as many with a value."""
+        return self.flops / (4 * self.width) * share.rows * share.length / (share.tp if self.cut else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +203,7 @@ def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
     return Attention(
         flops=op.flops, cut=op.cut, causal=op.causal,
         tokens=op.flops / (4 * width),  # 4 x queries x keys x width
+        width=max(1, op.k),
         cache_elements=sum(_smallest(part, made_by) for part in op.inputs[1:3]),
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),
     )  # fmt: skip

@@ -26,6 +26,9 @@ RESERVED_PART, RESERVED_BYTES = 1.02, 512 * 2**20
 LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "early": 16, "compiled": 16, "fused": 8, "deepspeed": 8}
 """Of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the logarithm of its
 softmax, the gradient of that, and the logit or its gradient; hand-fused losses write over what they read."""
+SCORE_BYTES, SCORE_GRADIENT_BYTES = 5, 4
+"""Per score of unfused attention: softmax and dropout of 2 bytes and a mask of one are kept (5 a s^2 b in Korthikanti et
+al., "Reducing activation recomputation", 2022); the gradients of both are made from them."""
 GATHERED_LAYERS = 2
 """Layers whose whole parameters lie on a rank at one time: the one that is computed, and the next."""
 
@@ -139,8 +142,14 @@ def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
     sums = sums_of(block)
     if recipe.hand_fused:
-        return sums.regathered.on(share)
+        scores = SCORE_BYTES * _scores(block, share) if recipe.unfused_attention else 0.0
+        return sums.regathered.on(share) + scores
     return sums.kept_of(fused=recipe.stack == "compiled").on(share)
+
+
+def _scores(block: Block, share: Share) -> float:
+    """Elements of the scores of attention in one layer."""
+    return sum(attention.scores_on(share) for attention in sums_of(block).attentions)
 
 
 def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
@@ -216,4 +225,6 @@ def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     again = 0.0
     if recipe.recompute != "none":
         again = _all_kept(block, share, recipe)
+    if recipe.unfused_attention:
+        again += SCORE_GRADIENT_BYTES * _scores(block, share)
     return again + sums_of(block).widest.on(share)

@@ -52,6 +52,7 @@ class Recipe:
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.
         regathers: in a pipeline, too, parameters of `fsdp` are freed and gathered again for each micro-batch.
+        unfused_attention: attention makes its scores, whole, and its softmax and dropout read and write them.
         balanced_stages: stages are divided where their products are as many, those of the loss counted; else each has
             as many layers.
         imbalance: tokens of the busiest rank's experts over those of the mean.
@@ -71,6 +72,7 @@ class Recipe:
     logit_bytes: int = 0
     accumulate_unsharded: bool = False
     regathers: bool = False
+    unfused_attention: bool = False
     balanced_stages: bool = False
     recompute: Recompute = "none"
     stack: Stack = "eager"

@@ -22,6 +22,10 @@ ALIGNED_ELEMENTS, UNALIGNED_PART = 8, 0.28
 """Rows of a matrix that are no multiple of 16 bytes are read element by element, by kernels of an older generation, at
 a part of the rate; a compiler pads them. Measured on an H100: 588 columns take 3.5 times as long as 592
 (https://github.com/m87-labs/kestrel/pull/143)."""
+SCORE_BYTES, SCORE_BYTES_BACKWARD = 13, 19
+"""Read and written per score of unfused attention, 2 each time and 1 of a mask. Forward: the product writes it, softmax
+reads and writes, dropout too, the product with values reads. Backward: products read three times and write once,
+dropout reads and writes, softmax reads twice and writes."""
 VIEW_LAUNCH = 0.3
 """Host time of an op that only makes a view, as a part of that of a kernel."""
 
@@ -53,7 +57,7 @@ def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reache
     forward = sum(products)
     backward = 2 * forward
     for attention in sums.attentions:
-        seconds, back = _attention_seconds(attention, share, card, reached)
+        seconds, back = _attention_seconds(attention, share, recipe, card, reached)
         forward, backward = forward + seconds, backward + back
     stream = sums.fused if fused else sums.eager
     streamed = stream.moved.on(share) / (card.bytes_per_second * reached.memory)
@@ -98,8 +102,12 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
     return max(flops / (card.flops_per_second * part), moved)
 
 
-def _attention_seconds(op: Attention, share: Share, card: Card, reached: Efficiency) -> tuple[float, float]:
+def _attention_seconds(
+    op: Attention, share: Share, recipe: Recipe, card: Card, reached: Efficiency
+) -> tuple[float, float]:
     """Forward and backward."""
+    if recipe.unfused_attention:
+        return _unfused_seconds(op, share, card, reached)
     flops = op.flops * share.rows * share.length / (share.tp if op.cut else 1)
     if op.causal:
         flops /= 2
@@ -109,3 +117,12 @@ def _attention_seconds(op: Attention, share: Share, card: Card, reached: Efficie
     forward = max(flops / (peak * reached.attention), moved)
     backward = max(BACKWARD_ATTENTION * flops / (peak * reached.attention_backward), 2 * moved)
     return forward, backward
+
+
+def _unfused_seconds(op: Attention, share: Share, card: Card, reached: Efficiency) -> tuple[float, float]:
+    """Batched products, of masked scores too, and all passes over the scores."""
+    part = 1.0 if op.width % ALIGNED_ELEMENTS == 0 else UNALIGNED_PART
+    scores = op.scores_on(share)
+    products = 4 * op.width * scores / (card.flops_per_second * reached.attention * part)
+    rate = card.bytes_per_second * reached.memory
+    return products + SCORE_BYTES * scores / rate, 2 * products + SCORE_BYTES_BACKWARD * scores / rate
