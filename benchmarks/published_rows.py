@@ -207,9 +207,11 @@ def stack_of(row: Row) -> Any:
     """Who made the kernels."""
     if SERVED.search(row["source"]):
         return "compiled"
-    if family(row) != "sc21" and DEEPSPEED.search(row["source"]):
+    if family(row) in ("sc21", "mb", "mlm", "mk22"):
+        return "fused"
+    if DEEPSPEED.search(row["source"]):
         return "deepspeed"
-    if MEGATRON.search(row["source"]) or family(row) in ("sc21", "mb", "mlm", "mk22"):
+    if MEGATRON.search(row["source"]):
         return "fused"
     if EARLY.search(row["source"]):
         return "early"
@@ -344,7 +346,7 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     gpus = number(row, "gpus", 1)
     per_host = min(gpus, number(row, "gpus_per_node", 8))
     topology = replace(usual_topology(known.name, per_host), hosts=-(-gpus // per_host))
-    if known.name.startswith("A100") and "bigscience" in row["source"]:
+    if known.name.startswith("A100") and family(row) == "bs":
         topology = replace(topology, local_bytes_per_second=JEAN_ZAY_BYTES_PER_SECOND)
     gbits = network_gbits(row, per_host)
     return card, replace(topology, network_bytes_per_second=gbits * 1e9 / 8) if gbits else topology
@@ -369,7 +371,7 @@ def network_gbits(row: Row, per_host: int) -> float:
     if host:
         return float(host[1]) / 8
     # BigScience trained on Jean Zay, whose hosts of eight have four Omni-Path adapters.
-    if re.search(r"4 Omni-Path|4 x 100|bigscience", text):
+    if re.search(r"4 Omni-Path|4 x 100", text) or family(row) == "bs":
         return 4 * 100 / per_host
     return 0.0
 
