@@ -120,7 +120,7 @@ def parameter_of(generation: str, stack: str, name: str) -> str:
 def cells() -> Iterator[tuple[tuple[str, str], str, str, float]]:
     """(generation and stack, column, its fitted number, its first value) of the table."""
     for key, first in FIRST.items():
-        rows = 300 if key[1] == "deepspeed" else first["half_size"]
+        rows = 600 if key[1] == "deepspeed" else first["half_size"]
         values = {**OTHERS, "half_rows": rows, "launch_seconds": LAUNCH[key[1]], **first}
         for name in BOUNDS:
             yield key, name, parameter_of(*key, name), values[name]
