@@ -247,7 +247,7 @@ def main() -> None:
 
         for name, half in (("fitted on", True), ("the other", False)):
             print(f"-- {name} half")
-            print("\n".join(errors([one for one in priced if fitted_on(one.row) == half])))
+            print("\n".join(summary([one for one in priced if fitted_on(one.row) == half])))
         return
     print("\n".join(summary(priced)))
 

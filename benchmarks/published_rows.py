@@ -260,7 +260,8 @@ def recipe_of(row: Row) -> Recipe:
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=not whole_sequences,
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(fused or "ZeRO-1" in row["optimizer"]),
-        loss_parallel=not own, unfused_attention=early_megatron, accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
+        loss_parallel=not own, unfused_attention=early_megatron,
+        accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
 

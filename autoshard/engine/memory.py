@@ -27,8 +27,8 @@ LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "early": 16, "compiled": 16, "f
 """Of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the logarithm of its
 softmax, the gradient of that, and the logit or its gradient; hand-fused losses write over what they read."""
 SCORE_BYTES, SCORE_GRADIENT_BYTES = 5, 4
-"""Per score of unfused attention: softmax and dropout of 2 bytes and a mask of one are kept (5 a s^2 b in Korthikanti et
-al., "Reducing activation recomputation", 2022); the gradients of both are made from them."""
+"""Per score of unfused attention: softmax and dropout of 2 bytes and a mask of one are kept (5 a s^2 b in Korthikanti
+et al., "Reducing activation recomputation", 2022); the gradients of both are made from them."""
 GATHERED_LAYERS = 2
 """Layers whose whole parameters lie on a rank at one time: the one that is computed, and the next."""
 

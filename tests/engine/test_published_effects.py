@@ -145,6 +145,21 @@ def test_micro_batches_of_few_tokens_cost_more_under_deepspeed():
     assert lost["fused"] > 1 and 1.1 * lost["fused"] < lost["deepspeed"]
 
 
+def test_unfused_attention_makes_its_scores():
+    """In forward they are written, read and written by softmax and dropout, and read; 5 bytes of each are kept."""
+    recipe = Recipe(micro_batch=8, stack="fused")
+    fused, unfused = priced(recipe), priced(replace(recipe, unfused_attention=True))
+    work = traced().work
+    scores = 8 * 16 * work.tokens**2  # heads of each of eight samples
+    attention = sums_of(work.blocks[1]).attentions[0]
+    setting = make_setting(work, recipe, CARD, topology(1))
+    assert attention.scores_on(setting.share) == pytest.approx(scores)
+    kept = [moment(one, "loss").activations for one in (fused, unfused)]
+    assert kept[1] - kept[0] == pytest.approx(8 * 5 * scores)  # eight layers
+    rate = CARD.bytes_per_second * setting.reached.memory
+    assert unfused.seconds - fused.seconds > 8 * 30 * scores / rate
+
+
 def test_tables_and_heads_are_not_quantised():
     recipe = Recipe(precision=Precision(parameters=0.5, compute=2))
     work = traced().work
