@@ -24,7 +24,7 @@ from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS, Ranks
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, maker_of
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Reading, Tape
 from autoshard.errors import CaptureError
@@ -288,7 +288,7 @@ class Run:
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
                 continue
-            if asked is None or not self._is_of_rows(asked[0]):
+            if asked is None or len(read_values(reading)) > 1 or not self._is_of_rows(asked[0]):
                 made = self.graph.values[value].op
                 what = "reads values of several rows as numbers, which may decide anything"
                 raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
@@ -300,7 +300,15 @@ class Run:
         asked = None if reading.guard is None else asked_of_each(self.graph, value)
         if reading.guard is None or asked is None or asked[0] is not bool(reading.result):
             return False
-        if not all(self.walk.of(one).apart for one in asked[1]):
+        waiting = [value]
+        while waiting:  # no number on the way says how many rows there are
+            one = waiting.pop()
+            op = None if one in asked[1] else maker_of(self.graph, one)
+            if op is not None:
+                waiting += op.inputs
+                if self.walk.resized(op):
+                    return False
+        if len(read_values(reading)) > 1 or not all(self.walk.of(one).apart for one in asked[1]):
             return False
         self.guards.add(reading.guard)
         return True

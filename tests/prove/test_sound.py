@@ -15,6 +15,8 @@ from autoshard.prove.batch import find_batch_axis
 from autoshard.workload import Workload
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2
+MANY = 10_000_000
+"""More than there are of anything here: what is compared with it is no other for any of the batches that are tried."""
 
 
 def ways(model: nn.Module, inputs, mode="inference") -> dict[str, str]:
@@ -106,6 +108,24 @@ def _catches(self, x):
         return self.linear(x / 2)
 
 
+def _compares_answers(self, x):
+    if not torch.equal((x < 9).all(), (x > -9).all()):
+        raise ValueError("one of them only")
+    return self.linear(x)
+
+
+def _grows_with_the_rows(self, x):
+    if x.max() > 100 * len(x):
+        raise ValueError("too large for so few")
+    return self.linear(x)
+
+
+def _asks_two_things(self, x):
+    if (x > 1e6).any() and (x < -1e6).any():
+        raise ValueError("too large and too small")
+    return self.linear(x)
+
+
 def _suppresses(self, x):
     made = self.linear(x / 2)
     with contextlib.suppress(ValueError):
@@ -117,7 +137,7 @@ def _suppresses(self, x):
     "by",
     [
         _raises_for_the_mean, _raises_if_all_are_large, _raises_far_from_the_others, _halves_if_large,
-        _keeps_the_answer, _catches, _suppresses,
+        _keeps_the_answer, _catches, _suppresses, _compares_answers, _grows_with_the_rows, _asks_two_things,
     ],
 )  # fmt: skip
 def test_questions_that_are_no_guards(by):
@@ -201,9 +221,9 @@ def test_tokens_go_to_their_experts_and_back():
         static(lambda self, e: e + self.gate * e.cumsum(0)),
         static(lambda self, e: e + self.gate * torch.ones_like(e).cumsum(0)),
         static(lambda self, e: e + self.gate * F.scaled_dot_product_attention(e[None], e[None], e[None])[0]),
-        static(lambda self, e: e / max(len(e), 1000)),
-        static(lambda self, e: e / max(e.shape[0], 1000)),
-        static(lambda self, e: e / max(e.numel(), 10000)),
+        static(lambda self, e: e / max(len(e), MANY)),
+        static(lambda self, e: e / max(e.data.shape[0], MANY)),
+        static(lambda self, e: e / max(e.numel(), MANY)),
         static(taken=lambda token: (token - 1).clamp(min=0)),
         static(put=lambda self, out, token, e: out.index_add_(0, token.flip(0), e)),
         static(put=lambda self, out, token, e: out.index_add_(0, token[:9], e[:9])),
@@ -213,7 +233,7 @@ def test_tokens_go_to_their_experts_and_back():
         static(after=lambda self, out, found: out * (1 + self.gate * sum((token >= 0).sum() for token in found))),
         masked(lambda self, e: e - self.gate * e.mean()),
         masked(lambda self, e: e + self.gate * e.flip(0)),
-        masked(lambda self, e: e / max(len(e), 1000)),
+        masked(lambda self, e: e / max(len(e), MANY)),
     ],
 )
 def test_experts_that_look_at_other_tokens(by):
@@ -271,6 +291,8 @@ def test_experts_that_no_token_chose_are_left_out():
         loop(hits=lambda mask: (mask.sum((1, 2)) > 9).nonzero()),
         loop(hits=lambda mask: ((mask - 1 + 1).sum((1, 2)) > 0).nonzero()),
         loop(part=lambda mask, k: mask[(k + 1) % EXPERTS]),
+        loop(hits=lambda mask: [hit for at, hit in enumerate((mask.sum((1, 2)) > 0).nonzero()) if at != 1]),
+        loop(after=lambda self, out, k, turns: out * (1 + int(k) // (EXPERTS - 1))),
     ],
 )
 def test_loops_that_do_more_than_call_their_experts(by):
