@@ -89,11 +89,6 @@ def with_sizes(
     return replace(profile, graph=smaller, op_bytes=tuple(sizes.moved))
 
 
-def sizes_of_part(profile: Profile, part: float, carrying: frozenset[int]) -> Sizes:
-    """Return the sizes of the run with so large a part of the batch; `carrying`: as `carriers_of_rows` says."""
-    return smaller_sizes(profile, _parts(profile.graph, part, carrying))
-
-
 def part_of_batch(
     profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None,
     sizes: Sizes | None = None, tensors: tuple[TensorInfo, ...] | None = None,

@@ -26,8 +26,8 @@ from autoshard.replica_cost import rows_per_replica
 from autoshard.sizes import format_bytes
 from autoshard.workload import Workload
 
-MOST_OPS = 80_000
-"""Recorded ops that the cells of a page may take, some 11 s; to plan anew counts as half a run, with offload as one."""
+MOST_OPS = 50_000
+"""Recorded ops that the cells of a page may take, some 7 s; to plan anew counts as half a run, with offload as one."""
 CARDS = ("RTX-4090", "L40S", "A100-SXM-80", "H100-SXM", "H200-SXM", "B200")
 """The few cards that a page asks about: those that people have or rent, one of each size."""
 
