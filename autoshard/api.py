@@ -272,21 +272,20 @@ def apply(
     cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
     that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
-    mesh has dp, fsdp and tp only: each replica calls the model with samples of its own, as under torch's fully_shard,
-    and gradients are means over replicas; the processes of one replica (tp) have the same samples, and where to cut is
-    found here, with `inputs` like the plan's unless it is a Hugging Face model. Raises what `plan()` raises, and
-    `ApplyError`; the model is then as it was.
+    mesh has dp, fsdp, tp and pp only: each replica calls the model with samples of its own, as under torch's
+    fully_shard, and gradients are means over replicas; the processes of one replica (tp, pp) have the same samples.
+    Where to cut, and how a batch is divided for stages, is found here, with `inputs` like the plan's unless it is a
+    Hugging Face model; stages are trained by `schedule(model).step(…)`. Raises what `plan()` raises, and `ApplyError`;
+    the model is then as it was.
     """
     from autoshard.runtime import apply_device_map, apply_plan
-    from autoshard.runtime.launched import is_cut_here
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
-        if is_cut_here(plan):
-            plan = _with_cuts(model, plan, inputs)
+        plan = _completed(model, plan, inputs)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
@@ -300,16 +299,25 @@ def apply(
     return check_at_first_call(apply_plan(model, plan))
 
 
-def _with_cuts(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
-    """A tensor-parallel plan that was made before its processes ran, with the cuts; all ranks find the same ones."""
-    from autoshard.runtime.launched import check_launched, of_first_replica, with_cuts
+def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+    """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
+    from autoshard.prove.batch import find_batch_axis
+    from autoshard.runtime import launched
 
-    check_launched(plan)
-    found = _planned(
-        model, of_first_replica(plan), inputs, plan.workload, strategy="column-parallel", objective="memory",
-        schedule=None, max_memory=None, wishes={"launch": "one-process"},
-    )  # fmt: skip
-    return with_cuts(plan, found)
+    cut, staged = launched.is_cut_here(plan), launched.is_staged_here(plan)
+    if cut or staged:
+        launched.check_launched(plan)
+    if staged:
+        launched.check_stored(model, plan)
+        plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
+    if cut:
+        assert plan.mesh is not None
+        found = plan_measured(
+            model, inputs, profile(model, inputs, workload=plan.workload), cluster_for(launched.of_first_replica(plan)),
+            strategy="column-parallel", objective="memory", inside_blocks=plan.mesh.pp > 1,
+        )  # fmt: skip
+        plan = launched.with_cuts(plan, found)
+    return plan
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -384,7 +392,6 @@ def load(
     """
     from autoshard.checkpoint.mapped import not_in_files
     from autoshard.integrations.loading import fill, open_weights
-    from autoshard.runtime.launched import is_cut_here
 
     unfilled = open_weights(
         path, model=model, dtype=dtype, allow=allow,
@@ -398,8 +405,8 @@ def load(
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
             wishes={"launch": "one-process"},
         )  # fmt: skip
-    if isinstance(plan, Plan) and is_cut_here(plan):
-        plan = _with_cuts(unfilled.model, plan, inputs)
+    if isinstance(plan, Plan):
+        plan = _completed(unfilled.model, plan, inputs)
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):

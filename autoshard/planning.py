@@ -45,6 +45,7 @@ class Request:
         tp_plan: what to cut, as Transformers writes it; None: what pays.
         assume_independent_rows: take the user's word that rows of the batch don't mix.
         processes: how many of torch.distributed run, 0 if all devices are used from one.
+        inside_blocks: cut only what lies inside of a block, so that each block may be in a stage of its own.
         everything: price also what can't be carried out now, however large the model is.
     """
 
@@ -61,6 +62,7 @@ class Request:
     tp_plan: Mapping[str, str] | None = None
     assume_independent_rows: bool = False
     processes: int = field(default_factory=count_processes)
+    inside_blocks: bool = False
     everything: bool = False
 
     @property
@@ -127,7 +129,20 @@ class Request:
         from autoshard.prove.prove import make_prover
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
-        return make_prover(self.model, self.inputs, forward, self.composite, self.groups)
+        prove = make_prover(self.model, self.inputs, forward, self.composite, self.groups)
+        return _inside_blocks(prove) if self.inside_blocks else prove
+
+
+def _inside_blocks(prove: "Prove") -> "Prove":
+    """What refuses to cut what no block has, and leaves the rest to `prove`."""
+    from autoshard.plan_cuts import Refusal
+
+    def proved(groups: Any, shares: Any) -> Any:
+        inside = ["" not in group.blocks for group in groups]
+        found = iter(prove(*([one for one, yes in zip(row, inside, strict=True) if yes] for row in (groups, shares))))
+        return [next(found) if yes else Refusal("it is in no block, and stages divide the model") for yes in inside]
+
+    return proved
 
 
 def plan_measured(

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from autoshard.errors import PlanError
+from autoshard.batching import BatchAxis
+from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
+from autoshard.runtime.sharded import STORED
 
 
 def is_cut_here(plan: Plan) -> bool:
@@ -33,14 +35,41 @@ def with_cuts(plan: Plan, found: Plan) -> Plan:
             f"no matrix of this model can be shared by {plan.mesh.tp} devices, as tp={plan.mesh.tp} says. "
             "Plan with --mesh of dp and fsdp only."
         )
-    placements = {"": plan.devices[0].name}
+    placements = {"": plan.devices[0].name} if plan.mesh.pp == 1 else plan.placements
     return replace(plan, cuts=found.cuts, whole=found.whole, results=found.results, placements=placements)
+
+
+def is_staged_here(plan: Plan) -> bool:
+    """Whether a plan for processes has stages that are trained, and how their batch is divided is still to be found."""
+    staged = plan.launch == "processes" and plan.mesh is not None and plan.mesh.pp > 1
+    return staged and plan.workload.training and plan.batch is None
+
+
+def with_batch(plan: Plan, batch: BatchAxis) -> Plan:
+    """The plan with how its batch is divided, and with stages placed in the order of its processes."""
+    mesh = plan.mesh
+    assert mesh is not None
+    placements = {
+        path: plan.devices[mesh.rank(pipeline=number % mesh.pp)].name
+        for number, stage in enumerate(plan.stages)
+        for path in stage.paths
+    }
+    return replace(plan, batch=batch, placements=placements)
+
+
+def check_stored(model: nn.Module, plan: Plan) -> None:
+    """Raise `ApplyError` unless the parameters of stages have the dtype that a plan for processes trains them in."""
+    wanted = STORED[plan.precision]
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != wanted:
+            raise ApplyError(
+                f"{name} is {parameter.dtype}, and this plan trains stages in {wanted}. Convert the model before: "
+                f"model.to({wanted}), or plan again with --precision {'pure' if plan.precision == 'full' else 'full'}."
+            )
 
 
 _ENDLESS_BYTES = 1 << 60
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-OTHERS = {"pp": "pipeline"}
-"""Degrees of training that run where the processes plan themselves, and the strategy that has them."""
 
 
 def check_launched(plan: Plan) -> None:
@@ -53,14 +82,13 @@ def check_launched(plan: Plan) -> None:
             "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
         )
     for name, degree in plan.mesh.degrees.items():
-        if degree > 1 and name not in ("dp", "fsdp", "tp"):
-            instead = "Plan with --mesh of dp, fsdp and tp only"
-            if name in OTHERS:
-                instead = f'Plan in processes started with torchrun, with strategy="{OTHERS[name]}"'
+        if degree > 1 and name not in ("dp", "fsdp", "tp", "pp"):
             raise PlanError(
-                "of plans made for processes elsewhere, apply carries out dp, fsdp and tp, and this one has "
-                f"{name}={degree}. {instead}: those plans are carried out."
+                "of plans made for processes elsewhere, apply carries out dp, fsdp, tp and pp, and this one has "
+                f"{name}={degree}. Plan with --mesh of those only: such plans are carried out."
             )
+    if plan.mesh.pp > 1:
+        _check_stages(plan)
     if training and plan.precision == "master":
         raise PlanError(
             'with precision "master" the optimizer keeps a copy of the parameters, which apply does not make. Plan '
@@ -75,6 +103,30 @@ def check_launched(plan: Plan) -> None:
             f"torchrun --nproc-per-node={plan.mesh.size // len({device.host for device in plan.devices})} …, and call "
             "torch.distributed.init_process_group() before autoshard.apply()."
         )
+
+
+def _check_stages(plan: Plan) -> None:
+    """Raise `PlanError` for what stages are not trained with."""
+    mesh = plan.mesh
+    assert mesh is not None
+    stages = f"this plan has pp={mesh.pp}"
+    if mesh.fsdp > 1:
+        raise PlanError(
+            f"{stages} and fsdp={mesh.fsdp}, and stages keep all of their parameters. Plan with --mesh of dp, tp and "
+            "pp, or of dp, fsdp and tp: those plans are carried out."
+        )
+    if mesh.dp > 1 and len({device.host for device in plan.devices}) > 1:
+        raise PlanError(
+            f"{stages} and dp={mesh.dp} on several hosts, where replicas of stages are run in another order of "
+            "processes than was priced. Plan with --mesh of dp, fsdp and tp, or of tp and pp."
+        )
+    if plan.workload.training and plan.precision not in ("full", "pure"):
+        raise PlanError(
+            f'{stages} and precision "{plan.precision}", and stages are trained in the dtype that they are stored in. '
+            "Plan with --precision full or pure."
+        )
+    if plan.recompute == "selective":
+        raise PlanError(f"{stages} and selective recomputation, which stages don't have. Plan with --recompute full.")
 
 
 def recompute_layers(model: nn.Module, plan: Plan) -> list[object]:

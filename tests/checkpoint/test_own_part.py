@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import autoshard
-from autoshard.api import _with_cuts
+from autoshard.api import _completed
 from autoshard.checkpoint.own_part import load_own_part
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
@@ -111,9 +111,8 @@ def loaded_by(folder, text):
 def read_by(folder, text):
     """Bytes that this rank reads."""
     unfilled = open_weights(folder, model=launched.decoder)
-    plan = Plan.from_json(text)
-    if plan.mesh.tp > 1:
-        plan = _with_cuts(unfilled.model, plan, {"ids": launched.samples(), "labels": launched.samples()})
+    inputs = {"ids": launched.samples(), "labels": launched.samples()}
+    plan = _completed(unfilled.model, Plan.from_json(text), inputs)
     return load_own_part(unfilled.model, plan, unfilled.checkpoint, unfilled.sources).bytes_read
 
 
