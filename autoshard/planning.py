@@ -140,7 +140,7 @@ def _inside_blocks(prove: "Prove") -> "Prove":
     def proved(groups: Any, shares: Any) -> Any:
         inside = ["" not in group.blocks for group in groups]
         found = iter(prove(*([one for one, yes in zip(row, inside, strict=True) if yes] for row in (groups, shares))))
-        return [next(found) if yes else Refusal("it is in no block, and stages divide the model") for yes in inside]
+        return [next(found) if yes else Refusal(reason="it is in no block of a stage") for yes in inside]
 
     return proved
 

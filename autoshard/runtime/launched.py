@@ -76,9 +76,9 @@ def check_launched(plan: Plan) -> None:
     """Raise `PlanError` unless a plan for processes can be carried out, and as many run as it has devices."""
     assert plan.mesh is not None
     training = plan.workload.training
-    if not training and plan.mesh.tp > 1 and plan.precision not in FLOATS:
+    if not training and plan.mesh.tp * plan.mesh.pp > 1 and plan.precision not in FLOATS:
         raise PlanError(
-            f"this plan is priced with weights of {plan.precision}, and parameters are cut as they are. Plan with "
+            f"this plan is priced with weights of {plan.precision}, and parameters are divided as they are. Plan with "
             "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
         )
     for name, degree in plan.mesh.degrees.items():
@@ -95,7 +95,7 @@ def check_launched(plan: Plan) -> None:
             "with --precision mixed: parameters are then that copy, and are gathered in 16 bits."
         )
     if not training and plan.mesh.fsdp > 1:
-        raise PlanError("sharded replicas are carried out for training. Plan answers with dp or tp only.")
+        raise PlanError("sharded replicas are carried out for training. Plan answers with dp, tp and pp only.")
     if count_processes() != plan.mesh.size:
         running = f"{count_processes()} run" if count_processes() else "this is none of torchrun's"
         raise PlanError(

@@ -246,21 +246,23 @@ def test_layers_are_computed_again_as_the_plan_says():
 def answered(text):
     plan, ids = Plan.from_json(text), samples()
     model, expected = decoder(), decoder()(ids)
+    whole = sum(one.numel() for one in model.parameters())
     autoshard.apply(model, plan, inputs={"ids": ids})
     with torch.no_grad():
         found = model(ids)
-    kept = model.layers[0].up.weight.numel() / 32 / 128
-    return float((found - expected).abs().max()), kept
+    kept = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    return float((found - expected).detach().abs().max()), kept / whole
 
 
-def test_answers_of_tensor_parallel_plans():
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_answers_of_plans(mesh):
     """Where to cut is found by the processes."""
     ids = samples()
     plan = autoshard.plan(
-        decoder(), {f"cpu:{index}": "8GiB" for index in range(2)}, inputs={"ids": ids}, launch="processes", mesh="tp=2"
+        decoder(), {f"cpu:{index}": "8GiB" for index in range(2)}, inputs={"ids": ids}, launch="processes", mesh=mesh
     )
     for error, kept in run_ranks(answered, 2, plan.to_json()):
-        assert error < 1e-5 and kept == 0.5
+        assert error < 1e-5 and 0.3 < kept < 0.7
 
 
 def refused(text):
