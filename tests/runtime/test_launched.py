@@ -206,10 +206,11 @@ def trained_in_stages(text):
         ("pp=2", "full"),
         pytest.param("pp=2,tp=2", "none", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "full", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,tp=2", "none", marks=pytest.mark.slow),
     ],
 )
 def test_stages_are_trained_as_one_process(mesh, recompute):
-    count = 2 if mesh == "pp=2" else 4
+    count = 2 ** mesh.count("=")
     text = plan_for(mesh, count, recompute=recompute, precision="full", micro_batch=2)
     assert Plan.from_json(text).num_microbatches > 1
     every = run_ranks(trained_in_stages, count, text)
