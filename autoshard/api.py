@@ -301,13 +301,14 @@ def apply(
 
 def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
-    from autoshard.prove.batch import find_batch_axis
     from autoshard.runtime import launched
 
     cut, staged = launched.is_cut_here(plan), launched.is_staged_here(plan)
     if cut or staged:
         launched.check_launched(plan)
     if staged:
+        from autoshard.prove.batch import find_batch_axis
+
         launched.check_stored(model, plan)
         plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
     if cut:

@@ -31,6 +31,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Interceptor",
+    "OpOverload",
     "after_backward",
     "are_functions_transformed",
     "autograd_node",
@@ -79,6 +80,9 @@ __all__ = [
     "unscale_gradients",
     "untracked_views",
 ]
+
+OpOverload = torch._ops.OpOverload
+"""What ops are."""
 
 
 def autograd_node() -> Any:
@@ -450,7 +454,7 @@ def _refuse_backward(grad_outputs: Any) -> None:
     )
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
+def is_composite(op: OpOverload) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
@@ -538,7 +542,7 @@ def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Ite
         FakeTensor.device = usual  # type: ignore[method-assign]
 
 
-def run_composite(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_composite(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
 
     Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not

@@ -100,8 +100,8 @@ class Hits:
         if x.owner.shape[0] != 1 or self.walk.rules.counts.get(op.inputs[0], (False,))[0]:
             return None
         gone = len(x.shape) - len(shape)
-        owner = x.owner if not gone else x.owner.squeeze(0)
-        varies = [flag for flag in x.varies] if not gone else list(x.varies[1:])
+        owner = x.owner.squeeze(0) if gone else x.owner
+        varies = list(x.varies[1:] if gone else x.varies)
         return [samples(shape, owner, varies)] if bool((owner >= SHARED).all()) else None
 
     def tied(self, mask: int) -> Hit | None:

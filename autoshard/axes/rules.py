@@ -16,6 +16,7 @@ import torch
 
 from autoshard.axes.axis import Axis, fresh
 from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
 
 aten = torch.ops.aten
 Axes = tuple[Axis, ...]
@@ -73,7 +74,7 @@ def rule(*packets: str, table: dict[Any, Rule] = RULES) -> Callable[[Rule], Rule
 
 def rule_of(target: Any, table: Mapping[Any, Rule] = RULES) -> Rule | None:
     """The rule of an op; ops that a tag of torch says are element by element need no entry of their own."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     found = table.get(target.overloadpacket)
     return pointwise if found is None and traits_of(target).pointwise else found

@@ -14,6 +14,7 @@ from autoshard.axes.parts_of_batch import has_constant_bound
 from autoshard.axes.samples import SHARED, Samples, combine, join, samples, taken_together, whole
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
 
 NAMES = frozenset({"index", "_unsafe_index", "index_select", "index_put", "index_put_", "_index_put_impl_", "index_add",
                    "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"})  # fmt: skip
@@ -62,7 +63,7 @@ class Contents:
         if op.inputs and has_constant_bound(op, self._counts.get(op.inputs[0], ())):
             return None  # it is all of it for so few samples only
         given = [self.of(one) for one in op.inputs]
-        traits = traits_of(op.target) if isinstance(op.target, torch._ops.OpOverload) else None
+        traits = traits_of(op.target) if isinstance(op.target, OpOverload) else None
         if op.node is None or traits is None or traits.random or any(item is None for item in given):
             return None
         rest = iter(given)

@@ -22,6 +22,7 @@ from autoshard.axes.rules import dims_of
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
 
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
@@ -248,9 +249,7 @@ def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | 
 def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
     """Whether a number is a sum over rows of which each adds the same, whatever they are."""
     graph = walk.graph
-    op = maker_of(graph, value)
-    while op is not None and name_of(op) in ("to", "_to_copy", "alias", "detach") and len(op.inputs) == 1:
-        op = maker_of(graph, op.inputs[0])
+    op = _converted(graph, value)
     if op is None or name_of(op) != "sum" or len(op.inputs) != 1 or graph.values[op.outputs[0]].shape or op.mutates:
         return False
     source = op.inputs[0]
@@ -263,6 +262,14 @@ def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
     return _is_never_drawn(graph, _unordered(walk, source))
 
 
+def _converted(graph: ModelGraph, value: int) -> Op | None:
+    """The op that makes a value, which may have been given another type since."""
+    op = maker_of(graph, value)
+    while op is not None and name_of(op) in ("to", "_to_copy", "alias", "detach") and len(op.inputs) == 1:
+        op = maker_of(graph, op.inputs[0])
+    return op
+
+
 def _unordered(walk: "SampleWalk", value: int) -> int:
     """The table whose elements along a dimension a value has in another order in each row; else the value."""
     graph = walk.graph
@@ -270,9 +277,7 @@ def _unordered(walk: "SampleWalk", value: int) -> int:
     if op is None or name_of(op) != "gather" or op.node is None or len(op.inputs) != 2 or op.mutates:
         return value
     table, index = op.inputs
-    order, dim = maker_of(graph, index), op.node.args[1]
-    while order is not None and name_of(order) in ("to", "_to_copy", "alias", "detach") and len(order.inputs) == 1:
-        order = maker_of(graph, order.inputs[0])
+    order, dim = _converted(graph, index), op.node.args[1]
     if order is None or order.node is None or name_of(order) not in ("argsort", "sort"):
         return value
     given = {**dict(zip(("self", "dim"), order.node.args, strict=False)), **order.node.kwargs}
@@ -302,7 +307,7 @@ def _is_never_drawn(graph: ModelGraph, value: int) -> bool:
         seen.add(one)
         made = maker_of(graph, one)
         for op in [*([made] if made is not None else []), *writes.get(graph.values[one].storage, ())]:
-            if not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+            if not isinstance(op.target, OpOverload) or traits_of(op.target).random:
                 return False
             waiting += op.inputs
     return True

@@ -17,6 +17,7 @@ from autoshard.axes.samples import PLACE, SHARED, Samples, all_of, combine, fixe
 from autoshard.axes.sound import Sound
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
 
 SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",
                              "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
@@ -92,7 +93,7 @@ class SampleWalk:
         if name == "one_hot":
             assert op.node is not None
             return [*op.node.args[1:2], *op.node.kwargs.values()] in ([], [-1])
-        if isinstance(op.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
+        if isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
             return True
         if name == "repeat_interleave":
             return len(op.inputs) > 1 or not op.inputs

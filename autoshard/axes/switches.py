@@ -19,6 +19,7 @@ from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.tape import Reading, Ref
 from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
 
 MOST_NUMBERS = 1 << 20
 """Elements of a table that is computed again."""
@@ -212,7 +213,7 @@ class Numbering:
 
     def _computed(self, op: Op, given: Sequence[int], place: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The numbers of a result if code alone decides them."""
-        if op.node is None or not isinstance(op.target, torch._ops.OpOverload) or traits_of(op.target).random:
+        if op.node is None or not isinstance(op.target, OpOverload) or traits_of(op.target).random:
             return None
         if any(number not in self._content for number in given) or torch.Size(shape).numel() > MOST_NUMBERS:
             return None
@@ -355,7 +356,7 @@ def _is_zero(table: torch.Tensor | None) -> bool:
 
 def _draws(op: Op) -> bool:
     """Whether an op draws random numbers, or may."""
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not isinstance(op.target, OpOverload):
         return True
     idle = name_of(op) == "dropout" and op.node is not None and op.node.args[-1] is False
     return traits_of(op.target).random and not idle

@@ -255,10 +255,9 @@ def remove_replicas(model: nn.Module) -> nn.Module:
     if record.plan.cuts:
         remove_cuts(model)
     end_groups(record.made, parallel)
-    if record.plan.cuts:
-        return model
-    tensors = named_tensors(model)
-    move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
+    if not record.plan.cuts:
+        tensors = named_tensors(model)
+        move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
     return model
 
 

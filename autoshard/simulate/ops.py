@@ -64,7 +64,7 @@ def _find_traits(func: Any) -> _Traits:
     arguments = schema.arguments if schema is not None else []
     has_out = any(argument.is_out for argument in arguments)
     traits = _Traits(
-        composite=isinstance(func, torch._ops.OpOverload) and torch_private.is_composite(func),
+        composite=isinstance(func, torch_private.OpOverload) and torch_private.is_composite(func),
         mixing=packet in MIXING,
         rowwise=str(packet).startswith("aten._foreach_"),
         reshapes=has_out or packet in RESHAPING or torch.Tag.inplace_view in getattr(func, "tags", ()),
