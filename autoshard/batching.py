@@ -92,11 +92,16 @@ class BatchAxis:
     assumed: bool = False
 
 
+def with_rows(axis: str, rows: int) -> str:
+    """The axis of a batch with other rows: "*8x3", 2 -> "*2x3"."""
+    return re.sub(r"\*\d+", f"*{rows}", axis)
+
+
 def of_size(batch: BatchAxis, size: int) -> BatchAxis:
     """The same division of a batch of another number of rows."""
 
     def resized(part: Part) -> Part:
-        return replace(part, axis=re.sub(rf"\*{batch.size}(?!\d)", f"*{size}", part.axis))
+        return replace(part, axis=with_rows(part.axis, size))
 
     return replace(
         batch, size=size, inputs=tuple(map(resized, batch.inputs)), outputs=tuple(map(resized, batch.outputs)),

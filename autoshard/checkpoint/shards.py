@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.reading import Progress, ReadReport, read_into
-from autoshard.checkpoint.targets import check_complete, targets_of
+from autoshard.checkpoint.reading import Progress
+from autoshard.checkpoint.targets import FileLoader, check_complete, targets_of
 from autoshard.errors import CheckpointError
 from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import META
@@ -27,14 +27,8 @@ from autoshard.runtime.slices import runs_of, runs_within
 
 
 @dataclass(slots=True)
-class ShardLoader:
+class ShardLoader(FileLoader):
     """Fills a model whose parameters are sharded while they are on meta; see `runtime.cuts.Loader`."""
-
-    checkpoint: Checkpoint
-    sources: Mapping[str, Source]
-    progress: Progress | None
-    threads: int | None
-    report: ReadReport | None = None
 
     @classmethod
     def of(
@@ -75,7 +69,7 @@ class ShardLoader:
                 targets += targets_of(name, tensor, record)
             else:
                 targets.append(Target(source=name, tensor=tensor))
-        self.report = read_into(self.checkpoint, sources, targets, progress=self.progress, threads=self.threads)
+        self.read(sources, targets)
 
 
 def _sharded(name: str, tensor: Any, source: Source, record: CutRecord | None) -> tuple[Source, Target]:

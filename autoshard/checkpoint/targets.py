@@ -131,15 +131,25 @@ def memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.
 
 
 @dataclass(slots=True)
-class _CutLoader:
-    """Fills a model while it is being cut; see `runtime.cuts.Loader`."""
+class FileLoader:
+    """What fills a model that is being applied is read from; `report`: what was read, once it was."""
 
     checkpoint: Checkpoint
     sources: Mapping[str, Source]
     progress: Progress | None
     threads: int | None
-    readers: dict[str, int] = field(default_factory=dict)
     report: ReadReport | None = None
+
+    def read(self, sources: Mapping[str, Source], targets: list[Target]) -> None:
+        """Fill the targets."""
+        self.report = read_into(self.checkpoint, sources, targets, progress=self.progress, threads=self.threads)
+
+
+@dataclass(slots=True)
+class _CutLoader(FileLoader):
+    """Fills a model while it is being cut; see `runtime.cuts.Loader`."""
+
+    readers: dict[str, int] = field(default_factory=dict)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return allocate_named("a part of the model", shape, dtype, device)
@@ -156,7 +166,7 @@ class _CutLoader:
             if self.readers.get(name, record.ranks.rank) == record.ranks.rank
             for target in targets_of(name, tensors[name], record)
         ]
-        self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress, threads=self.threads)
+        self.read(self.sources, targets)
 
     def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
         return mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)

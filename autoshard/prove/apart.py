@@ -21,7 +21,7 @@ from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneve
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
-from autoshard.batching import BatchAxis, BatchOutput
+from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS, Ranks
 from autoshard.capture.graph import ModelGraph, Op, maker_of
@@ -30,7 +30,7 @@ from autoshard.capture.tape import Reading, Tape
 from autoshard.errors import CaptureError
 from autoshard.prove.padded import Padded, marked, masked
 from autoshard.prove.parts import Mixed
-from autoshard.prove.rows import NotRun, enlarged, is_mask, with_rows
+from autoshard.prove.rows import NotRun, enlarged, is_mask
 from autoshard.runtime.chunks import PLAIN, bind
 from autoshard.sharding import kept
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, mixing_in, walk_all
-from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
+from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
@@ -32,7 +32,7 @@ from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
 from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.culprit import find_mixer
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
-from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied, with_rows
+from autoshard.prove.rows import NotRun, alike, are_alike, enlarged, is_mask, shortened, unlabelled, varied
 from autoshard.prove.sample import on_cpu
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.runtime.flags import flags_of

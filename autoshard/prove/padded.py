@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autoshard import nested
-from autoshard.batching import BatchAxis
-from autoshard.prove.rows import NotRun, is_mask, with_rows
+from autoshard.batching import BatchAxis, with_rows
+from autoshard.prove.rows import NotRun, is_mask
 from autoshard.sharding import kept
 
 Padded = frozenset[tuple[str, int]]

@@ -5,25 +5,19 @@ ids [2, S]:  a b c d        4 rows:  a c b d     the rows given, again and again
 mask [2, S]: 1 1 1 1                 a third kind of call has masks that end at another place in every row
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy
 import torch
 
-from autoshard.batching import BatchInput
+from autoshard.batching import BatchInput, with_rows
 from autoshard.nested import replace_at, tensor_at
 from autoshard.sharding import coordinates_of, kept
 
 
 class NotRun(Exception):
     """What would be compared could not be run, or made; the message says why."""
-
-
-def with_rows(axis: str, rows: int) -> str:
-    """The axis of a batch with other rows: "*8x3", 2 -> "*2x3"."""
-    return re.sub(r"\*\d+", f"*{rows}", axis)
 
 
 def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, rows: int) -> dict[str, Any]:

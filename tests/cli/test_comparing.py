@@ -9,24 +9,18 @@ import autoshard
 from autoshard.cli.main import app
 from autoshard.integrations.peer_maps import peer_maps
 from tests.models import by_name
+from tests.report.net import BLOCK
 
-MODEL = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
+MODEL = (
+    BLOCK
+    + """
 def model():
     return nn.Sequential(*[Block() for _ in range(8)])
 
 def example_inputs(batch_size=4):
     return torch.zeros(batch_size, 64)
 """
+)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A model file with sizes of its own, for the commands that write pages."""
 
-MODEL = """
+BLOCK = """
 import torch
 from torch import nn
 
@@ -10,7 +10,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
     def forward(self, x):
         return x + self.down(self.up(x).relu())
-
+"""
+MODEL = (
+    BLOCK
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -27,3 +30,4 @@ model = Net
 def example_inputs(batch_size=2, sequence_length=16):
     return {"ids": torch.zeros(batch_size, sequence_length, dtype=torch.long)}
 """
+)
