@@ -20,7 +20,7 @@ from autoshard.workload import Workload
 
 PLAN_VERSION = 2
 PLAN_FORMAT = "autoshard plan"
-PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "precision", "compiled")
+PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled")
 """Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
@@ -153,6 +153,7 @@ class Plan:
             single device, both with the precision, recomputation and compilation that they name; "" for all others.
         micro_batch: samples that a replica computes at once, 0 where nobody chose.
         recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
+        kept_layers: the last layers, so many, keep all of their activations nevertheless.
         precision: of training, a key of `engine.precision.PRECISIONS`; else the dtype of weights; "" as the model is.
         compiled: the modules are to be compiled.
     """
@@ -182,6 +183,7 @@ class Plan:
     launch: str = ""
     micro_batch: int = 0
     recompute: str = "none"
+    kept_layers: int = 0
     precision: str = ""
     compiled: bool = False
 
@@ -298,6 +300,8 @@ class Plan:
         if not self.launch:
             for name in PROCESS_FIELDS:
                 del data[name]
+        elif not self.kept_layers:
+            del data["kept_layers"]
         if self.streamed:  # so do plans that keep everything in place
             data["streamed"] = dict(data.pop("streamed"))
         else:

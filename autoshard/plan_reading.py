@@ -13,7 +13,7 @@ from autoshard.workload import Workload
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
              "batch": None, "stages": [], "target": "", "launch": "", "micro_batch": 0, "recompute": "none",
-             "precision": "", "compiled": False}  # fmt: skip
+             "kept_layers": 0, "precision": "", "compiled": False}  # fmt: skip
 
 
 def read_plan(text: str) -> Plan:
@@ -47,7 +47,8 @@ def read_plan(text: str) -> Plan:
         data["recompute"] in ("none", "selective", "full"), "recompute", "none, selective or full", data["recompute"]
     )
     expect(isinstance(data["compiled"], bool), "compiled", "true or false", data["compiled"])
-    expect(_is_int(data["micro_batch"]) and data["micro_batch"] >= 0, "micro_batch", "a number", data["micro_batch"])
+    for name in ("micro_batch", "kept_layers"):
+        expect(_is_int(data[name]) and data[name] >= 0, name, "a number", data[name])
     count: Any = data["num_microbatches"]
     expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
     for name in ("aligned", "unfolded", "written_back", "reasons"):

@@ -7,9 +7,9 @@ micro-batches and context parallelism, one that is cut by tensor parallelism has
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from autoshard.axes.batch import follow, walk_all
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
@@ -86,6 +86,7 @@ class Block:
             gathered_elements: of what its ranks put together.
         input_elements: what the block before hands over, for the samples that were traced.
         itemsize: bytes per element of most activations, as traced.
+        keeps: whether its layers keep all activations, whatever a recipe says.
         known: what was computed of it before.
     """
 
@@ -105,12 +106,25 @@ class Block:
     expert_cut: int = 0
     routed_elements: int = 0
     itemsize: int = 2
+    keeps: bool = False
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def layer(self) -> bool:
         """Whether it is a layer, not what comes before or after all of them."""
         return self.path not in ("first", "last")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether recomputation, where a recipe has it, is for this block."""
+        return self.layer and not self.keeps
+
+    @property
+    def kept(self) -> "Block":
+        """The same layers without recomputation: always the same object."""
+        if "kept" not in self.known:
+            self.known["kept"] = replace(self, keeps=True)
+        return cast(Block, self.known["kept"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

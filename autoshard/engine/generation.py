@@ -57,7 +57,7 @@ def price_generation(
     """
     setting, sequences = answer_setting(work, recipe, card, topology, batch, prompt_tokens, new_tokens)
     recipe, rows, groups = setting.recipe, setting.recipe.micro_batch, setting.recipe.num_microbatches
-    stages = split_stages(work, recipe.pp)
+    stages = split_stages(work, recipe)
     prompts = [sum(prompt_parts(setting, stage)) for stage in stages]
     prompt = sum(prompts) + (groups - 1) * max(prompts)
     middle = prompt_tokens + new_tokens / 2

@@ -132,9 +132,9 @@ def held_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
 def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of activations that one layer keeps for its backward."""
     sums = sums_of(block)
-    if recipe.recompute == "full" and block.layer:
+    if recipe.recompute == "full" and block.recomputes:
         return _input_bytes(block, share, recipe)
-    if recipe.recompute == "selective" and block.layer:
+    if recipe.recompute == "selective" and block.recomputes:
         return _input_bytes(block, share, recipe) + sums.selective.on(share)
     return _all_kept(block, share, recipe)
 
@@ -223,7 +223,7 @@ def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """What the backward of one layer needs for a time: what it recomputes, and gradients of its largest tensors."""
     again = 0.0
-    if recipe.recompute != "none":
+    if recipe.recompute != "none" and block.recomputes:
         again = _all_kept(block, share, recipe)
     if recipe.unfused_attention:
         again += SCORE_GRADIENT_BYTES * _scores(block, share)

@@ -59,7 +59,7 @@ class Played:
 def play_step(setting: Setting, step: StepEstimate) -> Played:
     """Play a training step."""
     recipe = setting.recipe
-    stages = split_stages(setting.work, recipe.pp * recipe.stages_per_rank)
+    stages = split_stages(setting.work, recipe)
     spans = list(_staged(setting, stages) if recipe.pp > 1 else _whole(setting, stages[0]))
     ends = [
         (max(synchronised_seconds(setting, stages[index]) for index in own),
@@ -159,7 +159,7 @@ def _kernel_part(one: Passes, kind: str) -> float:
 def play_answer(setting: Setting, answer: GenerationEstimate, new_tokens: int) -> Played:
     """Play an answer: the prompt through all stages, then token after token; those after the first few as one span."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
-    stages = split_stages(setting.work, recipe.pp)
+    stages = split_stages(setting.work, recipe)
     groups, spans = recipe.num_microbatches, list[Span]()
     begin, longest = 0.0, max(sum(prompt_parts(setting, stage)) for stage in stages)
     for rank, stage in enumerate(stages):

@@ -78,7 +78,7 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
 def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
     """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
     setting = make_setting(work, recipe, card, topology)
-    stages = split_stages(work, recipe.pp * recipe.stages_per_rank, balanced=recipe.balanced_stages)
+    stages = split_stages(work, recipe)
     passes = all_passes(setting, stages)
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
@@ -106,13 +106,14 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     )
 
 
-def split_stages(work: ModelWork, count: int, *, balanced: bool = False) -> list[list[tuple[Block, int]]]:
-    """Layers over stages, as evenly as whole layers allow; what is outside of them goes to the ends."""
+def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]]]:
+    """Layers over the stages of a recipe, as evenly as whole layers allow; what is outside of them goes to the ends."""
+    count = recipe.pp * recipe.stages_per_rank
     layers = sum(block.count for block in work.blocks if block.layer)
     if count > 1 and layers < count:
         raise SpecError(f"{layers} layers can't be divided into {count} stages.")
     part = layers / count
-    if balanced:  # each stage takes layers until it has its part of all products, the head's too
+    if recipe.balanced_stages:  # each stage takes layers until it has its part of all products, the head's too
         flops = [sum(one.flops for one in sums_of(block).products) for block in work.blocks]
         each = sum(one * block.count for one, block in zip(flops, work.blocks, strict=True) if block.layer) / layers
         part += sum(one for one, block in zip(flops, work.blocks, strict=True) if not block.layer) / each / count
@@ -129,8 +130,18 @@ def split_stages(work: ModelWork, count: int, *, balanced: bool = False) -> list
             begin += block.count
             if inside > 0:
                 stage.append((block, inside))
-        stages.append(stage)
+        stages.append(_keeping(stage, recipe.kept_layers))
     return stages
+
+
+def _keeping(stage: list[tuple[Block, int]], most: int) -> list[tuple[Block, int]]:
+    """A stage whose last layers, so many, keep their activations."""
+    found: list[tuple[Block, int]] = []
+    for block, count in reversed(stage):
+        kept = min(count, most) if block.layer else 0
+        most -= kept
+        found += [pair for pair in ((block.kept, kept), (block, count - kept)) if pair[1]]
+    return found[::-1]
 
 
 def rank_memories(setting: Setting, stages: Sequence[Stage]) -> list[Memory]:
@@ -206,13 +217,13 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     """Forward and backward of one layer for one micro-batch."""
     recipe, slow = setting.recipe, setting.reached.overlap
     seconds = layer_seconds(block, setting.share, recipe, setting.card, setting.reached)
-    again = seconds.recompute if block.layer else 0.0
+    again = seconds.recompute if block.recomputes else 0.0
     gather, reduce = _sharding_seconds(setting, block)
     inner = tensor_seconds(setting, block) + context_seconds(setting, block)
     routed = expert_seconds(setting, block)
     busiest = recipe.imbalance if block.experts and recipe.ep > 1 else 1.0
     ahead = _slowed(seconds.forward * busiest, gather, slow) + inner + routed
-    repeated = inner + routed if recipe.recompute == "full" and block.layer else 0.0
+    repeated = inner + routed if recipe.recompute == "full" and block.recomputes else 0.0
     kept = recipe.stays_whole or not recipe.reshard or not block.layer
     kernels = (seconds.backward + again) * busiest + accumulate_seconds(setting, block)
     back = _slowed(kernels, gather + reduce, slow) + inner + routed + repeated

@@ -38,7 +38,7 @@ class RankFigures:
 def step_ranks(setting: Setting, step: StepEstimate) -> list[RankFigures]:
     """Figures of each pipeline rank in a training step."""
     recipe = setting.recipe
-    stages = split_stages(setting.work, recipe.pp * recipe.stages_per_rank)
+    stages = split_stages(setting.work, recipe)
     passes, count = all_passes(setting, stages), recipe.num_microbatches
     found = []
     for rank, memory in enumerate(rank_memories(setting, stages)):
@@ -62,7 +62,7 @@ def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, n
     """Figures of each pipeline rank in an answer; `setting` and `sequences` are those of `answer_setting`."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     groups, found = recipe.num_microbatches, []
-    for rank, stage in enumerate(split_stages(setting.work, recipe.pp)):
+    for rank, stage in enumerate(split_stages(setting.work, recipe)):
         compute, network = prompt_parts(setting, stage)
         parts = token_parts(setting, stage, recipe.micro_batch, prompt + new_tokens / 2)
         further = groups * max(0, new_tokens - 1)

@@ -55,6 +55,7 @@ class Recipe:
         unfused_attention: attention makes its scores, whole, and its softmax and dropout read and write them.
         balanced_stages: stages are divided where their products are as many, those of the loss counted; else each has
             as many layers.
+        kept_layers: layers at the end of each stage that are not recomputed, whatever `recompute` says.
         imbalance: tokens of the busiest rank's experts over those of the mean.
     """
 
@@ -75,6 +76,7 @@ class Recipe:
     unfused_attention: bool = False
     balanced_stages: bool = False
     recompute: Recompute = "none"
+    kept_layers: int = 0
     stack: Stack = "eager"
     precision: Precision = Precision()
     sequence_parallel: bool = True

@@ -135,4 +135,5 @@ def recompute_layers(model: nn.Module, plan: Plan) -> list[object]:
         return []
     modules = dict(model.named_modules())
     paths = [path for stage in plan.stages for path in stage.paths]
+    paths = paths[: len(paths) - plan.kept_layers]
     return list(hook_recompute(modules, paths, selective=plan.recompute == "selective"))

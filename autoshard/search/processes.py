@@ -145,6 +145,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         launch="processes" if recipe.devices > 1 else "one-process",
         micro_batch=recipe.micro_batch,
         recompute=recipe.recompute,
+        kept_layers=recipe.kept_layers,
         precision=name,
         compiled=is_compiled(asked, traced.workload),
     )
@@ -177,11 +178,11 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
     first = {"": devices[0].name}
     if recipe.pp == 1:
         layers = layer_paths(traced) if recipe.dp * recipe.fsdp > 1 and traced.workload.training else []
-        again = recipe.recompute == "full"
-        return tuple(Stage(paths=(path,), recompute=again) for path in layers), first
+        again = len(layers) - recipe.kept_layers if recipe.recompute == "full" else 0
+        return tuple(Stage(paths=(path,), recompute=number < again) for number, path in enumerate(layers)), first
     count = recipe.pp * recipe.stages_per_rank
     stage_of_layer = [
-        index for index, stage in enumerate(split_stages(traced.work, count)) for block, n in stage if block.layer
+        index for index, stage in enumerate(split_stages(traced.work, recipe)) for block, n in stage if block.layer
         for _ in range(n)
     ]  # fmt: skip
     layers = layer_paths(traced)
@@ -275,6 +276,7 @@ def recipe_of(plan: Plan) -> Recipe:
         schedule=plan.schedule if plan.schedule != "none" else "gpipe",
         stages_per_rank=max(1, len(plan.stages) // plan.mesh.pp) if plan.mesh.pp > 1 else 1,
         recompute=cast(Recompute, plan.recompute),
+        kept_layers=plan.kept_layers,
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
     )

@@ -59,6 +59,8 @@ def _what(task: Task, best: Priced) -> Iterator[str]:
             "selective": "of activations, attention and every second product are kept and the rest is recomputed",
             "full": "every layer is recomputed in backward",
         }[recipe.recompute]
+        if recipe.kept_layers:
+            again += f", but not in the last {_counted(recipe.kept_layers, 'layer')}, whose activations are all kept"
         yield f"each replica computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
@@ -134,7 +136,7 @@ def _kind(recipe: Recipe) -> tuple[bool, ...]:
 
 def _what_would_change(task: Task, best: Priced) -> Iterator[str]:
     """Which larger device, if any, would save the recomputation."""
-    if not task.training or best.recipe.recompute == "none" or task.given.recompute:
+    if not task.training or best.recipe.recompute == "none" or task.given.recompute or best.recipe.kept_layers:
         return
     larger = replace(task.card, memory_bytes=2 * task.card.memory_bytes)
     same = replace(task.given, mesh=dict(best.recipe.mesh))

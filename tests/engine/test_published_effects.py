@@ -74,7 +74,7 @@ def test_an_optimizer_copies_gradients_of_16_bits():
 
 def test_balanced_stages_count_the_head():
     work = traced(256, 8).work  # the head of 4,096 words costs more than a layer of 256 columns
-    even, balanced = split_stages(work, 4), split_stages(work, 4, balanced=True)
+    even, balanced = (split_stages(work, Recipe(pp=4, balanced_stages=balanced)) for balanced in (False, True))
     layers = [[sum(count for block, count in stage if block.layer) for stage in stages] for stages in (even, balanced)]
     assert layers[0] == [2, 2, 2, 2] and sum(layers[1]) == 8
     assert layers[1][0] > layers[1][-1] >= 1

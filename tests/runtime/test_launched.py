@@ -4,6 +4,7 @@ Every process computes its own samples. What they train is held against one proc
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -235,13 +236,13 @@ def backward_flops(text):
 @sharded_replicas
 def test_layers_are_computed_again_as_the_plan_says():
     """All products of a layer but the last, which backward does not need; or the second and fourth of its six."""
-    none, selective, full = (
-        run_ranks(backward_flops, 2, plan_for("fsdp=2", 2, recompute=one, micro_batch=1))[0]
-        for one in ("none", "selective", "full")
-    )
+    plans = [plan_for("fsdp=2", 2, recompute=one, micro_batch=1) for one in ("none", "selective", "full")]
+    plans.append(replace(Plan.from_json(plans[-1]), kept_layers=2).to_json())
+    none, selective, full, one_full = (run_ranks(backward_flops, 2, plan)[0] for plan in plans)
     square, wide = 2 * 32 * 32, 2 * 32 * 128
     assert full - none == 3 * LENGTH * (4 * square + wide)
     assert selective - none == 3 * LENGTH * 2 * square
+    assert full - none == 3 * (one_full - none)
 
 
 def answered(text):

@@ -60,10 +60,14 @@ def per_device(found: Chosen) -> float:
 
 
 def test_training_8b_on_8_h100_is_fsdp():
-    """torchtitan, 8B, FSDP, selective recomputation, bf16: 5,605 tokens/s per GPU on 128, compiled 6,667 on 8."""
+    """torchtitan, 8B, FSDP, all layers recomputed in part, bf16: 5,605 tokens/s per GPU on 128, compiled 6,667 on 8.
+
+    Recomputing as few layers as memory asks for is faster; half of the peak's model FLOPs are more than anybody has.
+    """
     found = train("8B", "8xH100-80GB", 16)
     assert found.plan.mesh == Mesh(fsdp=8)
-    assert per_device(found) == pytest.approx(5605, rel=0.3)
+    assert found.plan.recompute == "selective" and 0 < found.plan.kept_layers < 32
+    assert 5605 < per_device(found) < 0.5 * 989e12 / (6 * 8.03e9 + 6 * 32 * 4096 * 8192)
 
 
 def test_training_70b_on_64_h100_shards_parameters():
