@@ -57,7 +57,7 @@ def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reache
     forward = sum(products)
     backward = 2 * forward
     for attention in sums.attentions:
-        seconds, back = _attention_seconds(attention, share, recipe, card, reached)
+        seconds, back = attention_seconds(attention, share, recipe, card, reached)
         forward, backward = forward + seconds, backward + back
     stream = sums.fused if fused else sums.eager
     streamed = stream.moved.on(share) / (card.bytes_per_second * reached.memory)
@@ -102,7 +102,7 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
     return max(flops / (card.flops_per_second * part), moved)
 
 
-def _attention_seconds(
+def attention_seconds(
     op: Attention, share: Share, recipe: Recipe, card: Card, reached: Efficiency
 ) -> tuple[float, float]:
     """Forward and backward."""

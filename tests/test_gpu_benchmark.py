@@ -1,0 +1,54 @@
+"""What is to be run on a GPU runs on simulated devices, and finds what it should there."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoshard
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", PATH)
+    module = sys.modules["gpu_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu_benchmark"]
+
+
+def rows_of(gpu, *parts):
+    with autoshard.simulate("2x64GiB") as devices:
+        return gpu.run_parts(gpu.Machine(home="cpu:0", other="cpu:1", scale=1, devices=devices), parts)
+
+
+def test_all_ways_are_equal(gpu):
+    rows = rows_of(gpu, "equal")
+    assert len(rows) == 6 and not any(row.failed for row in rows)
+    assert max(row.error for row in rows) < 1e-5
+
+
+def test_a_part_that_fails_is_a_row(gpu, monkeypatch):
+    def broken(machine):
+        yield gpu.Row(part="links", case="first")
+        raise ValueError("no such link")
+
+    monkeypatch.setitem(gpu.PARTS, "links", broken)
+    rows = rows_of(gpu, "links")
+    assert [row.failed for row in rows] == ["", "ValueError: no such link"]
+
+
+@pytest.mark.slow
+def test_memory_is_predicted(gpu):
+    rows = rows_of(gpu, "memory")
+    assert len(rows) == 32 and all(row.ratio == pytest.approx(1, abs=0.01) for row in rows)
+
+
+@pytest.mark.slow
+def test_times_are_measured(gpu):
+    rows = rows_of(gpu, "kernels", "runs", "hooks", "links")
+    assert not any(row.failed for row in rows)
+    assert all(row.measured > 0 and row.predicted > 0 for row in rows)
