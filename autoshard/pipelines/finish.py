@@ -22,7 +22,7 @@ class Pass:
     `losses`, `returned`: whether the caller wants the losses, and the outputs. `number`: how many steps were before.
     """
 
-    batch: BatchAxis
+    batch: BatchAxis | None
     parts: Sequence[Part]
     targets: list[Any]
     ways: Sequence[Prepared]
@@ -57,13 +57,14 @@ class Finish:
         if not pass_.returned:
             return None
         made = [_kept(way.output(made)) for way, made in zip(pass_.ways, self._made, strict=True)]
-        return merge(pass_.batch, made, pass_.parts)
+        return made[0] if pass_.batch is None else merge(pass_.batch, made, pass_.parts)
 
     def check(self, reduction: Reduction) -> None:
         """Raise `PlanError` unless the loss function reduces as was said; for when all parts of a step have run."""
         if self._sampled:
-            assert self.loss is not None
-            pass_, moved = self.pass_, [self._moved(target) for target in self.pass_.targets]
+            pass_ = self.pass_
+            assert self.loss is not None and pass_.batch is not None
+            moved = [self._moved(target) for target in self.pass_.targets]
             check_reduction(pass_.batch, self.loss, reduction, self._samples, moved, pass_.parts, pass_.number)
 
     @property
@@ -81,6 +82,7 @@ class Finish:
         if pass_.returned:
             self._made[number] = tuple(_copy(tensor) for tensor in made)
         if self._sampled:
+            assert pass_.batch is not None
             row = sample(pass_.batch, _kept(output), pass_.parts[number], pass_.number)
             self._samples[number] = map_tensors(row, _copy)
         if loss is None:

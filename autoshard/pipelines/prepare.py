@@ -24,7 +24,6 @@ from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_
 from autoshard.pipelines.steps import Recorded, find_steps, is_inside
 from autoshard.runtime.chunks import Part
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.stage_calls import is_over_several
 
 Spec = tuple[torch.Size, torch.dtype]
 MOST_WAYS = 16
@@ -64,7 +63,7 @@ class Prepared:
         return (named or self.scalars)[0]
 
 
-def shape_key(part: Part, model: nn.Module) -> tuple:
+def shape_key(part: Part, model: nn.Module, record: PipelineRecord) -> tuple:
     """What the recorded forward depends on besides the values of tensors; equal for parts that run the same way."""
     seen: dict[int, int] = {}  # one tensor given twice is one value
     leaves = [
@@ -75,7 +74,7 @@ def shape_key(part: Part, model: nn.Module) -> tuple:
     ]
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     modules, dtypes = list(model.modules()), tuple(parameter.dtype for parameter in model.parameters())
-    around = tuple(_written_down(module) for module in modules if is_over_several(module))
+    around = tuple(_written_down(model.get_submodule(path)) for path in record.around)
     return *leaves, autocast, tuple(module.training for module in modules), dtypes, around
 
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.nested import tensors_in
 from autoshard.pipelines.engine import Engine
 from autoshard.pipelines.finish import Finish, Pass
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
-from autoshard.runtime.agreement import Mark, agree, agree_in_step, any_of
+from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.clipping import watch_staged_norms
 from autoshard.runtime.cuts import cut_record
-from autoshard.runtime.devices import CPU
 from autoshard.runtime.left_behind import put_on_stages
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
@@ -35,8 +35,6 @@ class RankSchedule:
         record = pipeline_record(model)
         if record is None:
             raise ApplyError("no pipeline over processes is applied to this model. Call autoshard.apply first.")
-        if record.plan.batch is None:
-            raise PlanError('the plan does not say how the batch is divided. Plan with strategy="pipeline".')
         self._model, self._record = weakref.ref(model), record
         self.loss, self.reduction = loss, reduction
         self._engines: dict[tuple, tuple[list[Prepared], Engine]] = {}
@@ -68,19 +66,25 @@ class RankSchedule:
         self, args: tuple, kwargs: dict[str, Any], target: Any, losses: list | None, returned: bool, training: bool
     ) -> Any:
         model, record = self._applied(), self._record
-        batch = record.plan.batch
-        assert batch is not None
+        batch, count = record.plan.batch, record.plan.num_microbatches
         parts: list[Part] = []
         targets: list[Any] = []
         problem: Exception | None = None
         try:
-            parts = split(batch, model, args, kwargs, record.plan.num_microbatches)
-            _check_equal(parts)
-            targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
+            _check_values(args, kwargs)
+            if batch is not None:
+                parts = split(batch, model, args, kwargs, count)
+                _check_equal(parts)
+                targets = [None] * len(parts) if target is None else split_rows(target, parts, "target")
+            elif training or count > 1:
+                raise PlanError('the plan does not say how the batch is divided. Plan with strategy="pipeline".')
+            else:
+                parts, targets = [Part(args=args, kwargs=kwargs, rows=1, labels={})], [target]
         except Exception as found:
             problem = found
         ways, engine = self._ready(model, parts, training, problem)
-        put_on_stages(model, batch)
+        if batch is not None:
+            put_on_stages(model, batch)
         factors = self._factors(ways[0], batch, parts, targets, training)
         pass_ = Pass(
             batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
@@ -93,7 +97,8 @@ class RankSchedule:
         else:
             engine.run(ways, inputs, finish)
             output = finish.output() if engine.has_last else None
-        put_on_stages(model, batch)
+        if batch is not None:
+            put_on_stages(model, batch)
         if losses is not None and engine.has_last:
             losses.extend(finish.losses)
         return output
@@ -145,7 +150,7 @@ class RankSchedule:
             if error is not None:
                 raise error
             _check_nothing_new(model, record)
-            key = (*shape_key(parts[0], model), training)
+            key = (*shape_key(parts[0], model, record), training)
             known, engine = self._engines.get(key, ([], None))
             fresh = len(known)
             for part in parts:
@@ -159,23 +164,25 @@ class RankSchedule:
         except Exception as found:
             error = found
         try:
-            news = any_of(record.control or record.across, len(known) > fresh or error is not None, CPU)
+            given = [tensor for part in parts for _, tensor in tensors_in((part.args, part.kwargs))]
+            digest = digest_of_inputs(given)
+            news = differ(record.control or record.across, digest, len(known) > fresh or error is not None)
         except RankError as lost:
             raise (error or lost) from lost
         if news:
-            agree(record.across, Mark(), error)
+            agree(record.across, Mark(inputs=str(digest)), error)
             adopt_held(model, record, known[0].held)
             self._sums = find_sums(model, record)
-            key = (*shape_key(parts[0], model), training)  # again: a forward may count its calls
+            key = (*shape_key(parts[0], model, record), training)  # again: a forward may count its calls
         assert engine is not None
         self._engines[key] = known, engine
         return ways, engine
 
     def _factors(
-        self, prepared: Prepared, batch: BatchAxis, parts: Sequence[Part], targets: list, training: bool
+        self, prepared: Prepared, batch: BatchAxis | None, parts: Sequence[Part], targets: list, training: bool
     ) -> list[float]:
         """What the loss of each part is multiplied with, so that they add up to that of the whole batch."""
-        if not training:
+        if not training or batch is None:
             return [1.0] * len(parts)
         if self.loss is not None:
             factors = factors_of(self.reduction, parts, targets)
@@ -203,6 +210,15 @@ def _check_nothing_new(model: nn.Module, record: PipelineRecord) -> None:
             f"{new[0]} was added after autoshard.apply, and is in no stage of the plan. Call autoshard.remove(model), "
             "add it then, and apply a plan that was made with it."
         )
+
+
+def _check_values(args: tuple, kwargs: dict[str, Any]) -> None:
+    for path, tensor in tensors_in((args, kwargs)):
+        if tensor.is_meta:
+            raise ApplyError(
+                f"the input {path} has no values: it is on meta, where parameters of other stages are. Don't use the "
+                "device of a parameter for inputs."
+            )
 
 
 def _check_equal(parts: Sequence[Part]) -> None:

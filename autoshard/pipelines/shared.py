@@ -16,7 +16,6 @@ from torch import nn
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.moves import named_tensors, set_data
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.shown import call_back
 from autoshard.runtime.staged import whole_value
 
 BUCKET = 1 << 25
@@ -77,7 +76,6 @@ def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tupl
             continue
         value = whole_value(tensors[name], name, record)
         if record.position in missing and tensors[name].is_meta:
-            call_back(tensors[name])
             set_data(tensors[name], value)
         for other, tensor in tensors.items():
             if tensor is tensors[name]:

@@ -6,6 +6,7 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 import hashlib
 import pickle
 import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from autoshard.runtime.moves import named_tensors
 from autoshard.sharding import Cut
 
 _SAMPLE = 16  # values of each tensor that are compared
+_COMPARED_BYTES = 64 << 10  # integers up to this size are compared between ranks, in every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class Mark:
     plan: str = ""
     model: str = ""
     weights: str = ""
+    inputs: str = ""
     error: str = ""
     random: tuple[torch.Tensor, ...] = ()
     process: Process | None = None
@@ -137,6 +140,25 @@ def _decided(words: Mapping[int, bytes], members: Sequence[int]) -> bytes | None
     return pickle.dumps(verdict)
 
 
+def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
+    """A number that is the same where the inputs are: shapes, and values of small integers (ids of tokens, masks)."""
+    found = 0
+    for tensor in inputs:
+        found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
+        whole = not tensor.is_floating_point() and not tensor.is_complex()
+        if whole and tensor.nbytes <= _COMPARED_BYTES and type(tensor) is torch.Tensor:
+            found = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), found)
+    return found
+
+
+def differ(ranks: ProcessRanks, number: int, news: bool) -> bool:
+    """Whether a number differs between ranks, or one has news; all of them call it, in every step, on the CPU."""
+    words = torch.zeros(ranks.size, 2, dtype=torch.float64)
+    words[ranks.rank] = torch.tensor([float(number), float(news)], dtype=torch.float64)
+    words = ranks.all_reduce(words)
+    return bool((words[:, 0] != words[0, 0]).any() or words[:, 1].any())
+
+
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
     """As `agree`, for every step: while no rank has an error one number is summed, in one collective."""
     try:
@@ -163,12 +185,13 @@ def _compared(marks: Sequence[Mark], members: Sequence[int]) -> str:
             "save it, and start all ranks with the same plan file.",
         ),
         ("model", "Build the same model on all ranks."),
+        ("inputs", "Give all ranks of a pipeline the same batch, in the same order."),
         ("weights", "Load the same checkpoint on all ranks, or set the same seed before the model is made."),
     ):
         differing = [members[rank] for rank, mark in enumerate(marks) if getattr(mark, what) != getattr(marks[0], what)]
         if differing:
             verb = "has another" if len(differing) == 1 else "have another"
-            verb = verb.replace("another", "other") if what == "weights" else verb
+            verb = verb.replace("another", "other") if what in ("weights", "inputs") else verb
             listed = ", ".join(map(str, differing))
             return f"rank{'s'[: len(differing) > 1]} {listed} {verb} {what} than rank {members[0]}. {remedy}"
     return ""

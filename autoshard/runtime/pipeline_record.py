@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.groups import Made
@@ -32,6 +33,7 @@ class PipelineRecord:
         holders: name of every parameter and buffer, tied ones under each name -> positions that have it, the owner
             first. Small buffers are kept by all positions; the owner's count.
         originals: name -> device it was on before; `whole`: name -> its shape when the model is whole.
+        around: paths of the modules whose tensors are at several positions.
         silent: set while the model runs only to be recorded: whatever hooks a forward lets it pass.
         extras: what else belongs to the applied model, by who put it there.
     """
@@ -49,6 +51,7 @@ class PipelineRecord:
     stages: tuple[int, ...]
     holders: dict[str, tuple[int, ...]]
     originals: Mapping[str, torch.device]
+    around: tuple[str, ...] = ()
     silent: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +68,7 @@ class PipelineRecord:
 
 
 class Marked:
-    """The hook on the root that holds the record, and what undoes the hooks of this very model; it does nothing."""
+    """The hook on the root that holds the record, and what undoes the hooks of this very model; it refuses calls."""
 
     def __init__(self, record: PipelineRecord) -> None:
         self.record = record
@@ -78,7 +81,16 @@ class Marked:
         return made
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        return None
+        self.refuse(module, args)
+
+    def refuse(self, module: nn.Module, args: tuple) -> None:
+        """Raise `ApplyError` unless a schedule runs the model, or it is only recorded."""
+        if not self.record.silent:
+            raise ApplyError(
+                f"{type(module).__name__} is called, and the stages of its model are on several processes. Call "
+                "autoshard.schedule(model).eval(…) or .step(…) on all of them. generate() does not run in stages: plan "
+                f'with mesh="tp={len(self.record.plan.devices)}" for it.'
+            )
 
 
 def pipeline_record(model: nn.Module) -> PipelineRecord | None:

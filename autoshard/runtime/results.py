@@ -20,7 +20,6 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import replace_at, tensor_at, tensors_in
 from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.remote_tensor import StageTensor
 from autoshard.sharding import Cut, Part, Results, result_of
 
 _as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
@@ -146,11 +145,10 @@ class KnownResults:
         self.known.update(result_of(path, tensor.dim()) for path, tensor in new.items())
 
     def _new(self, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What of a result is not known yet, and here: in a pipeline, another position may have it."""
+        """What of a result is not known yet."""
         for path, tensor in tensors_in(result):
-            here = tensor.value if isinstance(tensor, StageTensor) else tensor
-            if here is not None and result_of(path, tensor.dim()) not in self.known:
-                yield path, here
+            if result_of(path, tensor.dim()) not in self.known:
+                yield path, tensor
 
 
 def _differing(tensors: list[torch.Tensor], ranks: Ranks) -> list[bool]:

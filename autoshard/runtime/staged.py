@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import is_below
+from autoshard.module_paths import above, is_below, parent
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
@@ -24,7 +24,6 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
-from autoshard.runtime.follow import Installed, install
 from autoshard.runtime.groups import control_group, end_groups, group_of
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, mark_of_stages
@@ -89,14 +88,18 @@ def apply_stages(
 
 
 def _hook(model: nn.Module, marked: Marked, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let the model follow the others in its forward, and norms count them."""
+    """Refuse calls of the model and of its modules, which a schedule makes, and let norms count the other stages."""
     record = marked.record
-    assert record.plan.mesh is not None
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
-    positions = record.plan.mesh.pipeline
-    stages = stage_of_tensors(record.plan, tensors)
-    marked.handles.append(install(model, record, {name: at % positions for name, at in stages.items()}))
+    positions: dict[str, set[int]] = {}
+    for name, holders in record.holders.items():
+        for path in above(name):
+            positions.setdefault(path, set()).add(holders[0])
+    record.around = tuple(path for path, of_path in positions.items() if len(of_path) > 1)
+    for path, module in model.named_modules():
+        if path and path in positions and parent(path) in record.around:
+            marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
 
 def _unhook(model: nn.Module, marked: Marked) -> None:
@@ -117,9 +120,6 @@ def remove_stages(model: nn.Module) -> nn.Module:
     record = marked.record
     if cut_record(model) is not None:
         remove_cuts(model)
-    for handle in marked.handles:
-        if isinstance(handle, Installed):
-            handle.remove()
     tensors = named_tensors(model)
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
@@ -157,6 +157,11 @@ def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"stage {number} of the plan ({listed}) has no parameters. Plan with fewer stages than "
                 f"{len(plan.stages)}."
             )
+    if plan.workload.new_tokens:
+        raise PlanError(
+            "generate() does not run in stages over processes: a cache belongs to the model's own code. Share every "
+            f'layer instead: plan with mesh="tp={len(plan.devices)}" or strategy="column-parallel".'
+        )
 
 
 def stage_of_tensors(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -48,6 +48,8 @@ def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes
     notes.append(IN_PARTS)
     work = replace(work, divided=True, cut=bool(plan.cuts))
     batch = plan.batch
+    if work.new_tokens and plan.mesh is not None and plan.mesh.pipeline > 1:
+        raise VerifyError("generate() does not run in stages over processes, so there is no decode: pass new_tokens=0.")
     if batch is None:
         raise VerifyError("the plan does not say how its batch is divided. Plan again.")
     ranks = ProcessRanks.of()
@@ -114,6 +116,11 @@ def _original(
 def _applied(model: nn.Module, batch: BatchAxis, own: Call, work: Work) -> Iterator[Result]:
     args, kwargs = own
     record = pipeline_record(model)
+    if record is not None and not work.training:
+        output = RankSchedule(model).eval(*args, **kwargs)
+        if output is not None:  # on the rank of the last stage
+            yield from results_of("forward", "", "output", output)
+        return
     if not work.training:
         yield from (
             one for one in run(model, replace(work, args=args, kwargs=kwargs)) if not one.output.startswith("buffer")
