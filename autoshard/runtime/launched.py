@@ -40,7 +40,7 @@ def with_cuts(plan: Plan, found: Plan) -> Plan:
 
 
 def is_staged_here(plan: Plan) -> bool:
-    """Whether a plan for processes has stages that take parts of a batch, and how it is divided is still to be found."""
+    """Whether stages of a plan for processes take parts of a batch, and how it is divided is still to be found."""
     staged = plan.launch == "processes" and plan.mesh is not None and plan.mesh.pp > 1
     divided = plan.workload.training or plan.num_microbatches > 1
     return staged and divided and plan.batch is None
