@@ -64,10 +64,6 @@ class BatchAxis:
         plain: arguments of the proved call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
         written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
             of the batch.
-        attributes: attributes of modules ("path.attribute") in which every forward puts tensors: each part begins with
-            what the call began with. `kept`: those tensors (the attribute, and the path inside it) that are put
-            together as outputs are; `tracked`: which of them have a history, as auxiliary losses do.
-        cached: attributes in which the first forward puts tensors.
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
             may do so. "" is the model with all in it.
         flags: attributes of modules that were True or False and that no forward changes, as `runtime.flags.flags_of`
@@ -82,10 +78,6 @@ class BatchAxis:
     whole: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    kept: tuple[BatchOutput, ...] = ()
-    tracked: tuple[str, ...] = ()
-    cached: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     proof: str = ""
@@ -105,5 +97,4 @@ def of_size(batch: BatchAxis, size: int) -> BatchAxis:
 
     return replace(
         batch, size=size, inputs=tuple(map(resized, batch.inputs)), outputs=tuple(map(resized, batch.outputs)),
-        kept=tuple(map(resized, batch.kept)),
     )  # fmt: skip

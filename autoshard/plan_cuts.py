@@ -88,18 +88,23 @@ def read_mesh(data: Any, kind: type, devices: int) -> Any:
     return mesh
 
 
+_LEFT = ("attributes", "kept", "tracked", "cached")
+
+
 def read_batch(data: Any) -> BatchAxis | None:
     """Check and build how the batch of a plan is divided; None for none. Raises `PlanError`."""
     if data is None:
         return None
+    if isinstance(data, Mapping):  # earlier plans also list what forwards leave in attributes of modules
+        expect(not data.get("attributes"), "batch.attributes", "none: plan again", data.get("attributes"))
+        data = {name: value for name, value in data.items() if name not in _LEFT}
     batch: BatchAxis = _read(BatchAxis, data, "batch")
     expect(batch.size >= 1, "batch.size", "a number of rows", batch.size)
     expect(len(batch.inputs) > 0, "batch.inputs", "what is divided", batch.inputs)
-    made = (*batch.outputs, *batch.kept)
-    texts = [one.axis for one in batch.inputs] + [one.axis for one in made if one.how == "cat"]
+    texts = [one.axis for one in batch.inputs] + [one.axis for one in batch.outputs if one.how == "cat"]
     for text in texts:
         expect(is_axis(text, batch.size), "batch.axis", f"an axis with *{batch.size} in it", text)
-    dims = [one.dim for one in batch.inputs] + [one.dim for one in made]
+    dims = [one.dim for one in batch.inputs] + [one.dim for one in batch.outputs]
     expect(min(dims) >= 0, "batch.dim", "a dimension from 0", min(dims))
     return batch
 

@@ -158,7 +158,6 @@ class StageMemory:
         caches = np.isin(rows.storage, [graph.values[value].storage for value in state]) & ~rows.copied
         if batch is not None and not processes:
             beside = caches & (not steps)
-            beside |= self._is_left(rows) if batch.kept else False
             self.is_output |= beside & (rows.born >= first) & ~again & (kind == 0)
         self.freed = np.zeros(len(kind), bool)
         if processes:
@@ -220,12 +219,6 @@ class StageMemory:
         """For each storage whether a part has less of it than the whole batch."""
         sizes = zip(self.whole.graph.storages, self.graph.storages, strict=True)
         return [one.nbytes != part.nbytes for one, part in sizes]
-
-    def _is_left(self, rows: Buffers) -> np.ndarray:
-        """Mask over what has rows and is left on attributes of modules: it is put together as outputs are."""
-        graph, has_rows = self.graph, self._has_rows()
-        mine = [one for one in _beside_outputs(graph) if has_rows[one]]
-        return np.isin(rows.storage, mine) & ~rows.copied & (rows.born > 0) & (rows.born < graph.backward_begin)
 
     def _keep_once(self, rows: Buffers, died: np.ndarray) -> None:
         """Count what the model keeps beside its outputs (tables) once: a micro-batch finds it, or makes it anew.

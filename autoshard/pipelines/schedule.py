@@ -22,7 +22,6 @@ from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, dige
 from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.clipping import watch_staged_norms
 from autoshard.runtime.cuts import cut_record
-from autoshard.runtime.left_behind import put_on_stages
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
 
@@ -83,8 +82,6 @@ class RankSchedule:
         except Exception as found:
             problem = found
         ways, engine = self._ready(model, parts, training, problem)
-        if batch is not None:
-            put_on_stages(model, batch)
         factors = self._factors(ways[0], batch, parts, targets, training)
         pass_ = Pass(
             batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
@@ -97,8 +94,6 @@ class RankSchedule:
         else:
             engine.run(ways, inputs, finish)
             output = finish.output() if engine.has_last else None
-        if batch is not None:
-            put_on_stages(model, batch)
         if losses is not None and engine.has_last:
             losses.extend(finish.losses)
         return output

@@ -283,20 +283,14 @@ def _compared(question: Question, trial: Trial, batch: BatchAxis, rows: Rows | N
     if apart is not None and hooked:
         raise Mixed(f"its forward hangs a hook on gradients at {hooked}, which may mix rows. {INDEPENDENT}")
     outputs = tuple(_permitted(ways, apart) for ways in known.ways.values())
-    changed = {name for one in checked for name in one.attributes}
     compared = f"compared in parts with random values, {'forward and backward' if trial.training else 'forward'}"
     proof = f"{ASSUMED} (assume_independent_rows)" if apart is None else f"checked op by op, {compared}"
     if any(one.draws for one in checked):
         proof += "; it draws random numbers, which were taken to be the same for all rows"
-    tracked = frozenset[str]().union(*(one.tracked for one in checked))
     return replace(
         batch,
         outputs=outputs,
         written=tuple(sorted({name for one in checked for name in one.written})),
-        attributes=tuple(sorted(changed)),
-        kept=tuple(ways[0] for ways in known.left.values() if ways[0].how != "same"),
-        tracked=tuple(sorted(tracked & known.left.keys())),
-        cached=tuple(sorted({name for one in checked for name in one.cached} - changed)),
         flags=() if apart is None else tuple(sorted({*flags_of(question.model)} & {*flags_of(trial.model)})),
         frozen=_frozen(question.model, replace(ran, rows=_halves(ran.rows), believed=False)),
         proof=proof,
@@ -313,11 +307,8 @@ def _permitted(ways: Sequence[BatchOutput], apart: Apart | None) -> BatchOutput:
 
 def _for_rows(known: Checked, rows: int) -> Checked:
     """The same ways with another number of rows in their axes."""
-
-    def renewed(ways: Mapping[str, list[BatchOutput]]) -> dict[str, list[BatchOutput]]:
-        return {path: [replace(way, axis=with_rows(way.axis, rows)) for way in found] for path, found in ways.items()}
-
-    return replace(known, ways=renewed(known.ways), left=renewed(known.left))
+    ways = {path: [replace(way, axis=with_rows(way.axis, rows)) for way in found] for path, found in known.ways.items()}
+    return replace(known, ways=ways)
 
 
 def _halves(parts: tuple[int, ...]) -> tuple[int, int]:

@@ -7,8 +7,8 @@ themselves, and not in the tenth digit.
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from autoshard.prove.differences import difference, off_by
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import PLAIN, Part, split
-from autoshard.runtime.left_behind import attributes, is_in, match, new_tensors
+from autoshard.runtime.left_behind import new_tensors
 from autoshard.runtime.merging import merge, of_rows
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -125,18 +125,12 @@ class Checked:
     """What agreed: for each output the ways in which it can be made of those of parts, the likeliest first.
 
     `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
-    `left`: how tensors in attributes can be made, for those that can; `attributes`: of modules, which have them;
-    `tracked`: those with a history; `cached`: attributes in which only the first call puts tensors. `hooked`: as of a
-    `Result`.
+    `hooked`: as of a `Result`.
     """
 
     ways: dict[str, list[BatchOutput]]
     written: tuple[str, ...]
     draws: int
-    left: dict[str, list[BatchOutput]]
-    attributes: frozenset[str]
-    tracked: frozenset[str]
-    cached: frozenset[str]
     hooked: str
 
 
@@ -164,31 +158,15 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
     outputs = [result.output for result in results]
     _refuse_without_numbers(whole.output)
     found = find_outputs(whole.output, outputs, division, None if known is None else known.ways)
-    names = [name for name, _ in attributes(trial.model)] if earlier.left else []
-    if known is not None:
-        whole = _renamed(whole, known.left, names)
-    results = [_renamed(result, whole.left, names) for result in results]
-    left = _find_left(whole, results, division, None if known is None else known.left)
+    _refuse_left(whole, results)
     written = _check_written(whole, results, division.believed)
     if trial.training and not division.believed:
-        first = tuple(ways[0] for ways in (*found.values(), *left.values()))
+        first = tuple(ways[0] for ways in found.values())
         parts = division.parts(first)
-        batch = replace(division.batch, outputs=first)
-        merged = merge(batch, outputs, parts)
-        added = merge(batch, [{name: result.left[name] for name in left} for result in results], parts)
+        merged = merge(replace(division.batch, outputs=first), outputs, parts)
         with trial.weights, steady_draws(trial.most_elements, trial.dtype):  # a backward may run modules again
-            _check_gradients(trial.model, [whole.output, {name: whole.left[name] for name in left}], [merged, added])
-    return Checked(
-        ways=found, written=tuple(written), draws=whole.draws, left=left, attributes=_having(names, whole.left),
-        tracked=frozenset(name for name in left if whole.left[name].requires_grad),
-        cached=_having(names, earlier.left), hooked=whole.hooked,
-    )  # fmt: skip
-
-
-def _having(names: Iterable[str], places: Iterable[str]) -> frozenset[str]:
-    """The attributes that are one of these places, or have it in them."""
-    places = list(places)
-    return frozenset(name for name in names if any(is_in(place, name) for place in places))
+            _check_gradients(trial.model, whole.output, merged)
+    return Checked(ways=found, written=tuple(written), draws=whole.draws, hooked=whole.hooked)
 
 
 def _check_again(first: Result, second: Result) -> None:
@@ -201,27 +179,17 @@ def _check_again(first: Result, second: Result) -> None:
             raise Mixed(f"{path or 'its output'} is another in a second call, by what the first one leaves in {places}")
 
 
-def _renamed(result: Result, known: Iterable[str], names: Sequence[str]) -> Result:
-    """The result with what it has left where another one has left it."""
-    places = match(known, result.left, names)
-    return replace(result, left={place: result.left[own] for place, own in places.items()})
-
-
-def _find_left(
-    whole: Result, results: Sequence[Result], division: Division, known: Mapping[str, list[BatchOutput]] | None
-) -> dict[str, list[BatchOutput]]:
-    """How tensors in attributes may be made of those of parts. Raises `Mixed` for one with a history that can't be."""
-    found = {}
+def _refuse_left(whole: Result, results: Sequence[Result]) -> None:
+    """Refuse a forward that leaves in attributes of modules what parts would each make of their own rows."""
     for name, tensor in whole.left.items():
-        pieces = [result.left[name] for result in results if name in result.left]
-        try:
-            if len(pieces) < len(results) or (known is not None and name not in known):
-                raise Mixed(f"{name}, which the forward sets, is not the same for parts")
-            found[name] = find_output(name, tensor, pieces, division, None if known is None else known[name])
-        except Mixed:
-            if tensor.requires_grad and (known is None or name in known):  # it may be added to a loss
-                raise
-    return found
+        for result in results:
+            own = result.left.get(name)
+            same = own is not None and own.shape == tensor.shape and not difference(tensor, own)
+            if tensor.requires_grad or not same:
+                raise Mixed(
+                    f"{name} is set by every forward, and each part of the batch would set its own. Return it from "
+                    "the forward, beside the output or in the loss, or make it a buffer"
+                )
 
 
 def _refuse_without_numbers(output: Any) -> None:
@@ -242,13 +210,12 @@ def find_outputs(
     if known is not None and not set(known) >= set(tensors):
         raise Mixed("the outputs are others for other rows")
     _check_plain(whole, outputs)
-    found = {
+    return {
         path: find_output(
             path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
         )
         for path, tensor in tensors.items()
     }
-    return {**found, **_inside_objects(whole, outputs, division, known)}
 
 
 def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
@@ -258,45 +225,10 @@ def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
         if leaves.keys() != others.keys():
             raise Mixed(f"the output {min(leaves.keys() ^ others.keys())} is not there for every number of rows")
         for path, leaf in leaves.items():
-            shared = leaf is others[path] and not isinstance(leaf, PLAIN)
-            what = "" if shared else of_rows(leaf)
+            what = of_rows(leaf)
             if what or (isinstance(leaf, PLAIN) and leaf != others[path]):
                 name = f"the output {path}" if path else "its output"
                 raise Mixed(f"{name} is {what or f'{leaf!r}, and another value in parts'}")
-
-
-def _below_others(whole: Any, output: Any) -> set[str]:
-    """The tensors in objects of the whole in which a number is another than in a part."""
-    found: set[str] = set()
-    others = dict(nested.leaves_in(output))
-    for path, leaf in nested.leaves_in(whole):
-        numbers, theirs = (
-            {at: value for at, value in nested.leaves_within(one) if isinstance(value, PLAIN)}
-            for one in (leaf, others.get(path))
-        )
-        if not isinstance(leaf, (torch.Tensor, *PLAIN)) and numbers != theirs:
-            found |= {at for at, _ in nested.tensors_within(leaf, path)}
-    return found
-
-
-def _inside_objects(
-    whole: Any, outputs: Sequence[Any], division: Division, known: Mapping[str, list[BatchOutput]] | None
-) -> dict[str, list[BatchOutput]]:
-    """The same for what objects among the outputs hold (a cache), where it can be put together."""
-    plain = {path for path, _ in nested.tensors_in(whole)}
-    for output in outputs:
-        plain |= _below_others(whole, output)
-    pieces = [dict(nested.tensors_within(output)) for output in outputs]
-    found = {}
-    for path, tensor in nested.tensors_within(whole):
-        if path in plain or any(path not in piece for piece in pieces) or (known is not None and path not in known):
-            continue
-        with suppress(Mixed):
-            ways = find_output(
-                path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
-            )
-            found[path] = [way for way in ways if way.how in ("cat", "same")]
-    return {path: ways for path, ways in found.items() if ways}
 
 
 def find_output(

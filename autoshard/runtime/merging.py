@@ -2,13 +2,12 @@
 
 loss []      weighted by how many labels count in a part, or by its rows
 logits       one part after the other
-cache        an object: attribute by attribute, where the plan knows all its tensors
+cache        an object: every part made its own, and any use of it says so
 """
 
-import copy
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -16,24 +15,20 @@ import torch
 
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.nested import attributes_of, join_leaves, tensors_within
+from autoshard.nested import join_leaves
 from autoshard.runtime.chunks import AS_CALLED, PLAIN, Part, axis_with
 from autoshard.sharding import coordinates_of, kept
 
-Bring = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
-
-def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part], bring: Bring | None = None) -> Any:
+def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
     """Put the outputs of the parts together, nested as each of them is; gradients go back to the parts.
 
-    `bring`: moves a tensor to a device, where objects among the outputs (caches) hold tensors on several: they come to
-    that of the first part. Numbers and strings must be the same in all. Raises `PlanError` for what the plan doesn't
-    know.
+    Numbers and strings must be the same in all. Raises `PlanError` for what the plan doesn't know.
     """
     if len(outputs) == 1:
         return outputs[0]
     try:
-        return join_leaves(list(outputs), _Join(batch, parts, bring))
+        return join_leaves(list(outputs), _Join(batch, parts))
     except ValueError as error:
         raise PlanError(
             f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
@@ -43,25 +38,21 @@ def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part], bring
 class _Join:
     """Joins leaves of outputs; what is twice in the outputs of each part is one thing afterwards, too."""
 
-    def __init__(self, batch: BatchAxis, parts: Sequence[Part], bring: Bring | None) -> None:
-        self.batch, self.parts, self.bring = batch, parts, bring
+    def __init__(self, batch: BatchAxis, parts: Sequence[Part]) -> None:
+        self.batch, self.parts = batch, parts
         self.known = {one.path: one for one in batch.outputs}
         self.made: dict[tuple[int, ...], Any] = {}
-        self.inside = False  # of an object, whose numbers were compared when the plan was made
 
     def __call__(self, path: str, leaves: list[Any]) -> Any:
-        if isinstance(leaves[0], torch.device) and self.bring is not None:
-            return leaves[0]
         if isinstance(leaves[0], PLAIN):
-            return _same(path, leaves, self.inside)
+            return _same(path, leaves)
         same = tuple(map(id, leaves))
         if same not in self.made:
             if isinstance(leaves[0], torch.Tensor):
-                if self.bring is not None:
-                    leaves = [self.bring(leaf, leaves[0].device) for leaf in leaves]
                 self.made[same] = _joined(self.batch, self.known.get(path), path, leaves, self.parts)
             else:
-                self.made[same] = _object(path, leaves, self)
+                shared = all(leaf is leaves[0] for leaf in leaves) or isinstance(leaves[0], Unmerged)
+                self.made[same] = leaves[0] if shared else Unmerged(path, type(leaves[0]).__name__)
         return self.made[same]
 
 
@@ -162,43 +153,14 @@ def of_rows(leaf: Any) -> str:
         return ""
     if isinstance(leaf, (bool, int, float, complex, slice, range)):
         return f"{leaf!r}, which may be that of the rows of a part"
-    if isinstance(leaf, PLAIN) or next(tensors_within(leaf), None) is not None:
-        return ""
-    return f"a {type(leaf).__name__}, in which nobody knows what belongs to the rows of a part"
+    return ""
 
 
-def _same(path: str, leaves: list[Any], compared: bool) -> Any:
+def _same(path: str, leaves: list[Any]) -> Any:
     """What is no tensor must be the same in all parts, and no number: that of a part may count its rows."""
     first = leaves[0]
-    if not compared and of_rows(first):
+    if of_rows(first):
         raise ValueError(f"{path or 'the output'} is {of_rows(first)}")
     if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
         raise ValueError(f"{path} is {first!r} in one and something else in another")
     return first
-
-
-def _object(path: str, leaves: list[Any], join: _Join) -> Any:
-    """An object whose attributes are put together, where the plan knows all its tensors; else one that says it doesn't.
-
-    Raises ValueError for one without any tensor, of which nothing was compared: a count of its part's rows, perhaps.
-    """
-    first = leaves[0]
-    if isinstance(first, Unmerged) or all(leaf is first for leaf in leaves):
-        return first
-    if of_rows(first):
-        if join.inside:
-            return Unmerged(path, type(first).__name__)
-        raise ValueError(f"{path or 'the output'} is {of_rows(first)}")
-    inside = [place for place, _ in tensors_within(first, path)]
-    try:
-        if any(place not in join.known for place in inside):
-            raise ValueError("nobody knows its tensors")
-        made = copy.copy(first)
-        outside, join.inside = join.inside, True
-        try:
-            vars(made).update(join_leaves([attributes_of(leaf) for leaf in leaves], join, path))
-        finally:
-            join.inside = outside
-    except (PlanError, ValueError, TypeError, copy.Error):  # objects may refuse to be copied, with errors of their own
-        return Unmerged(path, type(first).__name__)
-    return made

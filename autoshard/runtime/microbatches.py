@@ -25,8 +25,6 @@ from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, s
 from autoshard.runtime.devices import check_copies, resolve_device, send
 from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
-from autoshard.runtime.hooks import to_device
-from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
@@ -96,17 +94,14 @@ class Divide:
         if len(parts) < 2 or not self.is_next_to_forward(module):
             return None
         outputs: list[Any] = []
-        written, left = Written(self.division.batch.written, module), LeftBehind(self.division.batch, module)
-        call.parts = parts, outputs, written, left
-        for index, part in enumerate(parts[:-1]):
+        written = Written(self.division.batch.written, module)
+        call.parts = parts, outputs, written
+        for part in parts[:-1]:
             written.begin()
-            left.begin()
             given = Given((part.args, part.kwargs))
             outputs.append(module.forward(*part.args, **part.kwargs))
             given.check(type(module).__name__, OF_PARTS)
-            left.end(index)
         written.begin()
-        left.begin()
         return parts[-1].args, parts[-1].kwargs
 
     def is_next_to_forward(self, module: nn.Module) -> bool:
@@ -167,13 +162,10 @@ class Together:
         call = self.runtime.local.calls[-1] if self.runtime.local.calls else None
         if call is None or call.parts is None:
             return None
-        (parts, outputs, written, left), call.parts = call.parts, None
+        (parts, outputs, written), call.parts = call.parts, None
         written.close()
         if len(outputs) < len(parts) - 1 or output is None:  # one of them raised
-            left.begin()
             return None
-        left.end(len(parts) - 1)
-        left.close(parts, to_device)
         return merge(self.division.batch, [*outputs, output], parts)
 
 

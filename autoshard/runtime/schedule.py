@@ -22,7 +22,6 @@ from autoshard.runtime.apply import adopt
 from autoshard.runtime.chunks import PLAIN, Part, split, split_rows
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
-from autoshard.runtime.left_behind import LeftBehind
 from autoshard.runtime.losses import (
     Loss,
     Reduction,
@@ -118,17 +117,16 @@ class LocalSchedule:
         )  # fmt: skip
         ahead = len(parts) if division is None or division.schedule != "1f1b" else min(division.stages, len(parts))
         batch = _WHOLE if division is None else division.batch
-        written, left = Written(batch.written, self.model), LeftBehind(batch, self.model)
+        written = Written(batch.written, self.model)
         with runtime.copies.joined(), closing(written):
             for kind, index in _order(len(parts), ahead):
                 if kind == "F":
                     written.begin()
-                    self._forward(runtime, pass_, index, left)
+                    self._forward(runtime, pass_, index)
                 elif training:
                     if index == 0:
                         self._before_backward(division, pass_)
                     _backward(pass_, index)
-        left.close(parts, to_device, history=False)
         self._steps += 1
         if losses is not None:
             losses.extend(value.detach() for value in pass_.values if value is not None)
@@ -158,16 +156,14 @@ class LocalSchedule:
             raise PlanError(f"this batch can't be divided: {problem}. Set it back, or plan again as it is.")
         return split(division.batch, self.model, args, kwargs, division.count)
 
-    def _forward(self, runtime: Runtime, pass_: _Pass, index: int, left: LeftBehind) -> None:
+    def _forward(self, runtime: Runtime, pass_: _Pass, index: int) -> None:
         """Run the model on one part; its output stays where it was made, on several devices it goes to the last."""
         part = pass_.parts[index]
         runtime.local.stepping = True
-        left.begin()
         try:
             output = self.model(*part.args, **part.kwargs)
         finally:
             runtime.local.stepping = False
-        left.end(index)
         if len({tensor.device for _, tensor in tensors_in(output)}) > 1:
             output = to_device(output, runtime.record.placed[-1])
         wanted = pass_.training or pass_.losses

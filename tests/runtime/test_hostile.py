@@ -4,7 +4,6 @@
 """
 
 import copy
-from collections import deque
 
 import pytest
 import torch
@@ -151,13 +150,6 @@ def test_a_dict_that_the_forward_changes(strategy):
     assert found == "equal" if strategy == "map" else "changes its argument batch in place" in found
 
 
-class Slotted:
-    __slots__ = ("count",)
-
-    def __init__(self, count):
-        self.count = count
-
-
 class Outputs(Blocks):
     def __init__(self, beside):
         super().__init__()
@@ -173,9 +165,6 @@ class Outputs(Blocks):
         (len, "the output 1 is 3 for 3 rows and 4 for 4"),
         (lambda x: x.shape, "the output 1.0 is 3 for 3 rows and 4 for 4"),
         (lambda x: 2, "the output 1 is 2, which may be that of the rows of a part"),
-        (lambda x: deque([len(x)]), "1 is a deque, in which nobody knows"),
-        (lambda x: {len(x)}, "1 is a set, in which nobody knows"),
-        (lambda x: Slotted(len(x)), "1 is a Slotted, in which nobody knows"),
         (lambda x: {f"of {len(x)}": 0}, "is not there for every number of rows"),
         (lambda x: f"of {len(x)}", "the output 1 is 'of 3' for 3 rows and 'of 4' for 4"),
     ],

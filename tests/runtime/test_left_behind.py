@@ -1,6 +1,7 @@
-"""What a forward leaves in attributes of modules is that of the whole batch, though parts of it ran one by one."""
+"""A batch is not divided where forwards leave in attributes of modules what each part would make for itself."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -8,33 +9,47 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import PlanError
-from tests.ranks import run_ranks
 
 TRAINING = autoshard.Workload(mode="training", optimizer="sgd")
+DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
 
 
 class Block(nn.Module):
-    """Leaves an auxiliary loss, one number per row, and a table that is made once."""
+    """Leaves what it is told to, and a table that is made once, and a length that is the same for any rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, leave) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.loss: torch.Tensor | None = None
-        self.rows: list[torch.Tensor] = []
+        self.linear, self.leave, self.rows, self.loss = nn.Linear(16, 16), leave, [], None
         self.tables: dict[int, torch.Tensor] = {}
 
     def forward(self, x):
         if 16 not in self.tables:
             self.tables[16] = torch.linspace(0, 1, 16, device=x.device)
         x = torch.tanh(self.linear(x)) + self.tables[16]
-        self.loss = x.pow(2).mean()
-        self.rows.append(x.detach().sum(-1))
+        self.leave(self, x)
+        self.length = torch.tensor(x.shape[1])
         return x
 
 
-def model_and_rows():
+def auxiliary_loss(block, x):
+    block.loss = x.pow(2).mean()
+
+
+def statistic(block, x):
+    block.loss = x.detach().sum(-1)
+
+
+def growing_list(block, x):
+    block.rows.append(x.detach().sum(-1))
+
+
+def nothing(block, x):
+    pass
+
+
+def made(leave):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(4)]), torch.randn(8, 16)
+    return nn.Sequential(*[Block(leave) for _ in range(4)]), torch.randn(8, 16)
 
 
 def planned(model, rows, devices, strategy, workload=TRAINING):
@@ -42,54 +57,40 @@ def planned(model, rows, devices, strategy, workload=TRAINING):
     return autoshard.plan(model, devices, inputs=rows, strategy=strategy, workload=workload, **kind)
 
 
-def loss_of(model, output):
-    return output.pow(2).mean() + sum(block.loss.cpu() for block in model)
+@pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
+@pytest.mark.parametrize("leave", [auxiliary_loss, statistic, growing_list])
+def test_what_parts_would_each_leave_is_refused_with_its_name(strategy, leave):
+    model, rows = made(leave)
+    place = r"0\.rows\.\d" if leave is growing_list else r"0\.loss"
+    with pytest.raises(PlanError, match=rf"{place} is set by every forward, .*Return it from the forward"):
+        planned(model, rows, DEVICES, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
-def test_what_parts_leave_is_put_together(strategy):
-    model, rows = model_and_rows()
+def test_tables_and_what_does_not_depend_on_rows_may_be_left(strategy):
+    model, rows = made(nothing)
     plain = copy.deepcopy(model)
     with autoshard.simulate("3x1MiB") as devices:
         autoshard.apply(model, planned(model, rows, devices, strategy))
-        for step in range(3):  # tables are there the second time; losses of the first one are not added up
-            wanted = loss_of(plain, plain(rows))
-            found = loss_of(model, model(rows))
-            torch.testing.assert_close(found, wanted)
-            wanted.backward()
-            found.backward()
-            for (name, own), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(other.grad.cpu(), own.grad, msg=name, rtol=1e-4, atol=1e-6)
-            for mine, theirs in zip(plain, model, strict=True):
-                assert list(theirs.tables) == [16]
-                assert len(theirs.rows) == step + 1
-                torch.testing.assert_close([one.cpu() for one in theirs.rows], mine.rows)
-
-
-def test_a_schedule_gives_its_loss_what_each_part_left():
-    model, rows = model_and_rows()
-    plain = copy.deepcopy(model)
-    with autoshard.simulate("3x1MiB") as devices:
-        autoshard.apply(model, planned(model, rows, devices, "pipeline"))
-        schedule = autoshard.schedule(model, lambda output, _: loss_of(model, output))
-        schedule.step(rows, target=torch.zeros(8))
-        loss_of(plain, plain(rows)).backward()
+        for _ in range(2):
+            found, wanted = model(rows), plain(rows)
+            torch.testing.assert_close(found.cpu(), wanted)
+            found.sum().backward()
+            wanted.sum().backward()
         for own, other in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(other.grad.cpu(), own.grad)
-        torch.testing.assert_close(model[0].loss.cpu(), plain[0].loss.detach())
-        assert not model[0].loss.requires_grad  # its graph is gone
+            torch.testing.assert_close(other.grad.cpu(), own.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_plan_says_it_and_comes_back_from_its_file():
-    model, rows = model_and_rows()
-    plan = planned(model, rows, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, "pipeline")
-    hows = {one.path: one.how for one in plan.batch.kept}
-    assert hows["0.loss"] == "mean"
-    assert hows["0.rows.1"] == "cat"
-    assert "0.tables" in plan.batch.cached
-    assert "0.loss" in plan.batch.attributes
-    assert set(plan.batch.tracked) == {f"{block}.loss" for block in range(4)}
-    assert autoshard.Plan.from_json(plan.to_json()) == plan
+def test_plans_of_earlier_versions_that_put_attributes_together_are_refused():
+    model, rows = made(nothing)
+    data = json.loads(planned(model, rows, DEVICES, "pipeline").to_json())
+    for names, good in (([], True), (["0.loss"], False)):
+        data["batch"] |= {"attributes": names, "kept": [], "tracked": [], "cached": ["0.tables"]}
+        if good:
+            assert autoshard.Plan.from_json(json.dumps(data)).batch is not None
+        else:
+            with pytest.raises(PlanError, match="plan again"):
+                autoshard.Plan.from_json(json.dumps(data))
 
 
 class Recurrent(nn.Module):
@@ -129,19 +130,3 @@ def test_a_statistic_of_all_rows_that_is_kept_is_refused(workload):
     devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
     with pytest.raises(PlanError, match=r"0 \(Spread\) keeps what mixes its rows \(std in 0\)"):
         planned(model, rows, devices, "pipeline", workload)
-
-
-def a_loss_of_stages():
-    model, rows = model_and_rows()
-    autoshard.apply(model, planned(model, rows, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, "pipeline"))
-    autoshard.schedule(model, lambda output, _: output.pow(2).mean()).step(rows, target=torch.zeros(8))
-    said = []
-    for use in (lambda loss: loss + 1, lambda loss: torch.zeros(()) + loss, float, lambda loss: loss.item()):
-        with pytest.raises(PlanError, match="Return it from the forward") as error:
-            use(model[1].loss)
-        said.append(str(error.value).split()[0])
-    return said
-
-
-def test_over_processes_a_use_of_what_stages_leave_is_an_error():
-    assert run_ranks(a_loss_of_stages, 2) == [["1.loss"] * 4] * 2

@@ -233,21 +233,19 @@ class Remembers(nn.Module):
 
 class Layer:
     def __init__(self, keys: torch.Tensor) -> None:
-        self.keys, self.device = keys, keys.device
+        self.keys = keys
 
 
 class Memory:
     def __init__(self) -> None:
         self.layers: list[Layer] = []
-        self.full, self.first, self.kind = False, None, Layer
+        self.first: Layer | None = None
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_what_a_model_remembers_is_put_together_where_the_plan_knows_how(known):
-    outputs = ["0", *(f"1.layers.{index}.keys" for index in ((0, 1, 2) if known else (0,)))]
+def test_what_a_model_remembers_is_not_put_together():
     batch = BatchAxis(
         size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),),
-        outputs=tuple(BatchOutput(path=path, how="cat", axis="*8") for path in outputs),
+        outputs=(BatchOutput(path="0", how="cat", axis="*8"),),
     )  # fmt: skip
     torch.manual_seed(0)
     model, x = Remembers().double(), torch.randn(8, 8, dtype=torch.float64)
@@ -255,16 +253,9 @@ def test_what_a_model_remembers_is_put_together_where_the_plan_knows_how(known):
     with autoshard.simulate("3x16MiB"), torch.no_grad():
         autoshard.apply(model, pipeline(model, {"x": x}, batch))
         output, memory = model(x)
-        if not known:
-            with pytest.raises(PlanError, match="the output 1 is a Memory of which every part"):
-                memory.layers  # noqa: B018
-            return
-        assert memory.first is memory.layers[0] and len(memory.layers) == 3
-        wanted, theirs = original(x)
-        close(output, wanted)
-        for index, (left, right) in enumerate(zip(memory.layers, theirs.layers, strict=True)):
-            assert left.keys.device == torch.device(f"cpu:{index}")
-            close(left.keys, right.keys)
+        close(output, original(x)[0])
+        with pytest.raises(PlanError, match="the output 1 is a Memory of which every part"):
+            memory.layers  # noqa: B018
 
 
 def test_arguments_for_all_parts_are_copied_once_per_device():
