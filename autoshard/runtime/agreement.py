@@ -32,7 +32,7 @@ _COMPARED_BYTES = 64 << 10  # integers up to this size are compared between rank
 class Mark:
     """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators.
 
-    `process`: which one it is; it may well differ.
+    `process`: which one it is; it may well differ. `token`: of rank 0, see `Peers`.
     """
 
     plan: str = ""
@@ -42,6 +42,7 @@ class Mark:
     error: str = ""
     random: tuple[torch.Tensor, ...] = ()
     process: Process | None = None
+    token: str = ""
 
 
 def mark_of(
@@ -85,19 +86,6 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device | Non
         own.set_rng_state(others[0], device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """What rank 0 finds. `problem`: what is wrong, if anything is; `random`: the generators of rank 0.
-
-    `processes`, `token`: see `Peers`.
-    """
-
-    problem: str = ""
-    processes: tuple[Process, ...] = ()
-    token: str = ""
-    random: tuple[torch.Tensor, ...] = ()
-
-
 def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torch.device | None = None) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
@@ -106,38 +94,35 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
     """
     if isinstance(ranks, ProcessRanks):
         mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
-        mark = replace(mark, process=this_process(), random=mark.random if ranks.rank == 0 else ())
-        members = ranks.members
+        first = ranks.rank == 0
+        mark = replace(
+            mark, process=this_process(), random=mark.random if first else (), token=uuid.uuid4().hex if first else ""
+        )
         try:
-            word = meet(ranks, pickle.dumps(mark), lambda words: _decided(words, members))
+            words = meet(ranks, pickle.dumps(mark), error is not None)
         except RankError as problem:
             raise (error or problem) from problem
-        verdict: _Verdict = pickle.loads(word)
-        if verdict.processes:
-            ranks.peers.processes.update(zip(members, verdict.processes, strict=True))
-            ranks.peers.token = ranks.peers.token or verdict.token
-        if error is None and verdict.problem:
-            raise RankError(verdict.problem)
-        if error is None and verdict.random:
-            set_random_states(verdict.random, device)
+        marks: dict[int, Mark] = {rank: pickle.loads(word) for rank, word in sorted(words.items())}
+        if error is None:
+            _decide(ranks, marks, device)
     if error is not None:
         raise error
 
 
-def _decided(words: Mapping[int, bytes], members: Sequence[int]) -> bytes | None:
-    """The verdict on the marks of all ranks, or as soon as one has an error."""
-    marks: dict[int, Mark] = {rank: pickle.loads(word) for rank, word in words.items()}
-    failed = next((rank for rank, mark in sorted(marks.items()) if mark.error), None)
+def _decide(ranks: ProcessRanks, marks: Mapping[int, Mark], device: torch.device | None) -> None:
+    """Raise `RankError` for what stands against going on; else go on with the random numbers of rank 0."""
+    members = ranks.members
+    failed = next((rank for rank, mark in marks.items() if mark.error), None)
     if failed is not None:
-        return pickle.dumps(_Verdict(problem=f"rank {members[failed]} can't take part: {marks[failed].error}"))
-    if len(marks) < len(members):
-        return None
-    every = [marks[rank] for rank in range(len(members))]
-    processes = tuple(mark.process for mark in every if mark.process is not None)
-    verdict = _Verdict(
-        problem=_compared(every, members), processes=processes, token=uuid.uuid4().hex, random=every[0].random
-    )
-    return pickle.dumps(verdict)
+        raise RankError(f"rank {members[failed]} can't take part: {marks[failed].error}")
+    processes = [mark.process for mark in marks.values() if mark.process is not None]
+    ranks.peers.processes.update(zip(members, processes, strict=True))
+    ranks.peers.token = ranks.peers.token or marks[0].token
+    problem = _compared(list(marks.values()), members)
+    if problem:
+        raise RankError(problem)
+    if marks[0].random:
+        set_random_states(marks[0].random, device)
 
 
 def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:

@@ -106,11 +106,12 @@ def said_of(rank: int, gone: Gone, where: str = "in a collective") -> str:
     return f"rank {rank} lost rank{'s' if several else ''} {names} {where}: {what}. {remedy}"
 
 
-def find_gone(peers: Peers, members: Sequence[int], own: int, use_store: bool = True) -> Gone | None:
+def find_gone(peers: Peers, members: Sequence[int], own: int, use_store: bool = True, wait: bool = True) -> Gone | None:
     """Return the ranks that were first found to be gone, by this process or another; None if nobody knows.
 
     `members`: of the group in whose collective it was found; the others are looked at, too, since one who waits for a
-    member may be the reason. `own`: the rank of this process, which says in the store that it waits.
+    member may be the reason. `own`: the rank of this process, which says in the store that it waits. `wait`: look for
+    some time, as an end may be seen a moment after its connections broke.
     """
     deadline = time.monotonic() + GRACE_SECONDS
     gone: Gone | None = None
@@ -118,10 +119,13 @@ def find_gone(peers: Peers, members: Sequence[int], own: int, use_store: bool = 
         gone = _seen(peers, members)
         if use_store:
             late = time.monotonic() > deadline
-            word = _answered(functools.partial(_exchanged, peers, members, own, gone, late))
+            try:
+                word = answered(functools.partial(_exchanged, peers, members, own, gone, late))
+            except RuntimeError:
+                word = None
             use_store = word is not None  # else the store went with the process that kept it
-            gone = _read(word) or gone
-        if time.monotonic() > deadline:
+            gone = read_gone(word or "") or gone
+        if time.monotonic() > deadline or not wait:
             break
         if gone is None:
             time.sleep(_POLL_SECONDS)
@@ -142,7 +146,7 @@ def _seen(peers: Peers, members: Sequence[int]) -> Gone | None:
 def _exchanged(peers: Peers, members: Sequence[int], own: int, gone: Gone | None, late: bool) -> str:
     """Leave word in the store, and return what was left there first."""
     store, key = torch_private.default_store(), f"autoshard/departed/{peers.token}"
-    word = "" if gone is None else f"{gone.how}:{','.join(map(str, gone.ranks))}"
+    word = "" if gone is None else word_of(gone)
     if store is None:
         return word
     store.set(f"{key}/{own}", "waits")
@@ -154,24 +158,35 @@ def _exchanged(peers: Peers, members: Sequence[int], own: int, gone: Gone | None
     return store.compare_set(key, "", word).decode() if word or store.check([key]) else ""
 
 
-def _read(word: str | None) -> Gone | None:
-    how, _, ranks = (word or "").partition(":")
+def word_of(gone: Gone) -> str:
+    """What is left in the store of ranks that are gone; see `read_gone`."""
+    return f"{gone.how}:{','.join(map(str, gone.ranks))}"
+
+
+def read_gone(word: str) -> Gone | None:
+    """Undo `word_of`; None for an empty word."""
+    how, _, ranks = word.partition(":")
     return Gone(ranks=[int(one) for one in ranks.split(",")], how=how) if ranks else None
 
 
-def _answered(ask: Callable[[], str]) -> str | None:
-    """What the store says; None if it does not within the grace: its process may be the one that is stopped."""
+def answered(ask: Callable[[], Any]) -> Any:
+    """What the store says; None if it does not within the grace: its process may be the one that is stopped.
+
+    Raises RuntimeError if the store is gone.
+    """
     said: list[Any] = []
 
     def run() -> None:
         try:
             said.append(ask())
-        except RuntimeError:
-            said.append(None)
+        except RuntimeError as error:
+            said.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(GRACE_SECONDS)
+    if said and isinstance(said[0], RuntimeError):
+        raise said[0]
     return said[0] if said else None
 
 

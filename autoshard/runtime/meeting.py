@@ -1,34 +1,28 @@
 """Where processes meet before a collective: in the store that torch.distributed was started with.
 
-    ranks 0, 1, 2   each puts a word into the store  ──▶  the first reads them and decides  ──▶  a verdict for all
+    ranks 0, 1, 2   each puts a word into the store  ──▶  each reads those of all, and decides alike
 
 No device takes part, so processes can meet before each has chosen its own. Who does not come within the timeout of the
-store, that of `init_process_group`, is named; a collective would only say that it waited. The store is asked by a
-thread of its own: one whose process is stopped never answers.
+store, that of `init_process_group`, is named; a collective would only say that it waited.
 """
 
-import threading
+import functools
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from autoshard import torch_private
 from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.departed import Gone, Process, find_gone, said_of, this_process
-
-Decide = Callable[[dict[int, bytes]], bytes | None]
-"""What the first rank makes of the words that are there, by rank; None: more are needed."""
+from autoshard.runtime.departed import Gone, Process, answered, find_gone, read_gone, said_of, this_process, word_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _LOOK_SECONDS = 0.0005, 0.05, 0.5
-_GRACE_SECONDS = 2.0
 _meetings: dict[str, int] = {}
 """Name of a group -> meetings of it that this process was at. It goes on after the group is destroyed: keys stay."""
 
 
-def meet(ranks: ProcessRanks, word: bytes, decide: Decide) -> bytes:
-    """Return the verdict of the first rank on the words of all ranks of a group; all of them call it.
+def meet(ranks: ProcessRanks, word: bytes, failed: bool) -> dict[int, bytes]:
+    """Return the words of all ranks of a group, by rank; where one `failed`, of those that have come; all call it.
 
     Raises `RankError` with the ranks that are missing.
     """
@@ -37,167 +31,115 @@ def meet(ranks: ProcessRanks, word: bytes, decide: Decide) -> bytes:
         raise RankError(
             "these processes have no store to meet in. Start them with torchrun and the gloo or NCCL backend."
         )
-    here = _Meeting(store, ranks)
-    thread = threading.Thread(target=here.run, args=(word, decide), daemon=True)
-    thread.start()
-    here.attend(thread)
-    if here.error is not None:
-        raise here.lost(here.error) from here.error
-    if here.gone is not None and here.own in here.gone.ranks:
-        raise RankError(
-            f"rank {here.own} came too late: the others waited {here.seconds:.0f} s for it and have stopped. Start all "
-            "ranks again; a longer wait is timeout= of torch.distributed.init_process_group."
-        )
-    if here.gone is not None:
-        raise RankError(said_of(here.own, here.gone, here.when()))
-    assert here.verdict is not None
-    return here.verdict
+    number = _meetings[ranks.name] = _meetings.get(ranks.name, 0) + 1
+    here = _Meeting(store, ranks, number)
+    try:
+        answered(lambda: here.come(word, failed))
+        words = here.wait()
+    except RuntimeError as error:  # the store is gone
+        raise here.lost(str(error)) from error
+    if ranks.rank == 0 and len(words) == ranks.size and number > 1:
+        answered(lambda: _Meeting(store, ranks, number - 1).forget())  # everybody has left it
+    return words
 
 
 class _Meeting:
-    """One meeting as one rank sees it. `words`: those that the first rank has read; `over`: nobody waits any more.
+    """One meeting as one rank sees it. `seconds`: how long it waits for others."""
 
-    `answered`: when the store did so last; `leader_came`: when the first rank is known to have come.
-    """
-
-    def __init__(self, store: Any, ranks: ProcessRanks) -> None:
+    def __init__(self, store: Any, ranks: ProcessRanks, number: int) -> None:
         self.store, self.ranks, self.own = store, ranks, ranks.members[ranks.rank]
-        self.number = _meetings[ranks.name] = _meetings.get(ranks.name, 0) + 1
-        self.words: dict[int, bytes] = {}
+        self.begin = f"autoshard/{ranks.name}/{number}/"
+        self.keys = [f"{self.begin}{rank}" for rank in range(ranks.size)]
         self.seconds = max(1.0, timedelta.total_seconds(store.timeout))
-        self.verdict: bytes | None = None
-        self.gone: Gone | None = None
-        self.error: RuntimeError | None = None
-        self.over = False
-        self.answered, self.leader_came = time.monotonic(), 0.0
 
-    def key(self, who: int | str, number: int | None = None) -> str:
-        return f"autoshard/{self.ranks.name}/{number or self.number}/{who}"
+    def come(self, word: bytes, failed: bool) -> None:
+        """Leave a word, and which process this is."""
+        own = this_process()
+        self.store.set(f"autoshard/process/{self.own}", f"{own.pid} {own.host}")
+        self.store.set(self.keys[self.ranks.rank], word)
+        if failed:
+            self.store.set(f"{self.begin}failed", b"1")
 
-    def attend(self, thread: threading.Thread) -> None:
-        """Wait for the verdict; give up once the first rank is gone, or does not say anything in time.
-
-        The first rank looks for the others, and says who is missing.
-        """
-        first = self.ranks.members[0]
-        begin = self.answered
-        while True:
-            leader = self.ranks.peers.processes.get(first)
-            ended = first != self.own and leader is not None and leader.has_ended()
-            thread.join(_GRACE_SECONDS if ended else _LOOK_SECONDS)  # it may have said so before it ended
-            if not thread.is_alive():
-                return
-            now = time.monotonic()
-            late = now > max(begin, self.leader_came) + self.seconds + 2 * _GRACE_SECONDS
-            if not ended and not late:
-                continue
-            self.over = True
-            how = "ended" if ended else self._how([first])
-            if first == self.own or (how == "silent" and now > self.answered + _GRACE_SECONDS):
-                self.error = RuntimeError("no answer")
-            else:
-                self.gone = Gone(ranks=[first], how=how)
-            return
-
-    def run(self, word: bytes, decide: Decide) -> None:
-        """Everything that asks the store."""
-        try:
-            own = this_process()
-            self.store.set(f"autoshard/process/{self.own}", f"{own.pid} {own.host}")
-            self.store.set(self.key(self.ranks.rank), word)
-            if self.ranks.rank == 0:
-                said = self._decided(decide)
-                self.store.set(self.key("verdict"), said)
-                self._read(said)
-                if len(self.words) == self.ranks.size and self.number > 1:
-                    self._forget(self.number - 1)  # everybody has left it
-                return
-            for _ in self._turns():
-                if self.store.check([self.key("verdict")]):
-                    self._read(self.store.get(self.key("verdict")))
-                    return
-                if not self.leader_came and self.store.check([self.key(0)]):
-                    self.leader_came = time.monotonic()
-        except RuntimeError as error:  # the store is gone, or does not answer
-            self.error = error
-
-    def _read(self, said: bytes) -> None:
-        if said.startswith(_GONE):
-            how, _, listed = said.removeprefix(_GONE).decode().partition(":")
-            self.gone = Gone(ranks=[int(one) for one in listed.split(",")], how=how)
-        else:
-            self.verdict = said.removeprefix(_DECIDED)
-
-    def _decided(self, decide: Decide) -> bytes:
-        """Read words as they come, until there is a verdict, or somebody is known to be missing."""
+    def wait(self) -> dict[int, bytes]:
+        """Wait for the words of the others. Raises `RankError`, and RuntimeError if the store is gone."""
         begin = looked = time.monotonic()
-        ended: list[int] = []
-        members = self.ranks.members
-        for _ in self._turns():
-            for other in range(self.ranks.size):
-                if other not in self.words and self.store.check([self.key(other)]):
-                    self.words[other] = self.store.get(self.key(other))
-            verdict = decide(self.words)
-            if verdict is not None:
-                return _DECIDED + verdict
-            missing = [members[other] for other in range(self.ranks.size) if other not in self.words]
-            if ended:  # they were gone before we looked for their words
-                return _said(Gone(ranks=[rank for rank in ended if rank in missing] or ended, how="ended"))
+        pause, ended = _FIRST_PAUSE, False
+        while True:
+            seen = answered(self.look)
+            if isinstance(seen, dict):
+                return seen
+            if isinstance(seen, Gone):
+                raise self.missing(seen)
             now = time.monotonic()
-            if now > begin + self.seconds:
-                how = self._how(missing)
-                stopped = [rank for rank in missing if self._state(rank) == how]
-                return _said(Gone(ranks=stopped if how == "stopped" else missing, how=how))
+            late = now > begin + self.seconds
+            if seen is None and late:
+                raise self.lost("no answer")
+            if seen is not None and (late or ended):
+                said = answered(functools.partial(self.give_up, ended))
+                raise self.missing(said or Gone(ranks=[self.own], how="silent"))
             if now > looked + _LOOK_SECONDS:
                 looked = now
-                ended = [rank for rank in missing if self._state(rank) == "ended"]
-        raise RuntimeError("no answer in time")
-
-    def _turns(self) -> Any:
-        """Yield until the meeting is over, with pauses."""
-        pause = _FIRST_PAUSE
-        while not self.over:
-            self.answered = time.monotonic()
-            yield
+                gone = find_gone(self.ranks.peers, self.ranks.members, self.own, use_store=False, wait=False)
+                ended = seen is not None and bool(answered(lambda: "ended" in self.states().values()))
+                if seen is None and gone is not None and gone.how == "ended":
+                    raise self.lost("no answer")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _state(self, rank: int) -> str:
-        """Of a process; where we have not met, it may have said in the store which one it is."""
-        processes, key = self.ranks.peers.processes, f"autoshard/process/{rank}"
-        if rank not in processes and self.store.check([key]):
-            pid, _, host = self.store.get(key).decode().partition(" ")
-            processes[rank] = Process(host, int(pid))
-        return processes[rank].state() if rank in processes else ""
+    def look(self) -> dict[int, bytes] | Gone | bool:
+        """The words, if all are there or one has failed; who is gone, if somebody has given up; else False."""
+        if self.store.check(self.keys):
+            return dict(enumerate(self.store.multi_get(self.keys)))
+        if self.store.check([f"{self.begin}gone"]):
+            return read_gone(self.store.get(f"{self.begin}gone").decode()) or False
+        if not self.store.check([f"{self.begin}failed"]):
+            return False
+        there = [rank for rank, key in enumerate(self.keys) if self.store.check([key])]
+        return {rank: self.store.get(self.keys[rank]) for rank in there}
 
-    def _how(self, missing: list[int]) -> str:
-        """Whether some of those who are missing are stopped."""
-        known = self.ranks.peers.processes
-        return "stopped" if any(rank in known and known[rank].state() == "stopped" for rank in missing) else "silent"
+    def states(self) -> dict[int, str]:
+        """Ranks (of all processes) that have not come -> what is known of their processes."""
+        found, known = {}, self.ranks.peers.processes
+        for rank, key in zip(self.ranks.members, self.keys, strict=True):
+            if self.store.check([key]):
+                continue
+            process = f"autoshard/process/{rank}"
+            if rank not in known and self.store.check([process]):  # where we have not met
+                pid, _, host = self.store.get(process).decode().partition(" ")
+                known[rank] = Process(host, int(pid))
+            found[rank] = known[rank].state() if rank in known else ""
+        return found
 
-    def when(self) -> str:
-        """When somebody was lost, for messages."""
-        assert self.gone is not None
-        return "before all ranks had agreed" if self.gone.how == "ended" else f"in {self.seconds:.0f} s"
+    def give_up(self, ended: bool) -> Gone | None:
+        """Say in the store who did not come, unless somebody has said so; returns what was said first."""
+        states = self.states()
+        how = "ended" if ended else "stopped" if "stopped" in states.values() else "silent"
+        among = [rank for rank, state in states.items() if how == "silent" or state == how]
+        word = word_of(Gone(ranks=among or list(states), how=how))
+        return read_gone(self.store.compare_set(f"{self.begin}gone", "", word).decode())
 
-    def lost(self, error: RuntimeError) -> RankError:
+    def missing(self, gone: Gone) -> RankError:
+        """What this rank is told of those who did not come."""
+        if self.own in gone.ranks:
+            return RankError(
+                f"rank {self.own} came too late: the others waited {self.seconds:.0f} s for it and have stopped. Start "
+                "all ranks again; a longer wait is timeout= of torch.distributed.init_process_group."
+            )
+        when = "before all ranks had agreed" if gone.how == "ended" else f"in {self.seconds:.0f} s"
+        return RankError(said_of(self.own, gone, when))
+
+    def lost(self, reason: str) -> RankError:
+        """What this rank is told where the store is gone, or does not answer."""
         gone = find_gone(self.ranks.peers, self.ranks.members, self.own, use_store=False)
         if gone is not None:
             return RankError(said_of(self.own, gone, "before all ranks had agreed"))
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        first = (reason.strip().splitlines() or ["no reason given"])[0]
         return RankError(
             f"rank {self.own} lost the process that keeps the store of torch.distributed, mostly rank 0: it ended, or "
-            f"does not answer ({reason}). Look at the first error among the ranks, then start them all again."
+            f"does not answer ({first}). Look at the first error among the ranks, then start them all again."
         )
 
-    def _forget(self, number: int) -> None:
-        """Take an earlier meeting out of the store."""
-        for who in (*range(self.ranks.size), "verdict"):
-            self.store.delete_key(self.key(who, number))
-
-
-_DECIDED, _GONE = b"decided:", b"gone:"
-
-
-def _said(gone: Gone) -> bytes:
-    return _GONE + f"{gone.how}:{','.join(map(str, gone.ranks))}".encode()
+    def forget(self) -> None:
+        """Take this meeting out of the store."""
+        for key in self.keys:
+            self.store.delete_key(key)
