@@ -262,6 +262,9 @@ class _Beside:
         given, mine = (found.get(name) for found in arguments)
         given, mine = (one.rest if isinstance(one, _Tensors) else one for one in (given, mine))
         function = name_of(other)
+        if function == "group_norm" and isinstance(given, int) and isinstance(mine, int) and name == "num_groups":
+            whole, local = self._shapes(other, op)
+            return bool(whole[1] * mine == local[1] * given)  # groups are as large as ever
         if _equal(given, mine) or name in SIZES.get(function, ()):
             return True
         if function in _ALL_BUT_THE_DIMENSION and name != "dim":
@@ -270,10 +273,11 @@ class _Beside:
             return True  # it is added behind the sum
         if function == "embedding" and name == "padding_idx":
             return due.summed  # the cut sees to it that this row is not learned
-        shapes = [graph.values[one.inputs[0]].shape for graph, one in ((self._whole, other), (self._local, op))]
-        if function == "group_norm" and isinstance(given, int) and isinstance(mine, int):
-            return bool(shapes[0][1] * mine == shapes[1][1] * given)  # groups are as large as ever
-        return function in _PLACES and self._same_places(due, other, shapes, arguments)
+        return function in _PLACES and self._same_places(due, other, self._shapes(other, op), arguments)
+
+    def _shapes(self, other: Op, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of what an op is given first: in the whole, and on the rank."""
+        return self._whole.values[other.inputs[0]].shape, self._local.values[op.inputs[0]].shape
 
     def _same_places(
         self, due: Due, other: Op, shapes: Sequence[tuple[int, ...]], arguments: tuple[dict, dict]

@@ -1,11 +1,11 @@
 """Turn axis groups into cuts that are known to be right.
 
 For each block that differs: its own Python is run on the local shapes of a rank until the attributes are found that
-hold a size of the cut axis; then random values go through the whole block and through all of its ranks, forward and
-backward, and must agree. What can't be shown is refused with the reason, and stays whole.
+hold a size of the cut axis; then ranks are followed through the whole model, op by op; then random values go through
+the whole block and through all of its ranks, forward and backward, and must agree. What can't be shown is refused with
+the reason, and stays whole.
 
-A block too large to be run is followed on shapes alone, and the numbers are those of a smaller block of the same making
-(`shrink`).
+What decides is `follow`; the numbers may only refuse more. A block too large to be run has none.
 """
 
 import copy
@@ -39,16 +39,7 @@ from autoshard.prove.other_runs import Seen, other_runs
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
-from autoshard.prove.shrink import (
-    SLICES,
-    Arguments,
-    as_fake,
-    elements_of,
-    on_meta,
-    smaller_arguments,
-    smaller_block,
-    smaller_cut,
-)  # fmt: skip
+from autoshard.prove.shrink import Arguments, as_fake, elements_of, on_meta
 from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts
@@ -59,9 +50,7 @@ from autoshard.workload import Workload
 Key = tuple[tuple[int, tuple[int, ...]], ...]
 """(index of a group, shares) of groups that are cut at once."""
 RUN_ELEMENTS = 1 << 25
-"""Blocks with more elements than this in their parameters are proved on a smaller block."""
-SMALLER_ELEMENTS = 1 << 28
-"""And if that has more than this, not at all."""
+"""Blocks with more elements than this in their parameters are followed on shapes, and not run."""
 
 
 class Prover:
@@ -215,17 +204,12 @@ class Prover:
     # ---- the numbers
 
     def _proved(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> list[Cut]:
-        """Compare ranks with the whole, and note in the cuts how. Raises what does not hold."""
+        """Compare ranks with the whole where they can be run, and note in the cuts how. Raises what does not hold."""
         path = groups[0].blocks[0]
-        if self._is_large(path):
-            self._left_out(groups)
-            sample, small = self._smaller(path, groups)
-            ways = check_equal(sample, small)
-            how = f"shapes followed; a smaller block equal on {SLICES} ranks"
-        else:
+        proof = "followed op by op"
+        if not self._is_large(path) and len(set(cuts[0].shares)) == 1:
             ways = check_equal(self._sample(path), tuple(replace(cut, blocks=("",)) for cut in cuts))
-            how = f"equal on {cuts[0].degree} ranks"
-        proof = f"{how} with random values, {ways}"
+            proof += f", equal on {cuts[0].degree} ranks with random values, {ways}"
         training = all(part.training for part in self._model.get_submodule(path).modules())
         return [replace(cut, training=training, proof=proof) for cut in cuts]
 
@@ -265,48 +249,6 @@ class Prover:
         alike = next((region.paths for region in self._regions if region.path == path), (path,))
         blocks = [self._model.get_submodule(other) for other in alike]
         return {name for block in blocks for name, one in block.named_parameters() if one.requires_grad}
-
-    def _left_out(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
-        """These groups, and others that can be made smaller with them. Raises `NotFound` if that is not enough."""
-        path = groups[0].blocks[0]
-        chosen = list(groups)
-        for other in sorted(self._groups, key=lambda group: -group.nbytes):
-            apart = all(other.index not in group.conflicts and other.index != group.index for group in chosen)
-            # What is looked up by numbers that the block makes, or goes on whole inside of it, has to keep its size.
-            closed = not any(action.kind in ("lookup", "gather", "slice") for action in other.actions)
-            if other.blocks[0] == path and apart and other.size > SLICES and closed:
-                chosen.append(other)
-        block = self._block(path)
-        nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in block.parameters()}.values())
-        left = nbytes - sum(group.nbytes * (1 - SLICES / group.size) for group in chosen)
-        if left * elements_of(block) > SMALLER_ELEMENTS * nbytes:
-            raise NotFound("too large to be proved, with all left out that can be")
-        return chosen
-
-    def _smaller(self, path: str, groups: Sequence[AxisGroup]) -> tuple[Sample, tuple[Cut, ...]]:
-        """A smaller block with arguments, and the cuts of these groups there."""
-        kept = self._left_out(groups)
-        whole: list[Cut] = []
-        scales: list[Scales] = []
-        for group in list(kept):
-            try:
-                scales.append(self._find_scales(group, (1, group.size - 1)))
-            except NotFound:
-                if group in groups:
-                    raise
-                kept.remove(group)
-                continue
-            whole.append(replace(_cut(group, (SLICES, group.size - SLICES), scales[-1]), blocks=("",)))
-        block = smaller_block(self._block(path), whole)
-        if elements_of(block) > SMALLER_ELEMENTS:
-            raise NotFound("too large to be proved, with all left out that can be")
-        calls = zip(self._calls_of(path), self._given(path), strict=False)
-        given = [smaller_arguments(one, call, self._graph, kept, whole) for call, one in calls]
-        small = tuple(
-            smaller_cut(cut, _scales(found, (1,) * SLICES, SLICES))
-            for cut, found in zip(whole[: len(groups)], scales, strict=False)
-        )
-        return sample_block(block, given, self._tracked(path), self._trained(path)), small
 
     # ---- the scales
 
@@ -403,14 +345,11 @@ def _lengths(scales: Scales) -> tuple[Action, ...]:
     return tuple(name.action for name in scales if isinstance(name, Length))
 
 
-def _scales(scales: Scales, shares: tuple[int, ...], of: int | None = None) -> tuple[Scale, ...]:
-    """Scales for these shares; `of`: not of the whole, but of a block that has so many slices."""
+def _scales(scales: Scales, shares: tuple[int, ...]) -> tuple[Scale, ...]:
+    """Scales for these shares."""
     return tuple(
         Scale(
-            module=name[0],
-            attribute=name[1],
-            value=number.whole if of is None else number.local(of),
-            local=tuple(number.local(share) for share in shares),
+            module=name[0], attribute=name[1], value=number.whole, local=tuple(number.local(share) for share in shares)
         )
         for name, number in scales.items()
         if not isinstance(name, Length)

@@ -14,12 +14,12 @@ from autoshard.capture.capture import capture
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
 from autoshard.prove.prove import make_prover
-from autoshard.prove.ranks import run_ranks
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload
 from tests.models.case import energise
 from tests.models.hf import TEXT, build
+from tests.threads import run_ranks
 
 HEAD = 2  # the width of a head
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from autoshard.errors import ApplyError
-from autoshard.prove.ranks import LoneRank, run_ranks
+from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.actions import Memo, Step
 from autoshard.runtime.collectives import Axis
 from autoshard.sharding import Action, resized
+from tests.threads import run_ranks
 
 
 def test_what_is_not_cut_grows():
