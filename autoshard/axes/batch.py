@@ -6,12 +6,12 @@ One walk over all ops of a graph that was captured with `composite=True`. An op 
 (a sort by expert that is undone behind it): that is for a proof by numbers to say. An op that doesn't keeps them apart.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.axes.axis import Axis, Leaf, describe, leaves, resolve
 from autoshard.axes.walk import Walk, where
-from autoshard.capture.graph import Call, ModelGraph, name_of
+from autoshard.capture.graph import ModelGraph, name_of
 
 _LOSSES = ("cross_entropy_loss", "nll_loss")
 IGNORED = -100
@@ -84,12 +84,6 @@ def _found(walk: BatchWalk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple
     for place, value in enumerate(values):
         for dim in walk.cut_dims(value, leaf):
             yield place, dim, describe(walk.axes[value][dim], leaf)
-
-
-def mixing_in(rows: Rows, call: Call, inside: Collection[Call] = ()) -> str:
-    """The first op that works along the leaf in a call of a module, outside of other calls; "" if there is none."""
-    ops = set(range(call.begin, call.end)).difference(*(range(one.begin, one.end) for one in inside))
-    return next((why for op, why in sorted((*rows.blocked, *rows.summed)) if op in ops), "")
 
 
 def labels_of(graph: ModelGraph) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ themselves, and not in the tenth digit.
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,29 +21,19 @@ from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.capture.user_code import calling_line, place
 from autoshard.errors import PlanError
 from autoshard.prove.copied import Trial
-from autoshard.prove.differences import difference, off_by
+from autoshard.prove.differences import difference
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
 from autoshard.runtime.chunks import PLAIN, Part, split
 from autoshard.runtime.left_behind import new_tensors
 from autoshard.runtime.merging import merge, of_rows
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
-"""How near, relative to the largest value, two ways to make the same output are alike."""
 NOISE = 1e-6
 """The same relative to the largest gradient of all, for those that are zero but for rounding."""
 
 
 class Mixed(Exception):
-    """The parts together do not give what the whole gives; the message says what differs, or what the parts raised.
-
-    `values`: shapes go together and only numbers differ; `division`: of which call.
-    """
-
-    def __init__(self, message: str, *, values: bool = False) -> None:
-        super().__init__(message)
-        self.values = values
-        self.division: Division | None = None
+    """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +88,17 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
                   hooked=hooks.found)  # fmt: skip
 
 
+def _any(how: BatchOutput) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """A call of a model, and into parts of how many rows it is divided.
 
-    `labels`: inputs that a loss may be weighted by, and what in them does not count. `believed`: the user says that
-    rows are independent: shapes must go together, and numbers only choose between ways that shapes allow.
+    `labels`: inputs that a loss may be weighted by, and what in them does not count. `permits`: whether an output may
+    be made of those of parts in a way, by what ops do. `believed`: the user says that rows are independent: shapes must
+    go together, and numbers only choose between ways that shapes allow.
     """
 
     trial: Trial
@@ -112,6 +107,7 @@ class Division:
     kwargs: dict[str, Any]
     rows: tuple[int, ...]
     labels: Mapping[str, int] = field(default_factory=dict)
+    permits: Callable[[BatchOutput], bool] = _any
     believed: bool = False
 
     def parts(self, outputs: Sequence[BatchOutput] = ()) -> list[Part]:
@@ -122,28 +118,25 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What agreed: for each output the ways in which it can be made of those of parts, the likeliest first.
+    """What agreed: for each output the way in which it is made of those of parts.
 
     `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
     `hooked`: as of a `Result`.
     """
 
-    ways: dict[str, list[BatchOutput]]
+    ways: dict[str, BatchOutput]
     written: tuple[str, ...]
     draws: int
     hooked: str
 
 
-def check_parts(division: Division, known: Checked | None = None) -> Checked:
-    """Run a call whole and in parts, and compare. `known`: the ways that were found so far, of which some may fail.
-
-    Raises `NotRun` or `Mixed`.
-    """
+def check_parts(division: Division) -> Checked:
+    """Run a call whole and in parts, and compare. Raises `NotRun` or `Mixed`."""
     trial = division.trial
     try:
         whole = run(trial, division.args, division.kwargs)
         earlier = whole
-        if whole.left and known is None:  # what the second call puts there, all of them do
+        if whole.left:  # what the second call puts there, all of them do
             whole = run(trial, division.args, division.kwargs)
     except Exception as error:
         raise NotRun(_in_short(error)) from error
@@ -157,13 +150,12 @@ def check_parts(division: Division, known: Checked | None = None) -> Checked:
             raise Mixed(f"{what}: {_in_short(error)}") from error
     outputs = [result.output for result in results]
     _refuse_without_numbers(whole.output)
-    found = find_outputs(whole.output, outputs, division, None if known is None else known.ways)
+    found = find_outputs(whole.output, outputs, division)
     _refuse_left(whole, results)
     written = _check_written(whole, results, division.believed)
     if trial.training and not division.believed:
-        first = tuple(ways[0] for ways in found.values())
-        parts = division.parts(first)
-        merged = merge(replace(division.batch, outputs=first), outputs, parts)
+        ways = tuple(found.values())
+        merged = merge(replace(division.batch, outputs=ways), outputs, division.parts(ways))
         with trial.weights, steady_draws(trial.most_elements, trial.dtype):  # a backward may run modules again
             _check_gradients(trial.model, whole.output, merged)
     return Checked(ways=found, written=tuple(written), draws=whole.draws, hooked=whole.hooked)
@@ -199,22 +191,15 @@ def _refuse_without_numbers(output: Any) -> None:
             raise NotRun(f"{path or 'the output'} has no finite number in it")
 
 
-def find_outputs(
-    whole: Any, outputs: Sequence[Any], division: Division, known: Mapping[str, list[BatchOutput]] | None = None
-) -> dict[str, list[BatchOutput]]:
-    """How every tensor of an output may be made from those of the parts. Raises `Mixed` for one that can't be."""
+def find_outputs(whole: Any, outputs: Sequence[Any], division: Division) -> dict[str, BatchOutput]:
+    """How every tensor of an output is made from those of the parts. Raises `Mixed` for one that can't be."""
     tensors = dict(nested.tensors_in(whole))
     pieces = [dict(nested.tensors_in(output)) for output in outputs]
     if others := [path for piece in pieces for path in sorted(set(piece) ^ set(tensors))]:
         raise Mixed(f"the output {others[0]} is not there for every number of rows")
-    if known is not None and not set(known) >= set(tensors):
-        raise Mixed("the outputs are others for other rows")
     _check_plain(whole, outputs)
     return {
-        path: find_output(
-            path, tensor, [piece[path] for piece in pieces], division, None if known is None else known[path]
-        )
-        for path, tensor in tensors.items()
+        path: find_output(path, tensor, [piece[path] for piece in pieces], division) for path, tensor in tensors.items()
     }
 
 
@@ -231,59 +216,41 @@ def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
                 raise Mixed(f"{name} is {what or f'{leaf!r}, and another value in parts'}")
 
 
-def find_output(
-    path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division,
-    known: Sequence[BatchOutput] | None = None,
-) -> list[BatchOutput]:  # fmt: skip
-    """The ways in which one tensor can be made from those of the parts. Raises `Mixed` if there is none."""
-    found: list[tuple[float, BatchOutput]] = []
-    for how in ways(path, whole, pieces, division) if known is None else known:
-        batch = replace(division.batch, outputs=(how,))
-        try:
-            parts = division.parts((how,))
-            made = merge(batch, [{path: piece} if path else piece for piece in pieces], parts)
-        except PlanError:
-            continue
-        merged = nested.tensor_at(made, path)
-        if merged is not None and not difference(whole, merged):
-            off = off_by(whole, merged)[0]
-            found.append((off, how))
-            if how.how == "cat" or (how.how == "same" and not off):  # no other can be as good
-                break
-    if found:
-        return _closest(found, whole)
-    if division.believed and (by_shape := _by_shape(path, whole, pieces, division, known)) is not None:
-        return [by_shape]
+def find_output(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> BatchOutput:
+    """The first permitted way in which one tensor is made of those of the parts. Raises `Mixed` if there is none."""
+    possible = list(ways(path, whole, pieces, division))
+    for how in possible:
+        if division.permits(how) and _is_made(whole, pieces, how, division):
+            return how
+    if division.believed and (by_shape := _by_shape(whole, pieces, possible)) is not None:
+        return by_shape
     name = path or "its output"
+    if not all(map(division.permits, possible)):
+        raise Mixed(f"{name} is not made of what parts give as its ops would")
     if all(piece.shape == whole.shape for piece in pieces):
-        raise Mixed(f"{name} is neither a sum nor a mean of what parts give", values=True)
+        raise Mixed(f"{name} is neither a sum nor a mean of what parts give")
     sizes = ", ".join(str(list(piece.shape)) for piece in pieces)
-    fitting = any(True for _ in ways(path, whole, pieces, division))
-    raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})", values=fitting)
+    raise Mixed(f"{name} {list(whole.shape)} is not made of what parts give ({sizes})")
 
 
-def _by_shape(
-    path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division, known: Sequence[BatchOutput] | None
-) -> BatchOutput | None:
+def _is_made(whole: torch.Tensor, pieces: list[torch.Tensor], how: BatchOutput, division: Division) -> bool:
+    """Whether the parts put together in a way are the whole."""
+    batch = replace(division.batch, outputs=(how,))
+    try:
+        made = merge(batch, [{how.path: piece} for piece in pieces], division.parts((how,)))
+    except PlanError:
+        return False
+    return not difference(whole, made[how.path])
+
+
+def _by_shape(whole: torch.Tensor, pieces: list[torch.Tensor], possible: Sequence[BatchOutput]) -> BatchOutput | None:
     """The way in which a tensor is made of those of the parts by its shapes: one after the other, or the mean."""
-    found = [*(ways(path, whole, pieces, division) if known is None else known)]
 
     def fits(way: BatchOutput) -> bool:
         beside = [(*one.shape[: way.dim], *one.shape[way.dim + 1 :]) for one in (whole, *pieces)]
         return way.how != "cat" or len(set(beside)) == 1
 
-    return next((way for how in ("cat", "mean", "weighted") for way in found if way.how == how and fits(way)), None)
-
-
-def _closest(found: Sequence[tuple[float, BatchOutput]], whole: torch.Tensor) -> list[BatchOutput]:
-    """The ways that are as good as the best but for rounding.
-
-    With random weights all tokens have about the same loss, so the mean over rows is near that over the labels that
-    count, and even that of one part.
-    """
-    rounding = ROUNDING.get(whole.dtype, ROUNDING[torch.float32]) * off_by(whole, whole)[1]
-    limit = max(10 * min(off for off, _ in found), rounding)
-    return [how for off, how in found if off <= limit]
+    return next((way for how in ("cat", "mean", "weighted") for way in possible if way.how == how and fits(way)), None)
 
 
 def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> Iterator[BatchOutput]:
@@ -313,7 +280,7 @@ def _check_written(whole: Result, results: Sequence[Result], believed: bool) -> 
     for name, value in whole.written.items():
         for result in results:
             if name not in result.written or (not believed and difference(value, result.written[name])):
-                raise Mixed(f"the buffer {name} is written, and parts write something else into it", values=True)
+                raise Mixed(f"the buffer {name} is written, and parts write something else into it")
     return list(whole.written)
 
 
@@ -332,7 +299,7 @@ def _check_gradients(model: nn.Module, whole: Any, merged: Any) -> None:
     largest = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
     for name, value in wanted.items():
         if difference(value, found[name], NOISE * largest):
-            raise Mixed(f"the gradient of {name} is not the sum of those of parts", values=True)
+            raise Mixed(f"the gradient of {name} is not the sum of those of parts")
 
 
 def _roots(output: Any) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 ids [2, S]:  a b c d        4 rows:  a c b d     the rows given, again and again, with single tokens in other places
              e f g h                 e g f h     (those that stand for images or begin and end a text stay)
-mask [2, S]: 1 1 1 1                 a third kind of call has masks that end at another place in every row
+mask [2, S]: 1 1 1 1                 masks end at another place in every row
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,12 +39,12 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
     return made
 
 
-def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int, seed: int) -> dict[str, Any]:
+def varied(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> dict[str, Any]:
     """Give every row other values of the same kind: other numbers, single integers in other places.
 
     Where that leaves rows alike, as in a batch of zeros or ones, row `r` of integers is `r` larger.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     made = dict(bound)
     for item in inputs:
         tensor = tensor_at(made, item.path)
@@ -108,19 +108,6 @@ def shortened(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int)
             found |= left_off > 0
         made = replace_at(made, item.path, tensor)
     return made if found else None
-
-
-def alike(bound: Mapping[str, Any], inputs: Iterable[BatchInput], rows: int) -> dict[str, Any]:
-    """Make all rows the first one, so that whatever is shared among rows is wanted by all of them at once."""
-    made = dict(bound)
-    for item in inputs:
-        tensor = tensor_at(made, item.path)
-        assert tensor is not None
-        index = numpy.zeros(tensor.shape[item.dim], dtype=numpy.int64)
-        for row in range(rows):
-            index[kept(item.axis, (1,) * rows, row)] = kept(item.axis, (1,) * rows, 0)
-        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
-    return made
 
 
 def unlabelled(bound: Mapping[str, Any], inputs: Iterable[BatchInput], labels: Mapping[str, int]) -> dict[str, Any]:

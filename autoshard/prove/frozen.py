@@ -1,0 +1,81 @@
+"""Modules in evaluation mode that do something else in training mode, beside dropping: they have to stay as they are.
+
+eval     batch_norm(x, …, training=False)      dropout(x, 0.1, False)
+train    batch_norm(x, …, training=True)       dropout(x, 0.1, True)
+         another op: a mean of the batch       rows stay apart
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.capture import Call, capture
+from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.errors import CaptureError
+from autoshard.workload import Workload
+
+_DROPPING = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout", "native_dropout",
+                       "scaled_dot_product_attention"})  # fmt: skip
+"""Ops that are told whether, or how often, to drop."""
+_Done = dict[tuple[str, int], list[Any]]
+"""(module path, how-manieth call of it) -> the ops that it runs itself, with their numbers."""
+
+
+def frozen_modules(model: nn.Module, given: Call, graph: ModelGraph, workload: Workload) -> tuple[str, ...]:
+    """Paths of the modules in evaluation mode whose class does something else in training; all, if that is not seen.
+
+    `graph`: a forward of the model as it is, with these arguments and composite ops.
+    """
+    still = {path: type(module) for path, module in model.named_modules() if not module.training}
+    if not still:
+        return ()
+    everything = ("",) if "" in still else tuple(still)
+    args, kwargs = given
+    forward = replace(workload, mode="inference", new_tokens=0)
+    before = _done(graph)
+    try:
+        with _trained(model):
+            after = _done(capture(model, kwargs or args, workload=forward, composite=True))
+    except CaptureError:
+        return everything
+    changed = {
+        path for path, time in before.keys() | after.keys() if before.get((path, time)) != after.get((path, time))
+    }
+    if not changed <= still.keys():
+        return everything
+    kinds = {still[path] for path in changed}
+    return tuple(path for path, kind in still.items() if kind in kinds)
+
+
+def _done(graph: ModelGraph) -> _Done:
+    times: dict[str, int] = {}
+    keys = []
+    for call in graph.calls:
+        keys.append((call.path, times.get(call.path, 0)))
+        times[call.path] = keys[-1][1] + 1
+    found: _Done = {key: [] for key in keys}
+    for op in graph.ops:
+        found[keys[op.call]].append((name_of(op), "" if name_of(op) in _DROPPING else _numbers(op)))
+    return found
+
+
+def _numbers(op: Op) -> str:
+    """The arguments that are no tensors."""
+    assert op.node is not None
+    return repr(torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: None))
+
+
+@contextmanager
+def _trained(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode inside."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
