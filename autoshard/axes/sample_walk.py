@@ -313,22 +313,25 @@ def first_difference(graph: ModelGraph, other: ModelGraph) -> tuple[int, str] | 
     return None
 
 
-def first_uneven(graph: ModelGraph, other: ModelGraph, many: ModelGraph, rows: tuple[int, int, int]) -> int | None:
-    """The first op whose numbers are no multiples of the rows and a rest, so that code looks how many there are.
+def first_uneven(graph: ModelGraph, other: ModelGraph, rows: tuple[int, int]) -> int | None:
+    """The first op whose sizes are no multiples of the rows and a rest, so that code looks how many there are.
 
-    `rows`: of three runs of the same ops, by which 3, 4 and 64 are sizes, and 1, 1 and 2 say that there are many.
+    `rows`: of the two runs of the same ops. 3 and 1,024 are sizes of them, 2 and 1,023 are; 4 and 16 are not.
     """
-    for ops in zip(graph.ops, other.ops, many.ops, strict=True):
-        if not _are_even([_numbers(op) for op in ops], rows):
-            return ops[0].index
+    for mine, its in zip(graph.ops, other.ops, strict=True):
+        if not _are_even(_numbers(mine), _numbers(its), rows):
+            return mine.index
     return None
 
 
-def _are_even(items: Sequence[Any], rows: tuple[int, int, int]) -> bool:
-    first, second, third = items
-    if all(isinstance(item, list) for item in items):
-        same = len(first) == len(second) == len(third)
-        return same and all(_are_even(parts, rows) for parts in zip(*items, strict=True))
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return (third - first) * (rows[1] - rows[0]) == (second - first) * (rows[2] - rows[0])
-    return repr(first) != repr(second) or repr(first) == repr(third)
+def _are_even(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+    """Whether two arguments are the same multiples. Others than integers are seen to differ by who follows the runs."""
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(
+            _are_even(mine, its, rows) for mine, its in zip(first, second, strict=True)
+        )
+    if any(not isinstance(item, int) or isinstance(item, bool) for item in (first, second)):
+        return True
+    each, left = divmod(second - first, rows[1] - rows[0])
+    rest = first - each * rows[0]
+    return not left and (each <= 0 or rest >= -each)  # a square of the rows has a rest far below 0

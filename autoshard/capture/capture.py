@@ -89,16 +89,17 @@ def record_forward(
     small_floats: int = SMALL_FLOATS,
     failing: Guard | None = None,
     ranks: Ranks = "all",
+    most_ops: int | None = None,
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
     and the tape says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
-    what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. Raises as `capture`
-    does.
+    what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
+    more of them the run is stopped. Raises as `capture` does, or `TooManyOps`.
     """
-    tape = Tape(grad, failing)
+    tape = Tape(grad, failing, most_ops)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
               small_floats=small_floats, ranks=ranks)  # fmt: skip
     try:

@@ -24,6 +24,7 @@ from autoshard import nested
 from autoshard.capture.decode import opaque_tensors
 from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
+from autoshard.errors import CaptureError
 from autoshard.torch_private import Interceptor, intercept, no_modes, release
 
 
@@ -98,6 +99,10 @@ class Slices:
     bounds: tuple[tuple[int, slice], ...]
 
 
+class TooManyOps(CaptureError):
+    """A run has more ops than it may have."""
+
+
 class Tape:
     """Notes all of this while a model is recorded. One run fills it; a second one starts anew.
 
@@ -109,11 +114,13 @@ class Tape:
         slices: parts of tensors as the code wrote them.
         sizes: values of which Python asked how large they are.
         failing: a guard that is told what it raises for, to see that nobody catches it.
+        most_ops: with more of them the run is stopped by `TooManyOps`.
     """
 
-    def __init__(self, grad: bool, failing: Guard | None = None) -> None:
+    def __init__(self, grad: bool, failing: Guard | None = None, most_ops: int | None = None) -> None:
         self.grad = grad
         self.failing = failing
+        self.most_ops = most_ops
         self._start()
 
     def _start(self) -> None:
@@ -158,6 +165,8 @@ class Tape:
 
     def op(self) -> None:
         """An op was recorded."""
+        if self.most_ops is not None and len(self.op_grad) >= self.most_ops:
+            raise TooManyOps(f"it runs more than {self.most_ops} ops")
         self.op_grad.append(torch.is_grad_enabled())
         self.op_autocast.append(_autocast())
 

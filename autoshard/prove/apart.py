@@ -1,6 +1,6 @@
 """Whether the samples of a batch are kept apart, by what the ops of whole runs say; no number of the model is asked.
 
-runs       with 3 rows and with 4, and with 64: the same ops in the same order
+runs       with 3 rows and with very many: the same ops in the same order
 masks      without padding, and with some: each branch is followed, and gives rows without padding the same
 outputs    of one sample each, of none, or a sum or a mean of samples: merged in this way only
 """
@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from autoshard import nested
 from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.parts_of_batch import NO_END
 from autoshard.axes.sample_merges import counted_labels
 from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneven
-from autoshard.axes.samples import SHARED, Samples, fixed, samples
+from autoshard.axes.samples import SHARED, Samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput, with_rows
@@ -26,21 +24,21 @@ from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS, Ranks
 from autoshard.capture.graph import ModelGraph, Op, maker_of
 from autoshard.capture.guards import Guard
-from autoshard.capture.tape import Reading, Tape
+from autoshard.capture.tape import Reading, Tape, TooManyOps
 from autoshard.errors import CaptureError
 from autoshard.prove.padded import Padded, marked, masked
 from autoshard.prove.parts import Mixed
-from autoshard.prove.rows import NotRun, enlarged, is_mask
+from autoshard.prove.rows import NotRun, enlarged, is_mask, owner_of, starts
 from autoshard.runtime.chunks import PLAIN, bind
-from autoshard.sharding import kept
 
 if TYPE_CHECKING:
     from autoshard.prove.batch import Question
 
 ROWS = 3
 """Rows of the runs that are followed."""
-MANY_ROWS = (1024, 256, 64, 16)
-"""Rows of a run whose ops are compared only: code may look whether there are many. Fewer if not all is known."""
+MANY_ROWS = (1024, 254, 64, 16)
+"""Rows of the run beside it: code may look whether there are many. Fewer if not all is known. From 3, all are a prime
+number away, by which no number that is not a multiple of the rows is likely to be divided."""
 MOST_REAL_ROWS = 64
 """Rows where values have to be computed."""
 MOST_SWITCHES = 3
@@ -65,7 +63,7 @@ class Apart:
             return item.shared
         if how.how != "cat":
             return merge is not None and replace(how, dim=0, axis="") == replace(merge, path=how.path)
-        owner = _owner(item.shape[how.dim], with_rows(how.axis, ROWS))
+        owner = owner_of(item.shape[how.dim], with_rows(how.axis, ROWS), ROWS)
         view = [1] * len(item.shape)
         view[how.dim] = -1
         return owner is not None and item.apart and not bool(
@@ -94,7 +92,7 @@ def check_apart(question: "Question", batch: BatchAxis) -> Apart:
 
 
 class Run:
-    """One forward with some rows, beside the same with one more.
+    """One forward with some rows, beside the same with very many, or one more.
 
     Attributes:
         absent: numbers that stand nowhere in an input, but where `padded` says so.
@@ -106,13 +104,15 @@ class Run:
     ) -> None:
         self.question, self.batch, self.padded, self.absent = question, batch, padded, absent
         self.graph, self.tape = self._recorded(ROWS)
-        self.other, other_tape = self._recorded(ROWS + 1)
-        self._check_sequence(self.other, ROWS + 1)
-        if not padded:
-            self._check_many()
+        self.other, other_tape, rows = self._larger()
+        self._check_sequence(self.other, rows)
+        uneven = first_uneven(self.graph, self.other, (ROWS, rows))
+        if uneven is not None:
+            what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
+            raise self.refuse(self.graph.ops[uneven], what)
         self._check_slices(other_tape)
-        self._check_tape(other_tape)
-        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch), ROWS)
+        self._check_tape(other_tape, rows)
+        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch, ROWS), ROWS)
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
         self._follow()
@@ -157,7 +157,29 @@ class Run:
                 self.graph.ops[order[0]], "calls experts of which each token needs too many to try others"
             )
 
-    def _recorded(self, rows: int, failing: Guard | None = None, ranks: Ranks = "all") -> tuple[ModelGraph, Tape]:
+    def _larger(self) -> tuple[ModelGraph, Tape, int]:
+        """The same with many rows, where that is known as well, else with one row more; and how many."""
+        stopped: NotRun | None = None
+        for rows in () if self.padded else MANY_ROWS:
+            if self.graph.level == "real" and rows > MOST_REAL_ROWS:
+                continue
+            try:
+                many, tape = self._recorded(rows, most_ops=100 + 2 * len(self.graph.ops))
+            except TooManyOps:  # a loop over rows: with one row more, it is seen where
+                self._check_sequence(self._recorded(ROWS + 1)[0], ROWS + 1)
+                raise self.refuse(None, f"mixes its rows: it runs more ops for {rows} rows than for {ROWS}") from None
+            except NotRun as error:  # its own tables are shorter
+                stopped = stopped or error
+                continue
+            if many.level == self.graph.level and tape.left_out == self.tape.left_out:
+                return many, tape, rows
+        if stopped is not None:
+            raise stopped
+        return (*self._recorded(ROWS + 1), ROWS + 1)
+
+    def _recorded(
+        self, rows: int, failing: Guard | None = None, ranks: Ranks = "all", most_ops: int | None = None
+    ) -> tuple[ModelGraph, Tape]:
         question = self.question
         bound = masked(
             enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
@@ -170,8 +192,10 @@ class Run:
             return record_forward(
                 question.model, args, kwargs, grad=question.workload.training, real=True,
                 small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
-                failing=failing, ranks=ranks,
+                failing=failing, ranks=ranks, most_ops=most_ops,
             )  # fmt: skip
+        except TooManyOps:
+            raise
         except CaptureError as error:
             raise NotRun(str(error)) from error
 
@@ -192,28 +216,6 @@ class Run:
             op = self.graph.ops[found[0]] if self.graph.ops else None
             raise self.refuse(op, f"mixes its rows: it runs other ops for {rows} rows than for {ROWS}, here {found[1]}")
 
-    def _check_many(self) -> None:
-        """Refuse code that looks how many rows there are: other ops, or other numbers in them."""
-        stopped: NotRun | None = None
-        for rows in MANY_ROWS:
-            if self.graph.level == "real" and rows > MOST_REAL_ROWS:
-                continue
-            try:
-                many, tape = self._recorded(rows)
-            except NotRun as error:  # its own tables are shorter
-                stopped = stopped or error
-                continue
-            if many.level != self.graph.level or tape.left_out != self.tape.left_out:
-                continue
-            self._check_sequence(many, rows)
-            uneven = first_uneven(self.graph, self.other, many, (ROWS, ROWS + 1, rows))
-            if uneven is not None:
-                what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
-                raise self.refuse(self.graph.ops[uneven], what)
-            return
-        if stopped is not None:
-            raise stopped
-
     def _check_slices(self, other: Tape) -> None:
         """Refuse a slice of the batch that ends at a constant: it is all there is for few rows, and no op tells."""
         for mine, its in zip(self.tape.slices, other.slices, strict=False):
@@ -223,12 +225,12 @@ class Run:
                     op = self.graph.ops[min(mine.begin, len(self.graph.ops) - 1)] if self.graph.ops else None
                     raise self.refuse(op, f"mixes its rows: it works on the first {part.stop} of them by their places")
 
-    def _check_tape(self, other: Tape) -> None:
+    def _check_tape(self, other: Tape, rows: int) -> None:
         """Refuse numbers among the outputs that count rows, and functions whose backward nobody has seen."""
         mine, its = (dict(nested.leaves_in(tape.calls[0].output)) for tape in (self.tape, other))
         for path, leaf in mine.items():
             if isinstance(leaf, PLAIN) and path in its and its[path] != leaf and leaf == leaf:
-                raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {ROWS + 1}")
+                raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {rows}")
         if not self.question.workload.training:
             return
         for path, module in self.question.model.named_modules():
@@ -417,33 +419,3 @@ def _truth(run: Run, tensor: int) -> bool:
             if asked is not None and asked[0] == tensor:
                 return asked[1]
     return True
-
-
-def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis) -> dict[int, Samples]:
-    """The samples of the inputs; `paths`: where each is among the arguments."""
-    items = {item.path: item for item in batch.inputs}
-    found = {}
-    for place, value in enumerate(graph.inputs):
-        shape = graph.values[value].shape
-        item = items.get(paths[place])
-        owner = None if item is None else _owner(shape[item.dim], with_rows(item.axis, ROWS))
-        if item is None:
-            found[value] = fixed(shape)
-        elif owner is None:
-            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
-        else:
-            view = [1] * len(shape)
-            view[item.dim] = -1
-            found[value] = samples(shape, owner.view(view), True)
-    return found
-
-
-def _owner(size: int, axis: str) -> torch.Tensor | None:
-    """The sample of each place along an axis."""
-    owner = torch.full((size,), SHARED, dtype=torch.int32)
-    for row in range(ROWS):
-        index = torch.from_numpy(kept(axis, (1,) * ROWS, row))
-        if len(index) and int(index.max()) >= size:
-            return None
-        owner[index] = row
-    return None if bool((owner == SHARED).any()) else owner

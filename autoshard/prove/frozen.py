@@ -22,7 +22,7 @@ _DROPPING = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout"
                        "scaled_dot_product_attention"})  # fmt: skip
 """Ops that are told whether, or how often, to drop."""
 _Done = dict[tuple[str, int], list[Any]]
-"""(module path, how-manieth call of it) -> the ops that it runs itself, with their numbers."""
+"""(module path, how-manieth call of it) -> the modules that it calls, and the ops that it runs itself."""
 
 
 def frozen_modules(model: nn.Module, given: Call, graph: ModelGraph, workload: Workload) -> tuple[str, ...]:
@@ -58,6 +58,8 @@ def _done(graph: ModelGraph) -> _Done:
         keys.append((call.path, times.get(call.path, 0)))
         times[call.path] = keys[-1][1] + 1
     found: _Done = {key: [] for key in keys}
+    for call in graph.calls[1:]:
+        found[keys[call.parent]].append(call.path)
     for op in graph.ops:
         found[keys[op.call]].append((name_of(op), "" if name_of(op) in _DROPPING else _numbers(op)))
     return found

@@ -5,13 +5,15 @@ ids [2, S]:  a b c d        4 rows:  a c b d     the rows given, again and again
 mask [2, S]: 1 1 1 1                 masks end at another place in every row
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from autoshard.batching import BatchInput, with_rows
+from autoshard.axes.samples import SHARED, Samples, fixed, samples
+from autoshard.batching import BatchAxis, BatchInput, with_rows
+from autoshard.capture.graph import ModelGraph
 from autoshard.nested import replace_at, tensor_at
 from autoshard.sharding import coordinates_of, kept
 
@@ -153,3 +155,33 @@ def _shuffled(tensor: torch.Tensor, dim: int, generator: torch.Generator) -> tor
         order = single[torch.randperm(len(single), generator=generator)]
         rows[index, single] = row[order]
     return rows.movedim(0, dim)
+
+
+def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, rows: int) -> dict[int, Samples]:
+    """The samples of the inputs of a run; `paths`: where each is among the arguments."""
+    items = {item.path: item for item in batch.inputs}
+    found = {}
+    for place, value in enumerate(graph.inputs):
+        shape = graph.values[value].shape
+        item = items.get(paths[place])
+        owner = None if item is None else owner_of(shape[item.dim], with_rows(item.axis, rows), rows)
+        if item is None:
+            found[value] = fixed(shape)
+        elif owner is None:
+            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+        else:
+            view = [1] * len(shape)
+            view[item.dim] = -1
+            found[value] = samples(shape, owner.view(view), True)
+    return found
+
+
+def owner_of(size: int, axis: str, rows: int) -> torch.Tensor | None:
+    """The sample of each place along an axis; None where one has none."""
+    owner = torch.full((size,), SHARED, dtype=torch.int32)
+    for row in range(rows):
+        index = torch.from_numpy(kept(axis, (1,) * rows, row))
+        if len(index) and int(index.max()) >= size:
+            return None
+        owner[index] = row
+    return None if bool((owner == SHARED).any()) else owner
