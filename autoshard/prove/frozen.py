@@ -61,7 +61,9 @@ def _done(graph: ModelGraph) -> _Done:
     for call in graph.calls[1:]:
         found[keys[call.parent]].append(call.path)
     for op in graph.ops:
-        found[keys[op.call]].append((name_of(op), "" if name_of(op) in _DROPPING else _numbers(op)))
+        name = name_of(op)
+        if name != "contiguous":  # what drops lays out its result in another way
+            found[keys[op.call]].append((name, "" if name in _DROPPING else _numbers(op)))
     return found
 
 
