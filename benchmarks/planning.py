@@ -1,78 +1,99 @@
-"""Time of the planning step alone: `python benchmarks/planning.py`. Medians of several runs, one process, no model.
+"""How long planning takes: whole commands, from start to the printed plan, with one thread.
 
-By the clock, and of the processor: on a machine shared with other work the second says more.
+    python benchmarks/planning.py [words of a case]
 
-The chains look like a decoder: a hidden state from unit to unit, residuals, a mask and two rotary tables that every
-unit after them reads, a big first and last unit, memory for about 1.3 times the model over all devices.
+Seconds by the clock and of the processor, and the most memory: the least of some rounds, since what else runs on the
+machine only adds to it. Nothing is allocated for the models, of which the configurations are written to a temporary
+folder. The bars are those of the processor.
 """
 
-import statistics
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
-from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import solve
-
-
-def decoder_chain(units: int, devices: int, *, kinds: int = 1, hosts: int = 1, room: float = 1.3) -> Chain:
-    """Make a decoder-like chain on `devices` devices of `kinds` speeds, spread over `hosts` hosts."""
-    rng = np.random.default_rng(units * 1000 + devices)
-    resident = rng.choice([200, 300, 500], units) * 2**20
-    resident[[0, -1]] = 600 * 2**20
-    speed = np.linspace(1.0, 2.0, kinds)[np.arange(devices) * kinds // devices]
-    seconds = resident / 2e12 * speed[:, None]
-    source = np.concatenate([[-1, 0, 0, 0], np.arange(units), np.arange(units - 2)])
-    nbytes = np.concatenate([[1 << 14, 1 << 22, 1 << 18, 1 << 18], np.full(2 * units - 2, 1 << 23)])
-    shared = [(x, u) for x in range(1, 4) for u in range(1, units - 1)]
-    hidden = [(4 + u, u + 1) for u in range(units)]
-    residual = [(4 + units + u, u + 2) for u in range(units - 2)]
-    edges = np.array([(0, 0), *shared, *hidden, *residual])
-    host = np.arange(devices) * hosts // devices
-    same = host[:, None] == host[None, :]
-    total = float(resident.sum())
-    return Chain(
-        paths=tuple((f"layers.{u}",) for u in range(units)), devices=tuple(f"cuda:{d}" for d in range(devices)),
-        seconds=seconds, resident_bytes=resident, transient_bytes=np.full(units, 64 * 2**20),
-        tensor_unit=source, tensor_bytes=nbytes, tensor_copies=np.ones(len(source)),
-        edge_tensor=edges[:, 0], edge_unit=edges[:, 1],
-        capacity_bytes=np.full(devices, max(total * room / devices, 1.2e9)),
-        link_seconds=np.where(same, 1e-5, 5e-5), link_bytes_per_second=np.where(same, 2e11, 2e10),
-    )  # fmt: skip
-
-
-CASES = {
-    "84 units, 8 equal devices": (84, 8, {}),
-    "84 units, 8 equal devices, one is enough": (84, 8, {"room": 10.0}),
-    "84 units, 8 devices of 2 kinds, any order": (84, 8, {"kinds": 2}),
-    "84 units, 8 devices of 8 kinds, any order": (84, 8, {"kinds": 8}),
-    "84 units, 2 hosts of 4, any order": (84, 8, {"hosts": 2}),
-    "1,137 units, 16 equal devices": (1137, 16, {}),
-    "1,137 units, 2 hosts of 8": (1137, 16, {"hosts": 2}),
-    "1,000 units, 64 equal devices": (1000, 64, {}),
-    "1,000 units, 64 devices of 2 kinds": (1000, 64, {"kinds": 2}),
-    "20,000 units, 8 equal devices": (20_000, 8, {}),
-    "200,000 units, 8 equal devices": (200_000, 8, {}),
-    "200,000 units, 8 devices of 2 kinds": (200_000, 8, {"kinds": 2}),
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "examples" / "llama-3.1-405b" / "config.json"
+ROUNDS = 3
+SMALLER = {
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
 }
+HOME = tuple(
+    word for size in ("cuda:0=24GiB", "cuda:1=24GiB", "cpu=64GiB", "disk=1TiB") for word in ("--max-memory", size)
+)
+STEP = ("--train", "--seq", "8192", "--batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Arguments of autoshard; MODEL stands for the folder of a configuration. `bar`: seconds of the processor."""
+
+    name: str
+    model: str
+    arguments: tuple[str, ...]
+    bar: float = 0.0
+
+
+CASES = (
+    Case(name="import autoshard", model="", arguments=()),
+    Case(name="the example, 3 devices", model="", bar=4.0,
+         arguments=("plan", str(ROOT / "examples" / "model.py"), "--devices", "2x4GiB,1x2GiB")),
+    Case(name="405B, a step on 512 H100", model="405B", bar=12.0,
+         arguments=("plan", "MODEL", "--devices", "512xH100-80GB", *STEP, "512")),
+    Case(name="70B, a step on 64 H100", model="70B", bar=8.0,
+         arguments=("plan", "MODEL", "--devices", "64xH100-80GB", *STEP, "64")),
+    Case(name="405B, answers on 16 H100", model="405B", bar=7.0,
+         arguments=("plan", "MODEL", "--devices", "16xH100-80GB", "--new-tokens", "256")),
+    Case(name="405B on 4 H100: refused", model="405B", bar=7.0, arguments=("plan", "MODEL", "--devices", "4xH100-80GB")),
+    Case(name="70B at home: GPUs, CPU, disk", model="70B",
+         arguments=("plan", "MODEL", *HOME, "--new-tokens", "64")),
+    Case(name="8B, unequal GPUs", model="8B",
+         arguments=("plan", "MODEL", "--devices", "1xT4,1xA10,1xRTX4090", "--launch", "one-process")),
+    Case(name="8B, pipeline in one process", model="8B",
+         arguments=("plan", "MODEL", "--devices", "4xA10", "--batch", "16", "-s", "pipeline")),
+    Case(name="405B on 16: its page", model="405B",
+         arguments=("report", "MODEL", "--devices", "16xH100-80GB", "--new-tokens", "256", "-o", "PAGE")),
+)  # fmt: skip
+
+
+def run(case: Case, folder: Path) -> tuple[float, float, int]:
+    """(seconds by the clock, of the processor, bytes at the peak) of one process."""
+    places = {"MODEL": str(folder / case.model), "PAGE": str(folder / "page.html")}
+    arguments = [places.get(one, one) for one in case.arguments]
+    code = "from autoshard_command import run; run()" if arguments else "import torch, autoshard"
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    if bool(status) != ("refused" in case.name):
+        raise SystemExit(f"{case.name} ended with status {status}: {said}")
+    return time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
 
 
 def main(pattern: str = "") -> None:
-    for name, (units, devices, options) in CASES.items():
-        if pattern not in name:
-            continue
-        chain = decoder_chain(units, devices, **options)
-        for objective in ("latency", "throughput", "memory"):
-            times, processor, repeats = [], [], 5 if units < 500 else 1 if units > 10_000 else 3
-            for _ in range(repeats):
-                begin, begin_processor = time.perf_counter(), time.process_time()
-                found = solve(chain, objective)
-                times.append(time.perf_counter() - begin)
-                processor.append(time.process_time() - begin_processor)
-            gap = "no plan" if found is None else f"gap {found.value / max(found.bound, 1e-30) - 1:.2%}"
-            clock, used = statistics.median(times) * 1e3, statistics.median(processor) * 1e3
-            print(f"{name:43} {objective:11} {clock:8.1f} ms  processor {used:8.1f} ms  {gap}", flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process compiles the package again
+    config = json.loads(CONFIG.read_text())
+    print("| case | clock s | processor s | bar | MiB |\n|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as name:
+        for model, sizes in {"405B": {}, **SMALLER}.items():
+            (Path(name) / model).mkdir()
+            (Path(name) / model / "config.json").write_text(json.dumps({**config, **sizes}))
+        for case in CASES:
+            if pattern not in case.name:
+                continue
+            rounds = [run(case, Path(name)) for _ in range(ROUNDS)]
+            clock, processor, memory = (min(column) for column in zip(*rounds, strict=True))
+            bar = f"{case.bar:.0f}" if case.bar else ""
+            print(f"| {case.name} | {clock:.1f} | {processor:.1f} | {bar} | {memory / 2**20:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
