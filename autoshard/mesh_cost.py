@@ -111,7 +111,7 @@ class Pricer:
 
 def _decisions(plan: Plan) -> Plan:
     """What of a plan its price depends on: not what it says about itself, nor what is noted for the run."""
-    return replace(plan, reasons=(), whole=(), results=(), aligned=(), unfolded=(), written_back=())
+    return replace(plan, reasons=(), whole=(), results=(), aligned=(), written_back=())
 
 
 def estimate_mesh(

@@ -133,8 +133,6 @@ class Plan:
             which the modules run. No path is inside another. Empty where everything stays on its device.
         aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
             the runtime watches their ops and moves what is elsewhere. Empty for most plans.
-        unfolded: paths of modules that use a copy several times while another device uses the original later: with
-            gradients, each use gets a way back of its own, so that gradients add up in the order of one device.
         written_back: paths of modules that write into an argument which was copied from another device; the runtime
             copies the result back.
         mesh: how the devices form replicas, stages and tensor-parallel ranks; None for plans that only place modules,
@@ -164,7 +162,6 @@ class Plan:
     devices: tuple[PlanDevice, ...]
     placements: Mapping[str, str]
     aligned: tuple[str, ...] = ()
-    unfolded: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     num_microbatches: int = 1
     schedule: str = "none"

@@ -10,7 +10,7 @@ from autoshard.plan import PLAN_FORMAT, PLAN_VERSION, Mesh, Plan, PlanDevice, St
 from autoshard.plan_cuts import expect, read_batch, read_cuts, read_mesh, read_results, read_stages, read_whole
 from autoshard.workload import Workload
 
-_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "unfolded": [], "written_back": [],
+_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
              "batch": None, "stages": [], "target": "", "launch": "", "micro_batch": 0, "recompute": "none",
              "kept_layers": 0, "precision": "", "compiled": False}  # fmt: skip
@@ -32,6 +32,7 @@ def read_plan(text: str) -> Plan:
             f"this plan was made by a newer autoshard (plan version {version}, this one reads up to {PLAN_VERSION}). "
             "Update autoshard, or make the plan again with this version."
         )
+    data.pop("unfolded", None)  # of earlier plans, which kept the order in which gradients are added
     names = {item.name for item in fields(Plan)}
     unknown, missing = sorted(set(data) - names), sorted(names - set(data) - set(_OPTIONAL))
     if unknown or missing:
@@ -51,7 +52,7 @@ def read_plan(text: str) -> Plan:
         expect(_is_int(data[name]) and data[name] >= 0, name, "a number", data[name])
     count: Any = data["num_microbatches"]
     expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
-    for name in ("aligned", "unfolded", "written_back", "reasons"):
+    for name in ("aligned", "written_back", "reasons"):
         expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
         data[name] = tuple(data[name])
     for name in ("placements", "pins"):

@@ -52,7 +52,7 @@ class Figures:
     """All stages of a pipeline for one micro-batch.
 
     `borders`: between each stage and the next. `shared`: (bytes, stages) of trained parameters that several stages
-    hold, whose gradients are summed at the end of a step. `aligned`, `unfolded`, `written_back`: as in `Plan`, in one
+    hold, whose gradients are summed at the end of a step. `aligned`, `written_back`: as in `Plan`, in one
     process.
     """
 
@@ -60,7 +60,6 @@ class Figures:
     borders: tuple[Border, ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...]
     aligned: tuple[str, ...] = ()
-    unfolded: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
 
 
@@ -106,7 +105,7 @@ def stage_figures(
     if processes:
         return figures
     moves = memory.moves
-    return replace(figures, aligned=moves.aligned, unfolded=moves.unfolded, written_back=moves.written_back)
+    return replace(figures, aligned=moves.aligned, written_back=moves.written_back)
 
 
 def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[list[np.ndarray], ...]:

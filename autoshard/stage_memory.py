@@ -135,7 +135,7 @@ class StageMemory:
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.last, self.processes = whole, graph, len(stages) - 1, processes
         placements = {path: str(i) for i, stage in enumerate(stages) for path in stage.paths}
-        moves = flow(graph, placements, watched=not processes)
+        moves = flow(graph, placements)
         self.held: dict[str, tuple[int, ...]] = {name: (int(stage),) for name, stage in moves.tensor_device.items()}
         if processes:
             self.held = dict(staged.held)

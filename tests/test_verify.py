@@ -156,7 +156,7 @@ def test_corruption_that_happens_only_once_is_found(model, inputs, monkeypatch):
 
 def test_a_corrupted_gradient_is_found(model, inputs, monkeypatch):
     model.eval()
-    _corrupt(monkeypatch, lambda calls: calls[-1] == (5, 8), _flip_one, where="travel")
+    _corrupt(monkeypatch, lambda calls: calls[-1] == (5, 8), lambda gradient: gradient * 1.001, where="travel")
     report = verify(model, SPLIT, inputs, training=True)
     assert not report.ok and report.first_difference.during == "backward"
     assert report.first_difference.module == "norm" and "gradient of norm" in report.first_difference.output
@@ -192,7 +192,7 @@ def test_a_removed_hook_is_found(inputs):
 
 
 class Branches(nn.Module):
-    """One tensor used three times, so that the order in which its gradients are added can be seen."""
+    """One tensor used three times, whose gradients are added in another order than on one device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,18 +204,9 @@ class Branches(nn.Module):
         return torch.cat([arm(x) for arm in self.arms], dim=-1)
 
 
-def test_gradients_add_up_in_the_order_of_one_device(inputs):
+def test_the_order_in_which_gradients_add_up_is_no_difference(inputs):
     placements = {"stem": "cuda:0", "arms.0": "cuda:1", "arms.1": "cuda:1", "arms.2": "cuda:0"}
     assert verify(Branches(), placements, inputs["x"], training=True).ok
-
-
-def test_rounding_is_told_from_a_fault(model, inputs, monkeypatch):
-    model.eval()
-    _corrupt(monkeypatch, lambda calls: calls[-1] == (5, 8), _flip_one, where="travel")
-    report = verify(model, SPLIT, inputs, training=True)
-    assert not report.ok and 0 < report.max_error < 1e-3
-    assert any("another order" in note for note in report.notes)
-    assert verify(model, SPLIT, inputs, training=True, tolerance=1e-3).ok
 
 
 def test_an_applied_model_is_compared_with_its_removed_state(model, inputs):

@@ -55,7 +55,7 @@ def flow_alone(graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], d
     return Flow(
         homes=homes, tensor_device=tensor_device, devices=(device,), copies=copies,
         op_device=tuple(np.where(runs_there, 0, HOST_DEVICE).tolist()),
-        buffers=buffers, aligned=(), unfolded=(), written_back=(), steps=len(graph.ops), uncounted=graph.uncounted,
+        buffers=buffers, aligned=(), written_back=(), steps=len(graph.ops), uncounted=graph.uncounted,
     )  # fmt: skip
 
 

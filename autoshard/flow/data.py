@@ -65,7 +65,6 @@ class Flow:
         op_device: per op, index into `devices`, or -1 for the host.
         copies: in the order in which they happen.
         aligned: modules with an op of their own whose inputs are on several devices.
-        unfolded: modules in which each use of a copy needs a way back of its own (see `unfold.py`).
         written_back: modules that write into an argument which was copied to them and is read again afterwards.
         steps: number of ops; time `steps` is after the last one, when the outputs go home.
         uncounted: ops of no account (see `ModelGraph.uncounted`): nothing is live while they run, nothing is copied.
@@ -78,7 +77,6 @@ class Flow:
     copies: tuple[Copy, ...]
     buffers: Buffers
     aligned: tuple[str, ...]
-    unfolded: tuple[str, ...]
     written_back: tuple[str, ...]
     steps: int
     uncounted: range = range(0)

@@ -122,11 +122,6 @@ class Objects:
             return obj
         return self._alias(obj, self._copy(obj, device, time, reason, consumer, True), time)
 
-    def renewed(self, obj: int, time: int) -> int:
-        """Return another alias of a copy with history, for one more use; any other object as it is."""
-        root = self.root(obj)
-        return obj if root == obj else self._alias(root, obj, time)
-
     def root(self, obj: int) -> int:
         """Return what an alias of a copy leads back to; the object itself if it is none, or if either was written."""
         if obj not in self.way_back:

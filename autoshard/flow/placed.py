@@ -15,17 +15,15 @@ from autoshard.placement import resolve_homes, tensor_devices
 _LATEST = Latest[Flow]()
 
 
-def flow(graph: ModelGraph, placements: Mapping[str, str], *, watched: bool = True) -> Flow:
+def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     """Walk the recorded run under a placement and say where every op runs, what is copied and what is live when.
 
-    Follows the runtime op for op; with `watched=False` without what watched modules do more to gradients, in half the
-    time. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
+    Follows the runtime op for op. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
     """
-    asked = tuple(placements.items()), watched
-    return _LATEST.of(graph, asked, lambda: _walk(graph, placements, watched))
+    return _LATEST.of(graph, tuple(placements.items()), lambda: _walk(graph, placements))
 
 
-def _walk(graph: ModelGraph, placements: Mapping[str, str], watched: bool) -> Flow:
+def _walk(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     names = [tensor.name for tensor in graph.tensors]
     uncallable = [module.path for module in graph.modules if not module.callable]
     homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
@@ -34,8 +32,4 @@ def _walk(graph: ModelGraph, placements: Mapping[str, str], watched: bool) -> Fl
     alone = flow_alone(graph, homes, devices, *stages) if len(stages) == 1 else None
     if alone is not None:
         return alone
-    found = Walk(graph, homes, devices, stages).run()
-    if watched and len(stages) > 1 and graph.backward_begin < len(graph.ops) and (found.aligned or found.unfolded):
-        # Watched modules give each use of a copy a way back of its own; which ones are watched is known now.
-        found = Walk(graph, homes, devices, stages, found.unfolded, {*found.aligned, *found.unfolded}).run()
-    return found
+    return Walk(graph, homes, devices, stages).run()

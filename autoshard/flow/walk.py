@@ -8,14 +8,11 @@ A module whose arguments were copied to its home sees the copies; so do the modu
     the call returns                  its view goes
 """
 
-from collections.abc import Sequence, Set
-
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.outside import lookup_tables
-from autoshard.flow.unfold import CopyUses
 from autoshard.flow.views import Views
 from autoshard.module_paths import above
 from autoshard.placement import Homes
@@ -32,12 +29,10 @@ class Walk:
         given: (op, value) -> the object that a function of the user's was given, if it calls modules that read a copy.
         left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
-        watched: modules that are known to be watched when gradients are needed, and `unfolded` among them.
     """
 
     def __init__(
         self, graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], devices: tuple[str, ...],
-        unfolded: tuple[str, ...] = (), watched: Set[str] = frozenset(),
     ) -> None:  # fmt: skip
         self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
         self.objects = Objects(graph, devices or (homes.homes[""],))
@@ -54,9 +49,6 @@ class Walk:
         self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
-        self.unfolded, self.watched = unfolded, watched
-        self._watching = 0  # calls of watched modules in progress
-        self._uses = CopyUses(self.objects)
         self._stack: list[int] = []
         self._views = Views(self.objects)
         self.sees = self._views.sees
@@ -88,8 +80,6 @@ class Walk:
                 read, device = self._inputs_of(op)
                 for value, call in outer.get(op.index, ()):
                     self.given[op.index, value] = self._views.sees_at(value, self._stack.index(call) + 1)
-                if gradients is not None and not op.backward:
-                    self._uses.note_op(op, read)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:  # only autograd is known to use something later than now
@@ -172,7 +162,6 @@ class Walk:
 
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)
-        self._watching += call.path in self.watched
         home = self.hooked.get(call.path)
         if home is None:
             return
@@ -187,7 +176,6 @@ class Walk:
             if self.objects.device_of(obj) != home:
                 view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path, call.grad)
                 self._hold(view[value], call.end)
-                self._uses.given_to[view[value]] = call.index
         self._views.given(len(self._stack), view)
 
     def _hold(self, copy: int, time: int) -> None:
@@ -200,7 +188,6 @@ class Walk:
         call = self.graph.calls[self._stack[-1]]
         depth = len(self._stack)
         self._stack.pop()
-        self._watching -= call.path in self.watched
         view = self._views.left(depth)
         returned = {value: view[value] for value in call.outputs if value in view}
         if returned:
@@ -228,7 +215,6 @@ class Walk:
         values = self.graph.values
         for value in dict.fromkeys(call.outputs):
             obj = self.sees(value)
-            self._uses.note(obj, self.end)  # by the caller
             if self.objects.device_of(obj) != self.caller:
                 copy = self.objects.copy(obj, self.caller, time, "output", call.path)
                 if value in call.contained:  # the caller has it as it was given, and goes on with that
@@ -257,8 +243,6 @@ class Walk:
         op = self.graph.ops[function.begin]
         ops = self.graph.ops[function.begin : function.end]
         given = tuple([self.sees(value) for value in function.inputs])
-        if self._watching and self.objects.grad:
-            given = self._renew(ops, function.inputs, given)
         if self._all_together(given):
             self._views.function = dict(zip(function.inputs, given, strict=True))
             return
@@ -271,8 +255,6 @@ class Walk:
         given = tuple(map(self.sees, op.inputs))
         if not given:
             return given, self._named_device(op)
-        if self._watching and self.objects.grad and not self._views.function:
-            given = self._renew((op,), op.inputs, given)
         if op.device_source != UNKNOWN:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
@@ -287,17 +269,6 @@ class Walk:
             given = self._align(op, given, bool(op.mutates) and op.mutates[0] == op.inputs[0])
         placed = [obj for obj in given if not self.objects.is_host_scalar(obj)]
         return given, device_of(placed[0] if placed else given[0])
-
-    def _renew(self, ops: Sequence[Op], inputs: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-        """Give a torch call in a watched module aliases of its own of the copies it uses."""
-        if not any(self.graph.values[value].requires_grad for op in ops for value in op.outputs):
-            return given
-        written = {value for op in ops for value in op.mutates}
-        renewed = [
-            obj if value in written else self.objects.renewed(obj, ops[0].index)
-            for obj, value in zip(reversed(given), reversed(inputs), strict=True)  # the last argument first, as `Align`
-        ]
-        return tuple(reversed(renewed))
 
     def _all_together(self, given: tuple[int, ...]) -> bool:
         device_of = self.objects.device_of
@@ -413,7 +384,6 @@ class Walk:
                 died.append(time)
         buffers, copies = columns(objects, died)
         order = [module.path for module in self.graph.modules]
-        unfolded = {*self.unfolded, *self._uses.out_of_order(self.aligned)}
         called = {call.path for call in self.graph.calls}
         called |= {path for inner in called for path in above(inner) if path}
         for path in self.homes.mixed - called:  # a branch that this run did not take: nobody knows what meets in there
@@ -426,7 +396,6 @@ class Walk:
             copies=copies,
             buffers=buffers,
             aligned=tuple(path for path in order if path in self.aligned),
-            unfolded=tuple(path for path in order if path in unfolded),
             written_back=tuple(path for path in order if path in self.written_back),
             steps=self.end,
             uncounted=self.graph.uncounted,

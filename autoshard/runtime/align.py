@@ -2,11 +2,8 @@
 
 h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
-
-With gradients, each call also gets aliases of its own of the copies that it is given (`travel.py` says what for).
 """
 
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.travel import is_copy, renewed, source_of, travel, travels
+from autoshard.runtime.travel import source_of, travel, travels
 
 _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
@@ -28,19 +25,11 @@ _CROSSING: set[Any] = {
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""
 _MOVES = {_Tensor.to, _Tensor.type_as, _Tensor.cpu, _Tensor.cuda}
-_VIEWS = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "H", "mT", "mH", "real", "imag")}
-"""Attributes that are uses of a tensor; reading others leaves no trace in its history."""
-_QUESTIONS = {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.stride, _Tensor.__len__, _Tensor.is_contiguous,
-              _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.data_ptr, _Tensor.element_size}  # fmt: skip
-"""Calls that leave no trace in the history either."""
 _WRITING_OPERATORS = {"__setitem__", "__delitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__",
                       "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__itruediv__",
                       "__ixor__"}  # fmt: skip
 _WITH_BATCH_SIZES = {"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 """Calls with a packed sequence, whose lengths or batch sizes torch insists on having on the CPU."""
-
-
-_RMS_NORMS = {torch.rms_norm, torch.nn.functional.rms_norm}
 
 
 class Align(TorchFunctionMode):
@@ -72,31 +61,25 @@ class Align(TorchFunctionMode):
             return _moved(args[0], func(*args, **kwargs))
         if not self.on or func in _CROSSING:
             return func(*args, **kwargs)
-        mixes = _mixes(args, kwargs)
-        if not mixes and not (torch.is_grad_enabled() and _uses_copies(func, args, kwargs)):
+        if not _mixes(args, kwargs):
             return func(*args, **kwargs)
-        if func in _RMS_NORMS and torch.is_grad_enabled() and _norms_in_steps(args):
-            with self:
-                return _rms_norm(*args, **kwargs)
-        if mixes and getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
+        if getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
             sizes, args = args[1], (args[0], None, *args[2:])
-            return self.call(lambda first, _, *rest, **named: func(first, sizes, *rest, **named), args, kwargs, True)
-        return self.call(func, args, kwargs, mixes)
+            return self.call(lambda first, _, *rest, **named: func(first, sizes, *rest, **named), args, kwargs)
+        return self.call(func, args, kwargs)
 
-    def call(self, func: Any, args: tuple, kwargs: dict, mixes: bool) -> Any:
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Call `func` with all tensors on one device, and bring back what it writes into copies."""
-        written = _written(func, args, kwargs)
-        target = self._target(written, args, kwargs) if mixes else None
-        if mixes and target is None:
+        target = self._target(_written(func, args, kwargs), args, kwargs)
+        if target is None:
             return func(*args, **kwargs)
-        given = _Given(self.copies, target, written, shared=isinstance(func, types.FunctionType))
-        kwargs = given.bring(kwargs)  # from the last argument to the first: gradients come in the order of arguments
-        args = given.bring(args)
+        given = _Given(self.copies, target)
+        args, kwargs = given.bring(args), given.bring(kwargs)
         result = func(*args, **kwargs)
-        for source, copy, version in given.moved:
+        for source, copy, version in given.moved.values():
             if copy._version != version:  # running statistics, say
                 self.copies.write_back(source, copy)
-        return given.originals.get(id(result), result)
+        return result
 
     def _target(self, written: torch.Tensor | None, args: tuple, kwargs: dict) -> torch.device | None:
         if written is not None:
@@ -108,46 +91,29 @@ class Align(TorchFunctionMode):
 
 
 class _Given:
-    """The arguments of one torch call, brought to `target` (None: they are together), each copy with its own way back.
+    """The arguments of one torch call, brought to `target`; a tensor given twice stays one object."""
 
-    `shared`: a tensor given twice stays one object, for functions in Python, which may ask; torch's own get an alias
-    for each place. `originals`: id of an alias -> the tensor it stands for, for calls that return their argument.
-    """
-
-    def __init__(self, copies: Copies, target: torch.device | None, written: torch.Tensor | None, shared: bool) -> None:
-        self.copies, self.target, self.written, self.shared = copies, target, written, shared
-        self.moved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.originals: dict[int, torch.Tensor] = {}
-        self.known: dict[int, torch.Tensor] = {}
+    def __init__(self, copies: Copies, target: torch.device) -> None:
+        self.copies, self.target = copies, target
+        self.moved: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def bring(self, value: Any) -> Any:
         """Rebuild an argument."""
         if isinstance(value, torch.Tensor):
-            return self.brought(value)
+            if value.device == self.target:
+                return value
+            if id(value) not in self.moved:
+                new = self.copies.get(value, self.target)
+                self.moved[id(value)] = value, new, new._version
+            return self.moved[id(value)][1]
         if isinstance(value, (tuple, list)):
-            items = [self.bring(item) for item in reversed(value)][::-1]
+            items = [self.bring(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if type(value) is dict:
             return {key: self.bring(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*(self.bring(item) for item in (value.start, value.stop, value.step)))
         return value
-
-    def brought(self, tensor: torch.Tensor) -> torch.Tensor:
-        here = self.target is None or tensor.device == self.target
-        if here and (tensor is self.written or not is_copy(tensor)):
-            return tensor
-        if self.shared and id(tensor) in self.known:
-            return self.known[id(tensor)]
-        if here:
-            new = renewed(tensor)
-            self.originals[id(new)] = tensor
-        else:
-            assert self.target is not None
-            new = self.copies.get(tensor, self.target)
-            self.moved.append((tensor, new, new._version))
-        self.known[id(tensor)] = new
-        return new
 
 
 class _Interceptor(torch_private.Interceptor):
@@ -159,10 +125,7 @@ class _Interceptor(torch_private.Interceptor):
         watcher = _watcher()
         if watcher is None or getattr(function, "takes_any_device", False):
             return apply(*args, **kwargs)
-        mixes = _mixes(args, kwargs)
-        if not mixes and not _uses_copies(function, args, kwargs):
-            return apply(*args, **kwargs)
-        return watcher.call(apply, args, kwargs, mixes)
+        return watcher.call(apply, args, kwargs) if _mixes(args, kwargs) else apply(*args, **kwargs)
 
     def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that runs again in backward runs watched again, also if it is not called as a module."""
@@ -190,33 +153,11 @@ def _watcher() -> Align | None:
     return watcher if isinstance(watcher, Align) and watcher.on else None
 
 
-def _norms_in_steps(args: tuple) -> bool:
-    """Whether torch computes the norm of such a tensor by several calls, of which two use the tensor itself."""
-    return bool(args) and args[0].device.type == "cpu" and args[0].dtype in (torch.float32, torch.float64)
-
-
-def _rms_norm(
-    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    """The steps of torch's `rms_norm`, seen one by one."""
-    dims = list(range(-len(normalized_shape), 0))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    result = input * torch.rsqrt(input.pow(2).mean(dims, keepdim=True).add_(eps))
-    return result if weight is None else result * weight
-
-
 def _moved(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Give what the model itself moved elsewhere the way back of a copy: torch's own would make gradients dense."""
     if result is tensor or result.device == tensor.device or result.dtype != tensor.dtype:
         return result
     return travel(source_of(tensor), result.detach())
-
-
-def _uses_copies(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call makes history from a copy that has one."""
-    if func in _QUESTIONS or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS):
-        return False
-    return any(tensor.requires_grad and is_copy(tensor) for tensor in _tensors(args, kwargs))
 
 
 def _travels_alone(tensor: torch.Tensor) -> bool:

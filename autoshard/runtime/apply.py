@@ -97,7 +97,7 @@ def adopt(model: nn.Module) -> nn.Module:
     hosts = frozenset(path for name in added for path in above(name) if path in paths.values())
     new = _record(
         tensors, placements, [path for path, _ in model.named_modules()],
-        aligned=record.aligned | hosts, unfolded=record.unfolded, written_back=record.written_back | hosts,
+        aligned=record.aligned | hosts, written_back=record.written_back | hosts,
         conservative=record.conservative, streamed=streamed, stages=[str(device) for device in record.placed],
         division=record.division, recomputed=tuple(path for path in record.recomputed if path in modules),
         originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
@@ -129,7 +129,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     originals = {name: tensor.device for name, tensor in tensors.items()}
     record = _record(
         tensors, homes.entries, paths,
-        aligned=frozenset(plan.aligned), unfolded=frozenset(plan.unfolded), written_back=frozenset(plan.written_back),
+        aligned=frozenset(plan.aligned), written_back=frozenset(plan.written_back),
         conservative=conservative, streamed=plan.streamed, stages=list(plan.placements.values()),
         division=division_of(plan), recomputed=recomputed_in(plan, model),
         originals=originals if before is None else _originals(tensors, before.record),
@@ -162,7 +162,6 @@ def _record(
     paths: list[str],
     *,
     aligned: frozenset[str],
-    unfolded: frozenset[str],
     written_back: frozenset[str],
     conservative: bool,
     streamed: Mapping[str, str],
@@ -189,7 +188,6 @@ def _record(
         originals=originals,
         homes={**homes.homes, "": homes.homes[""] if placements else root_device},
         aligned=aligned,
-        unfolded=unfolded,
         written_back=written_back,
         conservative=conservative,
         streamed=dict(streamed),

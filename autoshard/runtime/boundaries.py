@@ -97,7 +97,6 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     if record.conservative and set(record.placed) != {CPU}:
         # tensors that the model makes on the CPU may meet its own, too
         aligned |= moving
-    unfolded = {names.get(path, path) for path in record.unfolded} & set(modules)
     # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
     if "" in homes.mixed or opened:
         moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
@@ -109,13 +108,12 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
 
     found: dict[str, Boundary] = {}
     for path in modules:
-        if path not in moving | aligned | unfolded:
+        if path not in moving | aligned:
             continue
         uniform = path in device and path not in homes.mixed
         guard = Guard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
             watched=path in aligned and path not in whole,
-            unfolded=path in unfolded,
             target=device[path] if uniform else None,
             unwatched=path in whole,
             gathered=path in split,

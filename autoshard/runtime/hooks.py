@@ -66,7 +66,6 @@ class Guard:
     Attributes:
         current: device to make the current one.
         watched: bring the tensors of each torch call in the module together (the module is aligned).
-        unfolded: the same with gradients only, to give the uses of a copy inside their own ways back.
         target: where they go; None: to the last stage among them.
         unwatched: stop watching inside, because torch's own fused layers give other bits to a model that is watched.
         gathered: such a layer on several devices; without gradients, all of it runs at home, on copies of its tensors.
@@ -75,7 +74,6 @@ class Guard:
 
     current: torch.device | None = None
     watched: bool = False
-    unfolded: bool = False
     target: torch.device | None = None
     unwatched: bool = False
     gathered: bool = False
@@ -224,7 +222,7 @@ class Hook:
         if guard.gathered and self.home is not None and is_inference(module):
             self.runtime.pause_watching(call)
             call.gathered = gather(module, self.home, self.runtime)
-        elif guard.watched or (guard.unfolded and torch.is_grad_enabled()):
+        elif guard.watched:
             self.runtime.watch(call, guard.target)
         elif guard.unwatched and is_inference(module):
             self.runtime.pause_watching(call)

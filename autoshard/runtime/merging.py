@@ -15,7 +15,7 @@ import torch
 
 from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
-from autoshard.nested import join_leaves
+from autoshard.nested import join_leaves, tensors_within
 from autoshard.runtime.chunks import AS_CALLED, PLAIN, Part, axis_with
 from autoshard.sharding import coordinates_of, kept
 
@@ -33,6 +33,19 @@ def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> An
         raise PlanError(
             f"the outputs of parts of the batch can't be put together: {error}. Plan with num_microbatches=1."
         ) from None
+
+
+def without_history(output: Any) -> Any:
+    """The output of one part with tensors that hold no graph, and without objects that may (a cache)."""
+
+    def light(path: str, leaves: list[Any]) -> Any:
+        leaf = leaves[0]
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach()
+        holds = not isinstance(leaf, (*PLAIN, Unmerged)) and next(tensors_within(leaf), None) is not None
+        return Unmerged(path, type(leaf).__name__) if holds else leaf
+
+    return join_leaves([output], light)
 
 
 class _Join:

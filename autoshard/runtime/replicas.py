@@ -16,7 +16,7 @@ Without gradients, copies of parameters stay from call to call, until a weight i
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,24 +206,30 @@ def _copied(tensor: torch.Tensor, devices: Sequence[torch.device]) -> list[torch
 def replica_of(model: nn.Module, device: torch.device, tensors: dict[int, torch.Tensor]) -> nn.Module:
     """The model on another device; `tensors`: id of a parameter or buffer -> its counterpart there."""
     shells = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
-
-    def counterpart(value: Any, depth: int = _DEPTH) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in tensors:  # in an attribute
-                tensors[id(value)] = copy_tensor(value, device)
-            return tensors[id(value)]
-        if isinstance(value, nn.Module):
-            return shells.get(id(value), value)
-        return value if depth == 0 else _rebuilt(value, functools.partial(counterpart, depth=depth - 1))
-
     for module in model.modules():
-        own = vars(module)
-        vars(shells[id(module)]).update({name: counterpart(own[name]) for name in own if name != _COMPILED})
+        own = {name: value for name, value in vars(module).items() if name != _COMPILED}
+        vars(shells[id(module)]).update({name: _counterpart(own[name], device, tensors, shells) for name in own})
     return shells[id(model)]
 
 
-def _rebuilt(value: Any, inner: Callable[[Any], Any]) -> Any:
-    """A container, a bound method or a partial function with other tensors and modules in it; other things as is."""
+def _counterpart(
+    value: Any,
+    device: torch.device,
+    tensors: dict[int, torch.Tensor],
+    shells: dict[int, nn.Module],
+    depth: int = _DEPTH,
+) -> Any:
+    """An attribute's value with the tensors and modules of a replica in it; other things as they are."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in tensors:  # no parameter or buffer
+            tensors[id(value)] = copy_tensor(value, device)
+        return tensors[id(value)]
+    if isinstance(value, nn.Module):
+        return shells.get(id(value), value)
+    if depth == 0:
+        return value
+    # no function in here: it would refer to itself, and keep the tensors until they are collected
+    inner = functools.partial(_counterpart, device=device, tensors=tensors, shells=shells, depth=depth - 1)
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, inner(value.__self__))
     if type(value) is functools.partial:

@@ -17,9 +17,9 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
-from autoshard.nested import join_leaves, tensors_in
+from autoshard.nested import tensors_in
 from autoshard.runtime.apply import adopt
-from autoshard.runtime.chunks import PLAIN, Part, split, split_rows
+from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.hooks import RootHook, to_device
 from autoshard.runtime.losses import (
@@ -34,7 +34,7 @@ from autoshard.runtime.losses import (
     own_loss,
     sample,
 )
-from autoshard.runtime.merging import Unmerged, merge
+from autoshard.runtime.merging import merge, without_history
 from autoshard.runtime.microbatches import Written, why_whole
 from autoshard.runtime.state import Division, Runtime
 
@@ -216,7 +216,7 @@ def _backward(pass_: _Pass, index: int) -> None:
 
 def _left(pass_: _Pass, output: Any) -> Any:
     """What is kept of the output of a part that is done."""
-    return _without_history(output) if pass_.returned else None
+    return without_history(output) if pass_.returned else None
 
 
 def _order(count: int, ahead: int) -> Iterator[tuple[str, int]]:
@@ -226,15 +226,3 @@ def _order(count: int, ahead: int) -> Iterator[tuple[str, int]]:
             yield "B", index - ahead
         if index < count:
             yield "F", index
-
-
-def _without_history(output: Any) -> Any:
-    """The output with tensors that hold no graph, and without objects that may (a cache)."""
-
-    def light(path: str, leaves: list[Any]) -> Any:
-        leaf = leaves[0]
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach()
-        return leaf if isinstance(leaf, (*PLAIN, Unmerged)) else Unmerged(path, type(leaf).__name__)
-
-    return join_leaves([output], light)

@@ -69,7 +69,7 @@ class Record:
         placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives.
         originals: name -> device it was on before apply.
         homes: module path -> device name of its home.
-        aligned, unfolded, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
+        aligned, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
         streamed: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan; their
             `devices` are those they compute on.
         division: how its batch is divided, None if it is not.
@@ -82,7 +82,6 @@ class Record:
     originals: Mapping[str, torch.device]
     homes: Mapping[str, str]
     aligned: frozenset[str]
-    unfolded: frozenset[str]
     written_back: frozenset[str]
     conservative: bool
     streamed: Mapping[str, str]

@@ -1,14 +1,7 @@
-"""The way of gradients back from copies: each in its own time, so that they add up as they do on one device.
+"""The way of gradients back from copies, whose bytes are shared and whose history is not.
 
-Autograd adds the gradients of a tensor's uses one by one, the last use first. Floating-point sums depend on the order:
-
-    x, its uses in forward order       norm on cuda:1,   f on cuda:1,   x + … on cuda:0
-    one device                         (g_add + g_f) + g_norm
-    one copy, one way back             g_add + (g_f + g_norm)           other last bits
-    a way back per use                 (g_add + g_f) + g_norm
-
-So the bytes of a copy are shared and its history is not: every module call, and in watched modules every torch call,
-is given an alias of its own, made just before the use; autograd runs nodes in the reverse order of their making.
+x on cuda:0   ──copy──▶  x' on cuda:1      every module call is given an alias of its own
+              ◀─────────  gradient          when autograd comes to the alias
 """
 
 import weakref
@@ -66,14 +59,3 @@ def source_of(tensor: torch.Tensor) -> torch.Tensor:
     if source is None or (source._version, tensor._version) != node.versions:  # type: ignore[union-attr]
         return tensor
     return source
-
-
-def is_copy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was handed out by `travel` and has not been written since."""
-    return getattr(tensor.grad_fn, "find_source", None) is not None
-
-
-def renewed(copy: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a copy with a way back of its own, for one more use; any other tensor as it is."""
-    source = source_of(copy)
-    return copy if source is copy else travel(source, copy)

@@ -155,7 +155,6 @@ def _plan(
         devices=tuple(plan_device(d) for d in cluster.devices),
         placements=dict(found.placements),
         aligned=found.flow.aligned,
-        unfolded=found.flow.unfolded,
         written_back=found.flow.written_back,
         reasons=reasons,
         fingerprint=profile.graph.fingerprint,

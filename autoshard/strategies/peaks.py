@@ -109,7 +109,7 @@ def find_peaks(profile: Profile, devices: Sequence[Device], units: Units) -> Pea
     """Walk the recorded run with a device for every unit."""
     graph = profile.graph
     owner = tensor_units(graph, units)
-    moves = flow(graph, {name: str(unit) for name, unit in owner.items()}, watched=False)
+    moves = flow(graph, {name: str(unit) for name, unit in owner.items()})
     rows, skipped = moves.buffers, moves.uncounted
     times = np.unique(rows.born)
     times = times[(times <= skipped.start) | (times >= skipped.stop)]

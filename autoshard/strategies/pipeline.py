@@ -75,7 +75,7 @@ def pipeline(
     if processes:
         return plan
     marks = run.figures
-    return replace(plan, aligned=marks.aligned, unfolded=marks.unfolded, written_back=marks.written_back)
+    return replace(plan, aligned=marks.aligned, written_back=marks.written_back)
 
 
 class _Task(NamedTuple):

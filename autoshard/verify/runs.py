@@ -142,8 +142,7 @@ def _train(
     yield from _buffers(model)
     del args, kwargs, output, loss
     if optimizer is not None:
-        if work.reordered:
-            soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
+        soften(optimizer, max((_scale(result.value) for result in gradients), default=0.0))
         del gradients
         optimizer.step()
         for name, parameter in model.named_parameters():
@@ -265,7 +264,6 @@ class Errors:
     largest: float = 0.0
     relative: float = 0.0
     first: Difference | None = None
-    only_rounding: bool = True  # all errors are small against the largest value of their tensor
     beyond: float = 0.0  # the largest error, in tolerances
 
 
@@ -273,10 +271,10 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, work:
     """Compare two runs of some work result by result; they must have the same results in the same order.
 
     `tolerance`: the largest absolute error that passes. Where sums are reordered what rounding makes of it passes as
-    well; what is cut may also be there in part.
+    well, as are those of gradients wherever a tensor is used on several devices; what is cut may also be there in part.
     """
     errors = Errors()
-    noise = _noise(expected, work.coarsest) if work.reordered else {}
+    noise = _noise(expected, work.coarsest)
     for ours, theirs in zip(found, expected, strict=False):
         if (ours.module, ours.output) != (theirs.module, theirs.output):
             message = f"the original has {theirs.output!r} of {theirs.module!r} here"
@@ -285,7 +283,7 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, work:
             )
             return Errors(math.inf, math.inf, errors.first or difference)
         passes = tolerance
-        if work.reordered:
+        if work.reordered or ours.during in ("backward", "optimizer step"):
             passes += max(rounding_of(theirs.value, work.coarsest) * _scale(theirs.value), noise[theirs.during])
         _compare_one(theirs, ours, passes, errors, work.cut)
     if len(expected) != len(found):
@@ -309,7 +307,6 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
     else:
         error, relative = _distance(left, right)
     errors.largest, errors.relative = max(errors.largest, error), max(errors.relative, relative)
-    errors.only_rounding &= error <= ROUNDING * _scale(left)
     if error > tolerance:
         errors.beyond = max(errors.beyond, error / tolerance if tolerance else math.inf)
     if error > tolerance and errors.first is None:

@@ -1,4 +1,4 @@
-"""Gradients of a placed model are those of one device to the last bit: each use of a copy has its own way back."""
+"""Gradients of a placed model are those of one device but for rounding: copies have a way back."""
 
 import gc
 import weakref
@@ -10,11 +10,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import autoshard
 from autoshard import torch_private
-from autoshard.flow import flow
-from autoshard.plan import Plan
-from autoshard.runtime import apply_device_map, apply_plan
-from autoshard.runtime.align import _rms_norm
-from autoshard.runtime.travel import renewed, source_of, travel
+from autoshard.runtime import apply_device_map
+from autoshard.runtime.travel import source_of, travel
 from tests.runtime.models import D
 
 
@@ -81,18 +78,6 @@ class Moving(nn.Module):
         return self.head(torch.cat([tokens, h], 1))
 
 
-class Normed(nn.Module):
-    """Torch's own norm uses its input twice, inside of one call; between the two there is a use on another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(D, D), nn.RMSNorm(D), nn.Linear(D, D)
-
-    def forward(self, x):
-        h = self.a(x)
-        return h + self.b(self.norm(h))
-
-
 def gradients(model, x):
     output = model(x)
     terms = output if isinstance(output, tuple) else (output,)
@@ -117,35 +102,18 @@ CUSTOM = {"a": "cpu:0", "scale": "cpu:1", "b": "cpu:2"}
         (lambda: Custom(False), CUSTOM),
         (lambda: Custom(True), CUSTOM),
         (Moving, {"update": "cpu:1", "head": "cpu:0"}),
-        (Normed, {"a": "cpu:0", "norm": "cpu:1", "b": "cpu:1"}),
     ],
-    ids=["cross", "custom", "checkpoint", "reentrant", "moving", "normed"],
+    ids=["cross", "custom", "checkpoint", "reentrant", "moving"],
 )
-def test_bitwise(make, device_map):
+def test_equal_to_rounding(make, device_map):
     x = torch.randn(5, 7, D)
     expected = gradients(built(make), x)
     apply_function = torch.autograd.Function.apply
     with autoshard.simulate("3x1MiB"):
         found = gradients(apply_device_map(built(make), device_map), x)
-    assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+    for left, right in zip(expected, found, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-6 * float(left.abs().max()))
     assert torch.autograd.Function.apply == apply_function
-
-
-def test_plans_say_where_uses_must_be_told_apart(tmp_path):
-    """Only while gradients are needed is such a module watched; without the entry the last bits are others."""
-    model, x = built(Cross), torch.randn(5, 7, D)
-    expected = gradients(model, x)
-    training = autoshard.Workload(mode="training")
-    profile = autoshard.profile(built(Cross), x, workload=training)
-    assert flow(profile.graph, CROSS).unfolded == ("layer",)
-    whole = Plan.from_device_map(CROSS)
-    fields = {name: getattr(whole, name) for name in Plan.__slots__}
-    plan = Plan(**{**fields, "unfolded": ("layer",), "aligned": ("",)})
-    plan.save(tmp_path / "plan.json")
-    with autoshard.simulate("2x1MiB"):
-        placed = apply_plan(built(Cross), Plan.load(tmp_path / "plan.json"))
-        found = gradients(placed, x)
-    assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
 
 
 def test_copies_share_their_bytes_and_not_their_history():
@@ -155,11 +123,11 @@ def test_copies_share_their_bytes_and_not_their_history():
             copy = source.to("cpu:1")
         live = devices.memory("cpu:1")[0]
         first = travel(source, copy)
-        second = renewed(first)
+        second = travel(source, copy)
         assert devices.memory("cpu:1")[0] == live and second.data_ptr() == copy.data_ptr()
         assert source_of(first) is source_of(second) is source and first.grad_fn is not second.grad_fn
         first.add_(1)  # a copy that was written has history of its own
-        assert source_of(first) is first and renewed(first) is first and torch.equal(second.cpu(), copy.cpu())
+        assert source_of(first) is first and torch.equal(second.cpu(), copy.cpu())
         gone = weakref.ref(source)
         gc.disable()
         try:
@@ -188,20 +156,6 @@ def test_function_transforms_run_through_a_placed_model():
     expected = torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x)
     apply_device_map(model, {"0": "cpu:0", "1": "cpu:1"})  # without simulation: both are the plain CPU
     assert torch.equal(torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x), expected)
-
-
-def test_steps_of_the_norm_are_those_of_torch():
-    """In values and gradients, to the last bit."""
-    for eps, weight in ((None, None), (1e-6, torch.randn(D))):
-        found = []
-        for norm in (torch.nn.functional.rms_norm, _rms_norm):
-            torch.manual_seed(0)
-            x = torch.randn(3, 7, D, requires_grad=True)
-            w = None if weight is None else weight.clone().requires_grad_()
-            y = norm(x, (D,), w, eps)
-            (y * torch.randn(3, 7, D) + x.sin()).sum().backward()
-            found.append([y, x.grad, *([] if w is None else [w.grad])])
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_private_torch_that_this_needs():
