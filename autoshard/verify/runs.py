@@ -251,8 +251,6 @@ def coarsened(work: Work, types: CoarsestType | None, notes: list[str]) -> Work:
     return replace(work, coarsest=types.dtype)
 
 
-ROUNDING = 1e-5
-"""Errors up to this fraction of the largest value of a gradient can come from adding in another order."""
 NOISE = 0.1
 """Errors in a gradient up to this part of what rounding makes of the largest of all gradients are noise."""
 

@@ -62,9 +62,9 @@ def verify(
 
     `plan`: a `Plan` or a `device_map`; None for a model that is applied: it is compared with what `remove` gives.
     `inputs`: as for `plan()`. `training` and `new_tokens`: None takes the plan's workload. `tolerance`: the largest
-    absolute difference that passes; 0 asks for equality bit for bit. For a plan with cuts 1e-5 of the largest value of
-    each tensor (in float32) passes besides, since sums over ranks are made in another order; and so for one that
-    divides the batch. Under torchrun all processes call it, and each holds what it has against the model.
+    absolute difference that passes; 0 asks for outputs that are equal bit for bit. Where sums are made in another order
+    (gradients, a plan with cuts, one that divides the batch) 1e-5 of the largest value of each tensor (in float32)
+    passes besides. Under torchrun all processes call it, and each holds what it has against the model.
 
     Raises `VerifyError` if there is nothing to compare or the original itself fails, `PlanError` and `ApplyError` as
     `apply` does.
