@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autoshard import torch_private
 from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
-from autoshard.runtime.elementwise import check_elementwise, was_tried
+from autoshard.runtime.elementwise import check_elementwise
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.sharded import alike_on, whole_of
@@ -94,14 +94,12 @@ def _replace(own: bool) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse optimizers that would need whole parameters where some are cut, and gradients that differ by rank."""
     _check_alike(optimizer)
-    if was_tried(optimizer):
-        return
-    cut: dict[int, int] = {}
+    cut: set[int] = set()
     for reference, cuts, _ in list(_models):
         model = reference()
         named = () if model is None else model.named_parameters()
-        cut |= {id(parameter): cuts[name].dim for name, parameter in named if name in cuts}
-    check_elementwise(optimizer, cut, closure=any(callable(one) for one in (*args[1:], kwargs.get("closure"))))
+        cut.update(id(parameter) for name, parameter in named if name in cuts)
+    check_elementwise(optimizer, cut)
 
 
 def _check_alike(optimizer: torch.optim.Optimizer) -> None:
