@@ -184,6 +184,8 @@ def copies_of(model: nn.Module, devices: Sequence[torch.device], kept: Kept) -> 
         tracked = gradients and tensor.requires_grad and tensor.is_leaf
         counterparts = Spread.apply(tensor, tuple(copies)) if tracked else copies
         for counterpart, device in zip(counterparts, devices[1:], strict=True):
+            for name in own_attributes(counterpart):
+                delattr(counterpart, name)
             for name, value in own_attributes(tensor).items():  # what users have put on it, a scale, say
                 setattr(counterpart, name, to_device(value, device))
         made[id(tensor)] = counterparts

@@ -68,7 +68,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 def train(model: nn.Module, inputs: dict[str, Any], steps: int = 3) -> tuple[dict[str, Any], list[Any]]:
     """Gradients of the first step by name, and what `steps` AdamW steps printed and left: losses, then all tensors."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # gradients may differ by rounding
     gradients: dict[str, Any] = {}
     trace: list[Any] = []
     for step in range(steps):
@@ -86,8 +86,11 @@ def train(model: nn.Module, inputs: dict[str, Any], steps: int = 3) -> tuple[dic
     return gradients, [*trace, state(model)]
 
 
-def first_difference(left: Any, right: Any) -> str:
-    """Where two nested values differ first, for messages; "" if they are the same bit for bit."""
+def first_difference(left: Any, right: Any, rounding: float = 0.0) -> str:
+    """Where two nested values differ first, for messages; "" if they are the same bit for bit.
+
+    `rounding`: what passes, of the largest value of a tensor.
+    """
     ours, theirs = dict(tensors_in(left)), dict(tensors_in(right))
     if list(ours) != list(theirs):
         return f"other tensors: {sorted(set(ours) ^ set(theirs))[:4]}"
@@ -95,7 +98,8 @@ def first_difference(left: Any, right: Any) -> str:
         b = theirs[path]
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{path}: {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}"
-        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+        passes = rounding * (float(a.abs().nan_to_num().max()) + 1e-2) if rounding and a.numel() else 0.0
+        if not torch.allclose(a, b, rtol=0, atol=passes, equal_nan=True):
             return f"{path}: differs by up to {(a.double() - b.double()).abs().max().item():.3g}"
     return ""
 
@@ -175,11 +179,12 @@ def difference_when_placed(
     runs: list[Callable[[nn.Module], Any]],
     devices: Any = "3x1GiB",
     known: Plain | None = None,
+    rounding: float = 0.0,
 ) -> str:
     """Run the same things on the plain and on the placed model; where results or tensors differ first, "" if nowhere.
 
     Then the placement is removed: the model must be the same object with the same keys, without a trace of hooks.
-    `known`: what `run_plainly` gave for the same `make` and `runs`, if it is known.
+    `known`: what `run_plainly` gave for the same `make` and `runs`, if it is known. `rounding`: see `first_difference`.
     """
     whole = known or run_plainly(make, runs)
     model = make()
@@ -188,12 +193,12 @@ def difference_when_placed(
         assert autoshard.apply(model, placement) is model
         assert list(model.state_dict()) == keys
         found = [run(model) for run in runs]
-        difference = first_difference([*whole.results, whole.state], [*found, state(model)])
+        difference = first_difference([*whole.results, whole.state], [*found, state(model)], rounding)
         assert autoshard.remove(model) is model
     assert type(model) is kind and list(model.state_dict()) == keys
     assert count_hooks(model) == whole.hooks  # some models hook themselves at their first forward
     assert all(tensor.device.index is None for _, tensor in named_tensors(model))
-    return difference or first_difference(whole.state, state(model))
+    return difference or first_difference(whole.state, state(model), rounding)
 
 
 def difference_when_replayed(make: Callable[[], nn.Module], inputs: Any, graph: ModelGraph, training: bool) -> str:
