@@ -17,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.profile.measure import gradient_surplus, profile_graph
 from autoshard.profile.units import find_units
-from autoshard.strategies.units import chain_from_profile
+from autoshard.strategies.chain import chain_from_profile
 from autoshard.workload import Workload
 from tests.conformance.checks import measured_peaks
 from tests.models import by_name

@@ -9,43 +9,38 @@
 The units that go are pinned, and the others are planned as always: the answer is compared with that of the whole chain.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.chain import Chain
 
-_MORE = (1.0, 1.04, 1.1)
-"""Factors on the bytes that are moved away: what activations need beside what stays is known only afterwards."""
+_MORE = 1.04
+"""Factor on the bytes that are moved away: what activations need beside what stays is known only afterwards."""
 _WORTH = 0.95
 """The coldest units must cost at most this part of what as many bytes of the whole model cost on the CPU."""
 
 
-def cold_pins(chain: Chain) -> Iterator[Mapping[int, int]]:
-    """Yield pins of the coldest units to "cpu", ever more of them; none where that can't help."""
+def cold_pins(chain: Chain) -> Mapping[int, int] | None:
+    """Return pins that have the coldest units on "cpu"; None where that can't help."""
     others = [d for d, name in enumerate(chain.devices) if not name.startswith("cpu")]
     if "cpu" not in chain.devices or not others:
-        return
+        return None
     cpu = chain.devices.index("cpu")
     room = float(np.maximum(chain.capacity_bytes[others], 0).sum())
     need = float(chain.resident_bytes.sum()) + len(others) * float(chain.transient_bytes.max(initial=0)) - room
-    if need <= 0:
-        return
+    free = np.array([u for u in range(chain.num_units) if u not in chain.pins and chain.resident_bytes[u] > 0], int)
+    if need <= 0 or not len(free):
+        return None
     slower = chain.seconds[cpu] - chain.seconds[others].min(axis=0) + hops(chain, cpu, others[0])
     nbytes = np.maximum(chain.resident_bytes, 1)
-    free = np.array([u for u in range(chain.num_units) if u not in chain.pins and chain.resident_bytes[u] > 0])
-    if not len(free):
-        return
-    typical = float(slower[free].sum()) / float(nbytes[free].sum())
     order = free[np.argsort(slower[free] / nbytes[free], kind="stable")]
     total, seconds = np.cumsum(nbytes[order]), np.cumsum(slower[order])
-    seen = 0
-    for more in _MORE:
-        count = int(np.searchsorted(total, need * more)) + 1
-        if seen < count <= len(order) and seconds[count - 1] < _WORTH * typical * total[count - 1]:
-            yield {**chain.pins, **dict.fromkeys(order[:count].tolist(), cpu)}
-        seen = count
+    last = int(np.searchsorted(total, need * _MORE))
+    if last >= len(order) or seconds[last] >= _WORTH * seconds[-1] / total[-1] * total[last]:
+        return None
+    return {**chain.pins, **dict.fromkeys(order[: last + 1].tolist(), cpu)}
 
 
 def hops(chain: Chain, cpu: int, other: int) -> np.ndarray:

@@ -10,8 +10,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.strategies.balanced import balanced
-from autoshard.strategies.chain import Chain
+from autoshard.strategies.chain import Chain, chain_from_profile
 from autoshard.strategies.cold import cold_pins, explain_cold
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.offload import Offloaded, offload
@@ -23,14 +22,11 @@ from autoshard.strategies.offload_words import (
     why_not_streamed,
 )
 from autoshard.strategies.paths import pins_of_units
-from autoshard.strategies.placing import Checked, fits, place
+from autoshard.strategies.placing import Checked, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
-from autoshard.strategies.units import chain_from_profile
 from autoshard.stream_cost import compute_devices
 
-ROUNDING = 1.02
-"""On memory where only a bound is wanted: the sums of a chain are no less than what is held, but for rounding."""
 PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are proved on it."""
 
@@ -66,11 +62,10 @@ def make_plan(
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found, cold = _placed(profile, limited, units, chain, strategy, goal)
-    if may_stream(profile, every) and (found is None or _leaves_accelerators(found, objective)):
+    if may_stream(profile, every) and (found is None or _leaves_accelerators(found, limited, objective)):
         streamed = offload(
             profile, every, units, fixed,
-            computing=computing, strategy=strategy, objective=goal, in_memory=in_memory,
-            better_than=float("inf") if found is None else _value(found, goal),
+            computing=computing, objective=goal, in_memory=in_memory,
         )  # fmt: skip
         if found is None and not isinstance(streamed, Offloaded):
             raise PlanError(offload_refusal(streamed, every, computing) + not_on_disk(in_memory, every))
@@ -81,10 +76,10 @@ def make_plan(
 
         def works(larger: Cluster) -> bool:
             posed = chain_from_profile(profile, larger, pins=fixed, units=units)
-            return fits(profile, larger, units, posed, strategy, goal)
+            return place(profile, larger, units, posed, strategy, goal, any_will_do=True) is not None
 
         raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
-    reasons = cold or explain(strategy, goal, chain, found.chain, found.solution, found.estimate)
+    reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
     return _plan(profile, every, strategy, objective, pins, found, reasons)
 
 
@@ -95,35 +90,16 @@ def _value(found: Checked, goal: Objective) -> float:
 def _placed(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, goal: Objective
 ) -> tuple[Checked | None, tuple[str, ...]]:  # fmt: skip
-    """The best plan that streams nothing, and its reasons where its cold parts are on the CPU.
-
-    Contiguous plans are not looked at where the chain says that the best of them takes longer.
-    """
-    colder = _with_cold_parts(profile, cluster, units, chain, strategy, goal)
-    if colder is None:
-        return place(profile, cluster, units, chain, strategy, goal), ()
-    value = _value(colder, goal)
-    by_chain = balanced(replace(chain, capacity_bytes=chain.capacity_bytes * ROUNDING), goal, any_equal=True)
-    instead = None if by_chain is None else by_chain.value
-    if by_chain is not None and by_chain.bound <= value:
-        found = place(profile, cluster, units, chain, strategy, goal)
-        if found is not None and _value(found, goal) <= value:
-            return found, ()
-        instead = None if found is None else _value(found, goal)
-    return colder, explain_cold(chain, colder.solution.assignment, value, instead)
-
-
-def _with_cold_parts(
-    profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, goal: Objective
-) -> Checked | None:
-    """The best plan with the coldest units on the CPU, for what the accelerators have no room for."""
-    if strategy != "auto" or goal == "memory":
-        return None
-    for pins in cold_pins(chain):
-        found = place(profile, cluster, units, replace(chain, pins=dict(pins)), strategy, goal)
-        if found is not None:
-            return found
-    return None
+    """The best plan that streams nothing, and its reasons where its cold parts are on the CPU."""
+    found = place(profile, cluster, units, chain, strategy, goal)
+    pins = cold_pins(chain) if strategy == "auto" and goal != "memory" else None
+    if pins is None:
+        return found, ()
+    colder = place(profile, cluster, units, replace(chain, pins=pins), strategy, goal)
+    instead = None if found is None else _value(found, goal)
+    if colder is None or (instead is not None and instead <= _value(colder, goal)):
+        return found, ()
+    return colder, explain_cold(chain, colder.solution.assignment, _value(colder, goal), instead)
 
 
 def _computing(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
@@ -137,10 +113,10 @@ def _computing(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     return names
 
 
-def _leaves_accelerators(found: Checked, objective: Objective | str) -> bool:
+def _leaves_accelerators(found: Checked, cluster: Cluster, objective: str) -> bool:
     """Whether a plan computes on the CPU what accelerators had no room for; then streaming may be faster."""
     used = set(found.placements.values())
-    return objective != "memory" and "cpu" in used and set(found.chain.devices) != {"cpu"}
+    return objective != "memory" and "cpu" in used and set(cluster.names) != {"cpu"}
 
 
 def _plan(

@@ -1,9 +1,8 @@
 """Plans for models that are larger than the devices that compute: which modules stay, which are streamed, from where.
 
 1. Divide the model into modules that may be streamed (`streamable`), from whole blocks to ever smaller parts.
-2. Give every device that computes its part of the model with the ordinary solvers. A device that streams for T seconds
-   reads its memory + T * bandwidth of its link, so it is posed with that much memory, for the least T that the pass of
-   the solution does not exceed. An answer of n tokens is n passes: what is brought in T seconds is n times less.
+2. Give every device that computes its share: in T seconds it reads its memory + T * bandwidth of its link, the CPU what
+   it computes; T is what the whole model takes. In turns, so that all links work at a time, and in contiguous parts.
 3. Choose per device which modules stay, and where the others are kept (`offload_choice`).
 4. Check memory and seconds with the exact estimate. The best division wins, among equals the coarsest.
 """
@@ -24,17 +23,15 @@ from autoshard.plan import Plan
 from autoshard.profile.answer import prompt_and_token, times_computed
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
-from autoshard.strategies.balanced import balanced
-from autoshard.strategies.chain import Chain
+from autoshard.strategies.chain import chain_from_profile, join
 from autoshard.strategies.cold import hops
-from autoshard.strategies.levels import coarsen
-from autoshard.strategies.offload_choice import CPU, RESIDENT, Choice, Offload, choose, least_stored_bytes
+from autoshard.strategies.offload_choice import CPU, RESIDENT, Offload, choose, streamed
+from autoshard.strategies.partition import Room, balanced, most_even
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.sequential import sequential
-from autoshard.strategies.solve import Solution
+from autoshard.strategies.stage_costs import StageCosts
 from autoshard.strategies.streamable import Streamable, divisions
-from autoshard.strategies.units import chain_from_profile
 from autoshard.stream_cost import (
+    STORES,
     Streamed,
     estimate_streamed,
     fetch_seconds,
@@ -47,14 +44,12 @@ from autoshard.stream_cost import (
 from autoshard.stream_schedule import SLOTS
 
 INF = float("inf")
-_CLOSE = 1e-9
-"""A finer division must make the pass faster by more than this part of it. No more is asked: what is called close with
-little memory may be lost with more."""
 _PATIENCE = 2
 """Finer divisions without gain after which none is tried any more."""
-_BISECTIONS = 10
 _MORE = 1.25
-"""Factor on the seconds of streaming: the slots take room that the chain does not know of."""
+"""Factor on what devices bring where the fastest takes what it can: slots take room that the chain does not know of."""
+_TRIES = 4
+"""Choices of one assignment that are checked, each with less room where the last one was too full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,35 +75,29 @@ class Lack:
 
 def offload(
     profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], *,
-    computing: Sequence[str], strategy: str, objective: Objective, in_memory: Collection[str] = (),
-    better_than: float = INF,
+    computing: Sequence[str], objective: Objective, in_memory: Collection[str] = (),
 ) -> "Offloaded | Lack":  # fmt: skip
     """Find the best plan with streamed modules, or say what lacks least.
 
-    `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk. `better_than`: seconds
-    of a plan that is known; what can't be faster is not looked at.
+    `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
     """
-    task = _Task(profile, cluster, units, pins, computing, strategy, objective)
-    task.better_than = better_than
-    task.not_on_disk = {tensor.storage for tensor in profile.graph.tensors if tensor.name in set(in_memory)}
-    bound = streaming_bound(profile, cluster, objective, computing)
+    not_on_disk = {tensor.storage for tensor in profile.graph.tensors if tensor.name in set(in_memory)}
+    task = _Task(profile, cluster, units, pins, computing, objective, not_on_disk)
     best: Offloaded | None = None
-    lack: Lack | None = None
+    lacks: list[Lack] = []
     without_gain = 0
     for division in divisions(profile.graph):
-        found = task.plan(division, bound)
-        if isinstance(found, Lack):
-            if lack is None or found.need_bytes - found.has_bytes < lack.need_bytes - lack.has_bytes:
-                lack = found
-            continue
-        if best is None or found.value < best.value * (1 - _CLOSE):
-            best, without_gain = found, 0
-            task.better_than = min(better_than, found.value)
-        else:
-            without_gain += 1
-        if without_gain == _PATIENCE or best.value <= bound * (1 + _CLOSE):
+        without_gain += 1
+        for assignment in dict.fromkeys(task.assignments(division)):
+            found = task.plan(division, assignment)
+            if isinstance(found, Lack):
+                lacks.append(found)
+            elif best is None or found.value < best.value * (1 - 1e-9):
+                best, without_gain = found, 0
+        if best is not None and (without_gain == _PATIENCE or best.value <= task.bound * (1 + 1e-9)):
             break
-    return best or lack or Lack(where="", need_bytes=0, has_bytes=0)
+    least = min(lacks, key=lambda lack: lack.need_bytes - lack.has_bytes, default=None)
+    return best or least or Lack(where="", need_bytes=0, has_bytes=0)
 
 
 class _Task:
@@ -116,160 +105,82 @@ class _Task:
 
     def __init__(
         self, profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], computing: Sequence[str],
-        strategy: str, objective: Objective,
+        objective: Objective, not_on_disk: set[int],
     ) -> None:  # fmt: skip
-        self.profile, self.cluster, self.units = profile, cluster, units
+        self.profile, self.cluster, self.units, self.not_on_disk = profile, cluster, units, not_on_disk
         self.graph: ModelGraph = profile.graph
         self.objective: Objective = "latency" if objective == "memory" else objective
-        self.solve = sequential if strategy == "sequential" else balanced
         self.computing = tuple(computing)
         limited = replace(cluster, devices=tuple(cluster.device(name) for name in computing))
         self.chain = chain_from_profile(profile, limited, pins=pins, units=units)
         self.of_tensor = tensor_units(self.graph, units)
         self.stores = {
             name: cluster.device(name).memory_bytes
-            for name in ("cpu", "disk")
+            for name in STORES
             if name in cluster.names and self.computing != (name,)
         }
-        self.not_on_disk: set[int] = set()
-        self.better_than = INF
-        self.assignments: tuple[tuple[int, ...], ...] = ()
+        self.bound = streaming_bound(profile, cluster, objective, computing)
         self._flows: dict[tuple[int, ...], Flow] = {}
-
-    def plan(self, division: Sequence[Streamable], bound: float) -> "Offloaded | Lack":
-        """The best plan in which modules of one division are streamed.
-
-        Who computes what is found for every division; finer ones try what was found for the coarser, too.
-        """
-        best: Offloaded | None = None
-        lack: Lack | None = None
-        self.assignments = tuple(dict.fromkeys([*self.assignments, *self._assignments(division)]))
-        for assignment in self.assignments:
-            if self._least_seconds(assignment) >= self.better_than:
-                continue
-            found = self._fill(division, assignment, bound)
-            if isinstance(found, Lack):
-                lack = lack or found
-            elif best is None or found.value < best.value * (1 - 1e-9):
-                best = found
-        return best or lack or Lack(where="", need_bytes=0, has_bytes=0)
-
-    def _least_seconds(self, assignment: Sequence[int]) -> float:
-        """What a plan with these devices per unit can't be faster than: each brings what it has no room for."""
-        chain, place = self.chain, np.array(assignment)
-        used = chain.seconds.max(axis=0) > 0
-        passes = times_computed(self.profile)
-        computing = [float(chain.seconds[d, place == d].sum()) for d in range(chain.num_devices)]
-        least = max(computing) if self.objective == "throughput" else sum(computing)
-        for d, name in enumerate(self.computing):
-            rate = self._rate(name)
-            over = float(chain.resident_bytes[used & (place == d)].sum()) - float(chain.capacity_bytes[d])
-            if rate and over > 0:
-                least = max(least, passes * over / rate)
-        return least
 
     # ---- who computes what
 
-    def _assignments(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
-        """Device indices per unit, modules of the division whole on one device."""
+    def assignments(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
+        """Yield device indices per unit, modules of the division whole on one device."""
         chain = self.chain
         if chain.num_devices == 1:
             yield (0,) * chain.num_units
             return
-        joined, group = coarsen(chain, self._cuts(division))
-        found = [solution.assignment for solution in self._solutions(joined) if solution is not None]
-        unit_level = [tuple(np.array(assignment)[group].tolist()) for assignment in found]
-        dealt = list(self._dealt(division))
-        yield from dict.fromkeys([*unit_level, *dealt, *self._with_tables_on_cpu(dealt)])
-
-    def _with_tables_on_cpu(self, dealt: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """The same with units on the CPU that it computes in less time than it takes to bring them: tables, experts."""
-        if "cpu" not in self.computing or not dealt:
-            return
-        cpu = self.computing.index("cpu")
-        rates = [self._rate(name) for name in self.computing]
-        link = max(rates)
-        if rates[cpu] or not link:
-            return
-        chain = self.chain
-        bringing = times_computed(self.profile) * chain.resident_bytes / link
-        cheaper = chain.seconds[cpu] + hops(chain, cpu, rates.index(link)) < bringing
-        for assignment in dealt if cheaper.any() else ():
-            yield tuple(np.where(cheaper, cpu, np.array(assignment)).tolist())
-
-    def _dealt(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
-        """Modules dealt to the devices in turns, without and with the CPU as one of them: all links work at a time.
-
-        In contiguous parts the links of all devices but the one that computes wait with their two slots full. In T
-        seconds a device reads its memory + T * rate, the CPU what it computes; T is what the whole model takes.
-        """
-        rates = np.array([self._rate(name) for name in self.computing]) / times_computed(self.profile)
-        if self.chain.pins or not rates.any():
-            return
-        owner, nbytes = self._owners(division), {module.path: module.nbytes for module in division}
-        total = float(self.chain.resident_bytes.sum())
-        room = np.where(rates > 0, np.maximum(self.chain.capacity_bytes, 0), 0)
-        on_cpu = np.array([name == "cpu" and not rate for name, rate in zip(self.computing, rates, strict=True)])
-        computed = total / np.maximum(self.chain.seconds.sum(axis=1), 1e-30)
-        for rate in (rates, rates + on_cpu * computed):
-            share = room + max(total - room.sum(), 0.0) / rate.sum() * rate
-            if (share > 0).sum() > 1:
-                yield _in_turns(owner, nbytes, share)
-
-    def _owners(self, division: Sequence[Streamable]) -> list[str]:
-        """Per unit the module of the division that it is part of, or ""."""
         tops = {module.path for module in division}
-        return [_top_of(paths[0], tops) if paths else "" for paths in self.units.paths]
+        owner = [_top_of(paths[0], tops) if paths else "" for paths in self.units.paths]
+        pin = [chain.pins.get(unit, -1) for unit in range(chain.num_units)]
+        starts = [i == 0 or not top or (top, pin[i]) != (owner[i - 1], pin[i - 1]) for i, top in enumerate(owner)]
+        group = np.cumsum(starts) - 1
+        joined = join(chain, group)
+        assert joined is not None
+        costs = StageCosts(joined)
+        found = []
+        for share in self._shares():
+            solutions = [most_even(costs, Room.of(share)), balanced(costs, Room.of(share * _MORE), self.objective)]
+            found += [tuple(np.array(one.assignment)[group].tolist()) for one in solutions if one is not None]
+            if not chain.pins and (share > 0).sum() > 1:
+                found.append(_in_turns(owner, {module.path: module.nbytes for module in division}, share))
+        yield from found
+        cheaper = self._computed_sooner()
+        for assignment in found if cheaper.any() else ():
+            yield tuple(np.where(cheaper, self.computing.index("cpu"), np.array(assignment)).tolist())
 
-    def _cuts(self, division: Sequence[Streamable]) -> np.ndarray:
-        """Cuts before every unit that does not go on with the module of the unit before."""
-        owner = self._owners(division)
-        return np.array([i == 0 or not top or top != owner[i - 1] for i, top in enumerate(owner)])
+    def _shares(self) -> Iterator[np.ndarray]:
+        """Yield the bytes of the model for each device, without and with the CPU as one of those that compute."""
+        chain = self.chain
+        rates = np.array([self._rate(name) for name in self.computing]) / times_computed(self.profile)
+        total = float(chain.resident_bytes.sum() + chain.transient_bytes.sum())
+        room = np.where(rates > 0, np.maximum(chain.capacity_bytes, 0), 0).astype(float)
+        on_cpu = np.array([name == "cpu" and not rate for name, rate in zip(self.computing, rates, strict=True)])
+        computed = total / np.maximum(chain.seconds.sum(axis=1), 1e-30)
+        for rate in (rates, rates + on_cpu * computed):
+            if rate.any():
+                yield room + max(total - room.sum(), 0.0) / rate.sum() * rate
 
-    def _solutions(self, chain: Chain) -> Iterator[Solution | None]:
-        """Solutions for streaming at the rate of each store, and one that fills all memory evenly."""
-        room = np.maximum(np.array(chain.capacity_bytes, float), 0.0)
-        for store in self.stores:
-            rates = np.array([self._rate(name, store) for name in chain.devices]) / times_computed(self.profile)
-            if rates.any():
-                yield from self._streaming(chain, room, rates)
-        streaming = np.array([self._rate(name) > 0 for name in chain.devices])
-        for share in (0.0, 1.0):
-            yield balanced(replace(chain, capacity_bytes=np.where(streaming, room * 1e6, room * share)), "memory")
+    def _computed_sooner(self) -> np.ndarray:
+        """[n] whether the CPU computes a unit in less time than it takes to bring it: tables, experts."""
+        chain, rates = self.chain, [self._rate(name) for name in self.computing]
+        cpu = self.computing.index("cpu") if "cpu" in self.computing else -1
+        if cpu < 0 or rates[cpu] or not max(rates) or chain.pins:
+            return np.zeros(chain.num_units, bool)
+        bringing = times_computed(self.profile) * chain.resident_bytes / max(rates)
+        return chain.seconds[cpu] + hops(chain, cpu, rates.index(max(rates))) < bringing
 
-    def _streaming(self, chain: Chain, room: np.ndarray, rates: np.ndarray) -> Iterator[Solution | None]:
-        """Solutions for the least seconds of streaming that their own pass does not exceed, and for more."""
-
-        def solved(seconds: float) -> Solution | None:
-            return self.solve(replace(chain, capacity_bytes=room + seconds * rates), self.objective)
-
-        high = float(chain.resident_bytes.sum() + chain.transient_bytes.sum()) / float(rates.max())
-        for _ in range(40):
-            found = solved(high)
-            if found is not None and found.value <= high:
-                break
-            high *= 2
-        low = 0.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            found = solved(middle)
-            if found is not None and found.value <= middle:
-                high = middle
-            else:
-                low = middle
-        for factor in (1.0, _MORE, 1e6):
-            yield solved(high * factor)
-
-    def _rate(self, device: str, only: str = "") -> float:
+    def _rate(self, device: str) -> float:
         """Bytes per second that a device can stream; what computes on the CPU beside accelerators stays there."""
         if device == "cpu" and len(self.computing) > 1:
             return 0.0
-        stores = [only] if only else [store for store in self.stores if store != device]
+        stores = [store for store in self.stores if store != device]
         return max((self.cluster.link(store, device).bytes_per_second for store in stores), default=0.0)
 
     # ---- what stays and what is streamed
 
-    def _fill(self, division: Sequence[Streamable], assignment: tuple[int, ...], bound: float) -> "Offloaded | Lack":
+    def plan(self, division: Sequence[Streamable], assignment: tuple[int, ...]) -> "Offloaded | Lack":
+        """Choose what stays of a division, and check it; with less room where a device comes out too full."""
         graph = self.graph
         device_of = {name: self.computing[assignment[unit]] for name, unit in self.of_tensor.items()}
         tops = {module.path for module in division}
@@ -280,18 +191,25 @@ class _Task:
         whole = [m for m in division if m.path in homes and self._rate(homes[m.path]) > 0]
         if "cpu" not in self.stores:
             whole = [m for m in whole if not self.not_on_disk.intersection(m.storages)]
-        moves = self._flows.get(assignment)
-        if moves is None:
-            moves = self._flows[assignment] = flow(graph, placed(device_of, set(), graph))
+        if assignment not in self._flows:
+            self._flows[assignment] = flow(graph, placed(device_of, set(), graph))
+        moves = self._flows[assignment]
         copied = {graph.values[copy.value].storage for copy in moves.copies}
         whole = [module for module in whole if not copied.intersection(module.storages)]
         task = self._pose(whole, homes, moves)
-        if isinstance(task, Lack):
-            return task
-        choice = choose(task)
-        if choice is None:
-            return _lack(task, whole, moves.devices)
-        return self._checked(whole, choice, device_of, moves, bound)
+        for _ in range(_TRIES):
+            if isinstance(task, Lack):
+                return task
+            places = choose(task)
+            if places is None:
+                return _lack(task, whole, moves.devices)
+            found = self._checked(whole, places, device_of, moves)
+            if isinstance(found, Offloaded) or found.where not in moves.devices:
+                return found
+            room = list(task.room_bytes)
+            room[moves.devices.index(found.where)] -= found.need_bytes - found.has_bytes
+            task = replace(task, room_bytes=tuple(room))
+        return found
 
     def _pose(self, whole: Sequence[Streamable], homes: Mapping[str, str], moves: Flow) -> "Offload | Lack":
         """The choice as arrays: room is what is left of a device beside all that can't be streamed."""
@@ -340,46 +258,43 @@ class _Task:
         )
 
     def _checked(
-        self, whole: Sequence[Streamable], choice: Choice, device_of: Mapping[str, str], moves: Flow, bound: float
+        self, whole: Sequence[Streamable], places: Sequence[int], device_of: Mapping[str, str], moves: Flow
     ) -> "Offloaded | Lack":
         """The plan of a choice with its exact estimate; the copies do not depend on what is streamed."""
         first = {module.path: module.calls[0][0] if module.calls else len(self.graph.ops) for module in whole}
-        chosen = [(m, place) for m, place in zip(whole, choice.places, strict=True) if place != RESIDENT]
+        chosen = [(m, place) for m, place in zip(whole, places, strict=True) if place != RESIDENT]
         chosen.sort(key=lambda pair: first[pair[0].path])
-        streamed = {module.path: "cpu" if place == CPU else "disk" for module, place in chosen}
-        placements = placed(device_of, set(streamed), self.graph)
+        away = {module.path: "cpu" if place == CPU else "disk" for module, place in chosen}
+        placements = placed(device_of, set(away), self.graph)
         draft = Plan(
             strategy="draft", objective=self.objective, workload=self.profile.workload, devices=(),
-            placements=placements, streamed=streamed,
+            placements=placements, streamed=away,
         )  # fmt: skip
-        figures = estimate_streamed(draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=bound)
+        figures = estimate_streamed(
+            draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound
+        )  # fmt: skip
         for device in figures.devices:
             if device.free_bytes < 0:
                 return Lack(where=device.name, need_bytes=device.peak_bytes, has_bytes=device.memory_bytes)
         value = figures.bottleneck_seconds if self.objective == "throughput" else figures.latency_seconds
-        return Offloaded(placements=placements, streamed=streamed, flow=moves, estimate=figures, value=value)
+        return Offloaded(placements=placements, streamed=away, flow=moves, estimate=figures, value=value)
 
 
 def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) -> Lack:
     """Which room is too small: that of two slots on a device, or that of the stores."""
-    beside = 0  # what can stay beside the slots
     for number, room in enumerate(task.room_bytes):
-        slots = sorted(_on(task, number), key=lambda module: -task.nbytes[module])[:SLOTS]
+        mine = [module for module in range(task.size) if task.device[module] == number]
+        slots = sorted(mine, key=lambda module: -task.nbytes[module])[:SLOTS]
         need = sum(task.nbytes[module] for module in slots)
         if need > room:
             names = " and ".join(whole[module].path for module in slots)
             return Lack(where=devices[number], need_bytes=need, has_bytes=room, largest=names)
-        beside += room - need
-    stored, has = least_stored_bytes(task) or 0, task.cpu_bytes + task.disk_bytes
+    away = streamed(task) or range(task.size)
+    stored, has = sum(task.stored_bytes[module] for module in away), task.cpu_bytes + task.disk_bytes
     if stored > has:
         return Lack(where="", need_bytes=stored, has_bytes=has)
-    in_memory = sum(n for n, s in zip(task.stored_bytes, task.disk_seconds, strict=True) if s == INF)
-    least = in_memory - beside if in_memory - beside > task.cpu_bytes else in_memory
-    return Lack(where="cpu", need_bytes=least, has_bytes=task.cpu_bytes)
-
-
-def _on(task: Offload, device: int) -> list[int]:
-    return [module for module in range(task.size) if task.device[module] == device]
+    in_memory = sum(task.stored_bytes[module] for module in away if task.disk_seconds[module] == INF)
+    return Lack(where="cpu", need_bytes=in_memory, has_bytes=task.cpu_bytes)
 
 
 def _in_turns(owner: Sequence[str], nbytes: Mapping[str, int], share: np.ndarray) -> tuple[int, ...]:

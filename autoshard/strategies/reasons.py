@@ -1,38 +1,30 @@
-"""Reasons: why a plan is as it is, in sentences for people."""
+"""Reasons: why a placement is as it is, in sentences for people."""
 
 import numpy as np
 
+from autoshard.choices import Objective
 from autoshard.estimate import Estimate
 from autoshard.sizes import format_bytes
-from autoshard.strategies.auto import alternatives, describe, is_worse
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import Objective, Solution
+from autoshard.strategies.partition import Solution
 
-_FIGURE = {
-    "latency": "seconds per pass", "throughput": "seconds of the busiest device", "memory": "share of memory in use",
+_BEST = {
+    "latency": "the fewest seconds per pass", "throughput": "the fewest seconds of the busiest device",
+    "memory": "the smallest share of memory in use",
 }  # fmt: skip
 
 
 def explain(
-    strategy: str, objective: Objective, chain: Chain, solved: Chain, solution: Solution, figures: Estimate
-) -> tuple[str, ...]:
-    """Say why this many devices, what bounds the plan, what became of tied weights, and how far from optimal it is."""
-    reasons = [_how_many(strategy, objective, chain, solution)]
-    reasons += _fullest(figures)
-    reasons += _ties(chain, solution)
+    strategy: str, objective: Objective, chain: Chain, solution: Solution, figures: Estimate
+) -> tuple[str, ...]:  # fmt: skip
+    """Say why this many devices, which is the fullest, what became of tied weights, and what it is the best of."""
     if strategy == "sequential":
-        reasons.append("sequential fills the devices in the order given; it does not look for the optimum")
+        last = "sequential fills the devices in the order given; it does not look for the optimum"
+    elif strategy == "balanced_low_0":
+        last = f"{chain.devices[0]} holds as little as the other devices allow"
     else:
-        reasons.append(_optimality(objective, solution))
-    if (np.asarray(solved.capacity_bytes) != chain.capacity_bytes).any():
-        reasons.append(
-            "planned with a little less or more memory than there is, so that the exact peak of the recorded run, op "
-            "by op, fits and almost equal devices count as equal; what is said of the best plan holds for that"
-        )
-    if strategy == "auto":
-        other = [a for a in alternatives(solved, objective) if is_worse(a, solution, objective)]
-        reasons += [f"not chosen: {describe(alternative, objective)}" for alternative in other]
-    return tuple(reasons)
+        last = f"of the contiguous plans that were compared it has {_BEST[objective]}"
+    return (_how_many(strategy, objective, chain, solution), *_fullest(figures), *_ties(chain, solution), last)
 
 
 def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solution) -> str:
@@ -70,21 +62,16 @@ def _fullest(figures: Estimate) -> list[str]:
 
 def _ties(chain: Chain, solution: Solution) -> list[str]:
     found = []
-    for tie in chain.ties:
-        names = " and ".join(chain.paths[unit][0] for unit in tie.units)
-        where = sorted({solution.assignment[unit] for unit in tie.units})
+    sizes = chain.tensor_bytes[len(chain.tensor_bytes) - len(chain.ties) :]
+    for tie, nbytes in zip(chain.ties, sizes.tolist(), strict=True):
+        names = " and ".join(chain.paths[unit][0] for unit in tie)
+        where = sorted({solution.assignment[unit] for unit in tie})
         if len(where) == 1:
             found.append(f"{names} share one tensor and are together on {chain.devices[where[0]]}")
         else:
-            size = format_bytes(tie.nbytes)
             on = " and ".join(chain.devices[device] for device in where)
-            found.append(f"{names} share one tensor of {size}, of which {on} each hold a copy: cheaper than together")
+            found.append(
+                f"{names} share one tensor of {format_bytes(nbytes)}, of which {on} each hold a copy: cheaper than "
+                "together"
+            )
     return found
-
-
-def _optimality(objective: Objective, solution: Solution) -> str:
-    gap = solution.value / solution.bound - 1 if solution.bound > 0 else 0.0
-    if solution.bound > 0 and gap > 1e-9:
-        return f"at most {gap:.2%} above the best contiguous plan in {_FIGURE[objective]} (proved by a lower bound)"
-    less = "a lower" if objective == "memory" else "fewer"
-    return f"by the planner's estimate no contiguous plan on these devices has {less} {_FIGURE[objective]}"

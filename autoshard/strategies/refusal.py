@@ -10,7 +10,8 @@ from autoshard.cluster.cluster import Cluster, Link, Links
 from autoshard.cluster.links import make_links
 from autoshard.sizes import format_bytes
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.solve import can_fit, most_even
+from autoshard.strategies.partition import Room, balanced, most_even
+from autoshard.strategies.placing import Posed, levels
 
 _MOST_MORE_DEVICES = 64
 
@@ -20,13 +21,15 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
 
     Without `works` no change is looked for: that takes as long as several plans.
     """
-    capacity = np.asarray(chain.capacity_bytes, float)
-    even = most_even(chain)
-    if even is None:
+    room = Room.of(chain.capacity_bytes)
+    posed = [one for every in levels(chain, room) for one in every]
+    if not posed:
         return (
             "the pins contradict each other: modules that share a weight are pinned to different devices. "
             "Pin all of them to one device, or leave out all pins but one."
         )
+    even = posed[-1].whole(most_even(posed[-1].costs, room))
+    capacity = room.has_bytes
     device = int(np.argmax(np.array(even.cost.memory_bytes) - capacity))
     need, has = even.cost.memory_bytes[device], float(capacity[device])
     sizes = np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)
@@ -36,14 +39,15 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + (_remedy(chain, cluster, device, works) if works else "")
+        + (_remedy(chain, cluster, device, _extra_memory(chain, posed[-1], device), works) if works else "")
     )
 
 
-def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluster], bool]) -> str:
+def _remedy(
+    chain: Chain, cluster: Cluster, device: int, extra: float, works: Callable[[Cluster], bool]
+) -> str:  # fmt: skip
     """Find one change that makes it fit: a little more memory, else more devices, else much more memory."""
     short = cluster.devices[device]
-    extra = _extra_memory(chain, cluster, device)
 
     def with_memory() -> str:
         for factor in (1.0, 1.25, 2.0):
@@ -65,17 +69,16 @@ def _remedy(chain: Chain, cluster: Cluster, device: int, works: Callable[[Cluste
     return said or "No change of one device that was tried makes it fit: leave out the pins, or take larger devices."
 
 
-def _extra_memory(chain: Chain, cluster: Cluster, device: int) -> float:
+def _extra_memory(chain: Chain, posed: Posed, device: int) -> float:
     """Bytes that one device needs more for everything to fit, by the chain; 0 if no amount helps."""
-    capacity = np.array([d.budget_bytes for d in cluster.devices], float)
 
     def fits(extra: float) -> bool:
-        more = capacity.copy()
+        more = np.array(chain.capacity_bytes, float)
         more[device] += extra
-        return can_fit(replace(chain, capacity_bytes=np.maximum(more, 0.0)))
+        return balanced(posed.costs, Room.of(np.maximum(more, 0.0)), "memory") is not None
 
-    most = 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes))
-    low, high = 0.0, most + cluster.devices[device].overhead_bytes
+    low, high = 0.0, 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes))
+    high -= min(float(chain.capacity_bytes[device]), 0.0)
     if not fits(high):
         return 0.0
     for _ in range(7):

@@ -12,11 +12,11 @@ def all_assignments(chain: Chain, order: str) -> np.ndarray:
     units, devices = chain.num_units, chain.num_devices
     rows = []
     orders = list(permutations(range(devices))) if order == "any" else [tuple(range(devices))]
-    for merged in product((False, True), repeat=len(chain.ties)):
+    for merged in product((False, True) if chain.duplicate_ties else (True,), repeat=len(chain.ties)):
         leader = list(range(units))
         for tie, merge in zip(chain.ties, merged, strict=True):
             if merge:
-                roots = {leader[unit] for unit in tie.units}
+                roots = {leader[unit] for unit in tie}
                 leader = [min(roots) if at in roots else at for at in leader]
         pin = {leader[unit]: device for unit, device in chain.pins.items()}
         if any(pin[leader[unit]] != device for unit, device in chain.pins.items()):
@@ -62,12 +62,6 @@ def price_all(chain: Chain, place: np.ndarray) -> dict[str, np.ndarray]:
     feasible = np.ones(count, bool)
     for unit, device in chain.pins.items():
         feasible &= place[:, unit] == device
-    for tie in chain.ties:
-        first = place[:, tie.units[0]]
-        for device in range(devices):
-            copy = (place[:, list(tie.units)] == device).any(1) & (first != device)
-            memory[:, device] += copy * tie.nbytes
-            feasible &= ~copy | chain.duplicate_ties
     feasible &= ((memory <= chain.capacity_bytes) | ~used).all(1)
     load = np.where(used, memory / np.maximum(chain.capacity_bytes, 1e-9), 0).max(1)
     figures = {"latency": seconds.sum(1), "throughput": seconds.max(1), "memory": load}

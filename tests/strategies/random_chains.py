@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.strategies.chain import Chain, Tie
+from autoshard.strategies.chain import Chain
 
 
 def random_chain(seed: int, *, per_pair: bool | None = None, max_units: int = 7, max_devices: int = 3) -> Chain:
@@ -45,7 +45,9 @@ def random_chain(seed: int, *, per_pair: bool | None = None, max_units: int = 7,
     if units >= 3 and flags[7] < 0.4:
         for _ in range(int(rng.integers(1, 3))):
             members = tuple(sorted(rng.choice(units, int(rng.integers(2, 4)), replace=False).tolist()))
-            ties.append(Tie(units=members, nbytes=int(rng.integers(1, 20))))
+            ties.append(members)
+            edges += [(len(tensors), unit) for unit in members[1:]]
+            tensors.append((members[0], int(rng.integers(1, 20)), 0))
     pins = {}
     if flags[8] < 0.25:
         for unit in rng.choice(units, int(rng.integers(1, min(units, 3) + 1)), replace=False):

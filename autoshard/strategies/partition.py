@@ -1,0 +1,328 @@
+"""Partition: the best contiguous assignment of a chain, by one dynamic programme over stages and used-up devices.
+
+    state      how many devices of each kind are used (and which came last, where links differ), how many units placed
+    step       one more device with a stage [i, j): state (used, i) -> (used + device, j)
+
+Devices that can be swapped are one kind. A device may stay empty: it is never used. Where a grid of kinds is too large
+a few orders of the devices are looked at. Exact by the model of `chain` where copies into a device cost the same from
+everywhere; else each is priced as if it came from the stage before, and the answer by `cost_of`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from autoshard.choices import Objective
+from autoshard.strategies.chain import Array, Cost, cost_of
+from autoshard.strategies.stage_costs import StageCosts
+
+_MOST_STEPS = 6_000
+"""Steps of a grid of kinds up to which every order of the devices is looked at."""
+_SKIPPED = 8
+"""Devices in a row that such an order may leave out, less one."""
+_MOST_TABLES = 64
+_WORK, _FEWEST_UNITS, _MOST_UNITS = 1e8, 128, 1_000
+"""Steps times cells of a table that are looked at quickly, and units that this comes to."""
+_EVEN = 1e-7
+"""Part of the model's seconds that a device full to the brim counts more: among equals memory is most even."""
+_SAME = 1 + 1e-9
+Stages = list[tuple[int, int, int]]
+Node = tuple[int, tuple[int, ...], int]
+"""Devices passed, how many are used of each kind, and the device used last (-1 where that makes no difference)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """[D] what devices have, and what is taken of that beside what the chain counts (less than 0: it counts too much).
+
+    The load of a device is (held + taken) / has.
+    """
+
+    has_bytes: Array
+    taken_bytes: Array
+
+    @staticmethod
+    def of(capacity: Array) -> "Room":
+        """Room for what the chain counts."""
+        return Room(np.asarray(capacity, float), np.zeros(len(capacity)))
+
+    @property
+    def left_bytes(self) -> Array:
+        """[D] what the chain may hold."""
+        return self.has_bytes - self.taken_bytes
+
+    def load(self, held: Array, device: int) -> Array:
+        """The part of a device that is taken with so much of the chain, inf where it has no room for it."""
+        part = (held + self.taken_bytes[device]) / max(float(self.has_bytes[device]), 1e-9)
+        return np.where(held <= self.left_bytes[device], part, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """An assignment (device index per unit), its cost, and what the objective says of it."""
+
+    assignment: tuple[int, ...]
+    cost: Cost
+    value: float
+
+
+def balanced(costs: StageCosts, room: Room, objective: Objective = "latency") -> Solution | None:
+    """Find the best assignment in devices of these capacities; None if there is none.
+
+    Among equals in latency the one with the most even memory; in the other objectives the one with the least latency.
+    Where no speed is known the memory is evened out.
+    """
+    goal = objective if costs.chain.seconds.any() else "memory"
+    found = [_search(costs, room, goal, network) for network in _networks(costs, room)]
+    return min((one for one in found if one is not None), key=lambda one: one.value, default=None)
+
+
+def balanced_low_0(costs: StageCosts, room: Room, objective: Objective = "latency") -> Solution | None:
+    """Like balanced, with as little on the first device as the others allow: nothing, where they can hold all."""
+    found = [_search(costs, room, "latency", network, spare=0) for network in _networks(costs, room, apart=0)]
+    least = min((one.cost.memory_bytes[0] for one in found if one is not None), default=None)
+    if least is None:
+        return None
+    taken = room.taken_bytes.copy()
+    taken[0] = room.has_bytes[0] - least
+    return balanced(costs, replace(room, taken_bytes=taken), objective)
+
+
+def sequential(costs: StageCosts, room: Room, objective: Objective = "latency") -> Solution | None:
+    """Fill the devices in the order given, each as far as it goes and leaves the rest a place.
+
+    Where no way in the given order exists the devices are taken in another.
+    """
+    del objective
+    devices, size = costs.chain.num_devices, costs.size
+    able = np.zeros((devices + 1, size + 1), bool)  # able[d, i]: units i.. fit on devices d..
+    able[devices, size] = True
+    fits = [costs.valid & (costs.held(device) <= room.left_bytes[device]) for device in range(devices)]
+    for device in reversed(range(devices)):
+        able[device] = (fits[device] & able[device + 1]).any(axis=1)
+        if device not in costs.pinned or costs.idle(device)[1] <= room.left_bytes[device]:
+            able[device] |= able[device + 1]
+    if not able[0, 0]:
+        return balanced(costs, room)
+    stages, at = [], 0
+    for device in range(devices):
+        ends = np.flatnonzero(fits[device][at] & able[device + 1])
+        if len(ends):
+            stages.append((at, int(ends[-1]), device))
+            at = int(ends[-1])
+    return _solution(costs, stages, "latency", room)
+
+
+def most_even(costs: StageCosts, room: Room) -> Solution:
+    """The assignment with the emptiest fullest device, whether it fits or not."""
+    plenty = 1e9
+    found = balanced(costs, Room(np.maximum(room.has_bytes, 1.0) * plenty, room.taken_bytes), "memory")
+    assert found is not None
+    return replace(found, value=found.value * plenty)
+
+
+def most_units(costs: StageCosts, room: Room) -> int:
+    """How many units are not too many for `balanced` on these devices."""
+    steps = max(network.steps for network in _networks(costs, room))
+    return int(min(max((_WORK / steps) ** 0.5, _FEWEST_UNITS), _MOST_UNITS))
+
+
+# ---- which devices may follow which
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Nodes and steps of the search: kinds of devices, taken in any order, or one after the other with few left out."""
+
+    kinds: list[list[int]]
+    in_order: bool
+    paired: bool
+    pinned: tuple[int, ...]
+
+    @property
+    def steps(self) -> float:
+        """How many steps there are, about."""
+        kinds = len(self.kinds)
+        if self.in_order:
+            return float(kinds * min(kinds, _SKIPPED))
+        return prod(float(len(kind) + 1) for kind in self.kinds) * kinds * (kinds if self.paired else 1)
+
+    def following(self, node: Node) -> Iterator[tuple[Node, int, bool]]:
+        """Yield the nodes after a node, the device that is passed on the way, and whether it gets a stage."""
+        passed, used, last = node
+        after = used
+        for number, kind in enumerate(self.kinds):
+            if self.in_order:
+                if not passed <= number < passed + _SKIPPED:
+                    continue
+                rank, device = number + 1, kind[0]
+            else:
+                if used[number] == len(kind):
+                    continue
+                after = (*used[:number], used[number] + 1, *used[number + 1 :])
+                rank, device = passed + 1, kind[used[number]]
+            yield (rank, after, kind[0] if self.paired else -1), device, True
+            if device in self.pinned:
+                yield (rank, after, last), device, False
+                if self.in_order:
+                    return
+
+    def ends(self, node: Node) -> bool:
+        """Whether no device with pinned units is left."""
+        holding = [number for number, kind in enumerate(self.kinds) if kind[0] in self.pinned]
+        if self.in_order:
+            return node[0] > max(holding, default=-1)
+        return all(node[1][number] for number in holding)
+
+
+def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[Network]:
+    """All orders of the devices at once if they are few kinds, else the orders that are most likely the best."""
+    pinned, paired = tuple(costs.pinned), not costs.uniform
+    kinds = costs.kinds(room.has_bytes, room.taken_bytes)
+    if apart >= 0:
+        kinds = [[apart], *([d for d in kind if d != apart] for kind in kinds)]
+    whole = Network([kind for kind in kinds if kind], False, paired, pinned)
+    if whole.steps <= _MOST_STEPS and (whole.steps * costs.size**2 <= 8 * _WORK or len(kinds) <= 2):
+        return [whole]
+    devices, total = range(costs.chain.num_devices), costs.chain.seconds.sum(axis=1)
+    orders = {
+        tuple(devices): None,
+        tuple(sorted(devices, key=lambda d: float(total[d]))): None,
+        tuple(sorted(devices, key=lambda d: -float(room.left_bytes[d]))): None,
+    }
+    return [Network([[device] for device in order], True, paired, pinned) for order in orders]
+
+
+# ---- the dynamic programme
+
+
+def _search(costs: StageCosts, room: Room, objective: Objective, network: Network, spare: int = -1) -> Solution | None:
+    """Find the best stages. `spare`: a device that is to hold as little as possible, whatever that costs."""
+    total = float(costs.chain.seconds.sum(axis=1).min())
+    figures = _Figures(costs, room, network)
+    limit = np.inf
+
+    def worst(device: int, before: int) -> tuple[Array, float]:
+        seconds, load, idle = figures.of(device, before)
+        at = 1 if objective == "memory" else 0
+        return np.where(load < np.inf, (seconds, load)[at], np.inf), idle[at]
+
+    def summed(device: int, before: int) -> tuple[Array, float]:
+        seconds, load, idle = figures.of(device, before)
+        weight = 1e3 * total + 1.0 if device == spare else 0.0
+        fits, fine = load < np.inf, max(idle) < np.inf
+        if objective != "latency":
+            at = 1 if objective == "memory" else 0
+            fits, fine = fits & ((seconds, load)[at] <= limit), fine and idle[at] <= limit
+        full = np.where(fits, load, 0.0)
+        dearer = seconds + _EVEN * (total or 1.0) * full * full + weight * full
+        return np.where(fits, dearer, np.inf), idle[0] + weight * idle[1] if fine else np.inf
+
+    if objective != "latency":
+        found = _sweep(costs.size, network, figures.kept(worst), np.maximum)
+        if found is None:
+            return None
+        limit = found[0] * _SAME
+    found = _sweep(costs.size, network, figures.kept(summed), np.add)
+    return None if found is None else _solution(costs, found[1], objective, room)
+
+
+Priced = Callable[[int, int], tuple[Array, float]]
+"""Device and the one before -> cost of every stage there, and of none."""
+
+
+class _Figures:
+    """Seconds and load of stages with given capacities; devices of a kind share them."""
+
+    def __init__(self, costs: StageCosts, room: Room, network: Network) -> None:
+        self.costs, self.room = costs, room
+        self.of_kind = {device: kind[0] for kind in network.kinds for device in kind}
+        self.loads: dict[int, Array] = {}
+
+    def of(self, device: int, before: int) -> tuple[Array, Array, tuple[float, float]]:
+        """[m+1, m+1] seconds and load of stages, inf where they do not fit; both of the device without a stage."""
+        kind, idle = self.of_kind[device], (0.0, 0.0)
+        if kind not in self.loads:
+            self.loads[kind] = np.where(self.costs.valid, self.room.load(self.costs.held(device), device), np.inf)
+        if device in self.costs.pinned:
+            seconds, nbytes = self.costs.idle(device)
+            load = float(self.room.load(np.array(nbytes), device))
+            idle = (seconds if load < np.inf else np.inf, load)
+        return self.costs.seconds(device, before), self.loads[kind], idle
+
+    def kept(self, priced: Priced) -> Priced:
+        """The same, each worked out once."""
+        known: dict[tuple[int, int], tuple[Array, float]] = {}
+
+        def find(device: int, before: int) -> tuple[Array, float]:
+            key = self.of_kind[device], before
+            if key not in known:
+                if len(known) >= _MOST_TABLES:
+                    known.clear()
+                known[key] = priced(device, before)
+            return known[key]
+
+        return find
+
+
+def _sweep(size: int, network: Network, priced: Priced, combine: np.ufunc) -> tuple[float, Stages] | None:
+    """Find the way through the network with the least sum, or the least worst, of its stages."""
+    begun = np.full(size + 1, np.inf)
+    begun[0] = 0.0
+    start: Node = (0, () if network.in_order else (0,) * len(network.kinds), -1)
+    values: dict[Node, Array] = {start: begun}
+    origins: dict[Node, list[tuple[Node, int, bool]]] = {start: []}
+    ranks: dict[int, list[Node]] = {0: [start]}
+    for rank in range(sum(map(len, network.kinds)) + 1):
+        for node in ranks.get(rank, ()):
+            for after, device, staged in network.following(node):
+                if staged:
+                    value = combine(values[node][:, None], priced(device, node[2])[0]).min(axis=0)
+                else:
+                    value = combine(values[node], priced(device, -1)[1])
+                if after not in values:
+                    ranks.setdefault(after[0], []).append(after)
+                    values[after], origins[after] = value, []
+                else:
+                    values[after] = np.minimum(values[after], value)
+                origins[after].append((node, device, staged))
+    ends = [node for node in values if network.ends(node)]
+    best = min(ends, key=lambda node: (values[node][size], node[0]))
+    if values[best][size] == np.inf:
+        return None
+    return float(values[best][size]), _trace(best, size, values, origins, priced, combine)
+
+
+def _trace(
+    node: Node, size: int, values: dict[Node, Array], origins: dict[Node, list[tuple[Node, int, bool]]],
+    priced: Priced, combine: np.ufunc,
+) -> Stages:  # fmt: skip
+    """Walk back from the end of the best way: at each node the first step that gives its value."""
+    stages, at = [], size
+    while origins[node]:
+        for before, device, staged in origins[node]:
+            if staged:
+                column = combine(values[before], priced(device, before[2])[0][:, at])
+                begin = int(column.argmin())
+            else:
+                begin, column = at, combine(values[before], priced(device, -1)[1])
+            if column[begin] == values[node][at]:
+                break
+        if staged:
+            stages.append((begin, at, device))
+        node, at = before, begin
+    return stages[::-1]
+
+
+def _solution(costs: StageCosts, stages: Stages, objective: Objective, room: Room) -> Solution:
+    place = costs.pinned_to.copy()
+    for start, stop, device in stages:
+        place[costs.free[start:stop]] = device
+    assignment = tuple(place.tolist())
+    cost = cost_of(costs.chain, assignment)
+    value = cost.bottleneck if objective == "throughput" else cost.latency
+    if objective == "memory":
+        value = max(float(room.load(np.array(cost.memory_bytes[d]), d)) for d in set(assignment))
+    return Solution(assignment=assignment, cost=cost, value=value)
