@@ -10,6 +10,7 @@ or less, than the chain says is taken off what it may hold in the next round.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -49,9 +50,8 @@ _FEW = 0.05
 """Part of the smallest device up to which these are all counted."""
 _BETTER = 1e-3
 """A deeper cut must promise so much: of plans that cost the same the one with cuts between larger modules is taken."""
-_SAME = 1e-9
-_POLISHES, _POLISHED_OPS = 24, 400
-"""Most assignments next to the best one that are checked, and ops of the run up to which that is done."""
+_POLISHES, _FEWEST_POLISHES, _POLISHED_OPS = 60, 10, 12_000
+"""Assignments next to the best one that are checked: so many at most, if not so few at least; ops, times these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,12 @@ class _Task:
             return float(np.floor(100 * held[0] / max(held.sum(), 1)))
         return solution.value if isinstance(found, Solution) else value_of(found.estimate, self.objective, False)
 
+    def rank(self, found: Checked) -> tuple[bool, float]:
+        """What is compared of plans: those that fit come first, by their score; then those that lack least."""
+        full = found.estimate.fullest
+        worth = self.score(found) if found.estimate.fits else full.peak_bytes / max(full.memory_bytes, 1)
+        return not found.estimate.fits, float(f"{worth:.9g}")
+
 
 def place(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, objective: Objective,
@@ -140,9 +146,51 @@ def place(
         room = Room(has, has - budget)
         for posed in levels(posed_chain, room):
             room, best = _rounds(task, posed, room, best)
-            if any_will_do and best is not None:
+            if any_will_do and best is not None and best.estimate.fits:
                 return best
-    return best if best is None or strategy in ("sequential", "balanced_low_0") else _polished(task, best)
+    if best is not None and (strategy in ("auto", "balanced") or not best.estimate.fits):
+        best = _polished(task, best)
+    return best if best is not None and best.estimate.fits else None
+
+
+def _rounds(
+    task: _Task, posed: Sequence[Posed], room: Room, best: Checked | None
+) -> tuple[Room, Checked | None]:  # fmt: skip
+    """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
+    seen: set[tuple[int, ...]] = set()
+    lenient = room
+    most = _MANY_OPS // max(len(task.profile.graph.ops), 1) - len(task.known)
+    for _ in range(min(_ROUNDS, max(most, 1))):
+        solution = task.solve(posed, room) or task.solve(posed, lenient)
+        fits = best is not None and best.estimate.fits
+        if solution is None and not fits and not seen:  # the chain may count more than there is
+            solution = posed[-1].whole(most_even(posed[-1].costs, room))
+        if solution is None or solution.assignment in seen:
+            break
+        if best is not None and fits and task.score(solution) >= task.score(best) * (1 - _BETTER):
+            break
+        seen.add(solution.assignment)
+        found = task.check(solution)
+        if best is None or task.rank(found) < task.rank(best):
+            best = found
+        room, lenient = _corrected(task, posed, room, found)
+    return room, best
+
+
+def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) -> tuple[Room, Room]:
+    """The room with what used devices, and all that equal them, turned out to hold; and with half of what was too much.
+
+    What is too much may depend on the solution: then the whole of it leaves no room for others.
+    """
+    taken, lenient = room.taken_bytes.copy(), room.taken_bytes.copy()
+    used = set(found.solution.assignment)
+    held = cost_of(task.chain, found.solution.assignment).memory_bytes
+    for kind in posed[0].costs.kinds(room.has_bytes):
+        rows = [(device, found.estimate.devices[device]) for device in kind if device in used]
+        if rows:
+            taken[kind] = max(row.peak_bytes - held[device] for device, row in rows)
+            lenient[kind] = taken[kind] - max(max(-row.free_bytes for _, row in rows), 0) / 2
+    return replace(room, taken_bytes=taken), replace(room, taken_bytes=lenient)
 
 
 def _polished(task: _Task, best: Checked) -> Checked:
@@ -150,69 +198,42 @@ def _polished(task: _Task, best: Checked) -> Checked:
 
     For small models, of which activations may be the larger part.
     """
-    tied = {unit for tie in task.chain.ties for unit in tie} | set(task.chain.pins)
-    checks = _POLISHES if len(task.profile.graph.ops) <= _POLISHED_OPS else 0
-    while True:
+    tied = {unit for tie in task.chain.ties for unit in tie if not task.chain.duplicate_ties} | set(task.chain.pins)
+    checks = min(_POLISHES, _POLISHED_OPS // max(len(task.profile.graph.ops), 1))
+    while checks >= _FEWEST_POLISHES:
         start = best
-        for assignment in _neighbours(best.solution.assignment, task.chain.num_devices, tied):
-            if assignment in task.known:
-                continue
-            if not checks:
-                return best
-            checks -= 1
-            cost = cost_of(task.chain, assignment)
-            found = task.check(Solution(assignment=assignment, cost=cost, value=0.0))
-            if found.estimate.fits and task.score(found) < task.score(best) * (1 - _SAME):
-                best = found
+        for assignment in _neighbours(best, task.chain.num_devices, tied, task.objective == "memory"):
+            if assignment not in task.known and checks:
+                checks -= 1
+                cost = cost_of(task.chain, assignment)
+                found = task.check(Solution(assignment=assignment, cost=cost, value=0.0))
+                if task.rank(found) < task.rank(best):
+                    best = found
         if best is start:
-            return best
+            break
+    return best
 
 
-def _neighbours(assignment: Sequence[int], devices: int, fixed: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the assignments with one unit beside a cut, or at an end, on the other side or on an empty device."""
+def _neighbours(best: Checked, devices: int, fixed: Collection[int], memory: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the assignments with two devices swapped, and those with one unit beside a cut, or at an end, elsewhere.
+
+    Elsewhere is on the other side or on an empty device; where memory is what is wanted, or what lacks, a unit of the
+    fullest device goes there.
+    """
+    assignment = best.solution.assignment
     empty = [device for device in range(devices) if device not in assignment][:1]
+    fullest = best.estimate.devices.index(best.estimate.fullest)
+    for one, other in combinations(range(devices), 2):
+        if not fixed:
+            swap = {one: other, other: one}
+            yield tuple(swap.get(device, device) for device in assignment)
     for unit, device in enumerate(assignment):
+        if unit in fixed or ((memory or not best.estimate.fits) and device != fullest):
+            continue
         beside = {assignment[at] for at in (unit - 1, unit + 1) if 0 <= at < len(assignment)}
         at_end = unit in (0, len(assignment) - 1) or len(beside) > 1
         for other in [*sorted(beside - {device}), *(empty if at_end else [])]:
-            if unit not in fixed:
-                yield (*assignment[:unit], other, *assignment[unit + 1 :])
-
-
-def _rounds(task: _Task, posed: Sequence[Posed], room: Room, best: Checked | None) -> tuple[Room, Checked | None]:
-    """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
-    seen: set[tuple[int, ...]] = set()
-    even = room
-    most = _MANY_OPS // max(len(task.profile.graph.ops), 1) - len(task.known)
-    for _ in range(min(_ROUNDS, max(most, 1))):
-        solution = task.solve(posed, even) or task.solve(posed, room)
-        if solution is None and best is None and not seen:  # the chain may count more than there is
-            solution = posed[-1].whole(most_even(posed[-1].costs, room))
-        elif solution is not None and best is not None and task.score(solution) >= task.score(best) * (1 - _BETTER):
-            break
-        if solution is None or solution.assignment in seen:
-            break
-        seen.add(solution.assignment)
-        found = task.check(solution)
-        if found.estimate.fits and (best is None or task.score(found) < task.score(best) * (1 - _SAME)):
-            best = found
-        room, even = _corrected(task, posed, room, found)
-    return room, best
-
-
-def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) -> tuple[Room, Room]:
-    """The room with what used devices turned out to hold; and with all equal devices like the worst of them."""
-    taken, kinds = room.taken_bytes.copy(), posed[0].costs.kinds(room.has_bytes)
-    used = sorted(set(found.solution.assignment))
-    held = cost_of(task.chain, found.solution.assignment).memory_bytes
-    for device in used:
-        taken[device] = found.estimate.devices[device].peak_bytes - held[device]
-    alike = taken.copy()
-    for kind in kinds:
-        mine = [device for device in kind if device in used]
-        if mine:
-            alike[kind] = taken[mine].max()
-    return replace(room, taken_bytes=taken), replace(room, taken_bytes=alike)
+            yield (*assignment[:unit], other, *assignment[unit + 1 :])
 
 
 def levels(chain: Chain, room: Room) -> Iterator[list[Posed]]:
