@@ -6,7 +6,7 @@
 Every load maps the files anew, so what is written to a weight is seen in that model only.
 """
 
-import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -14,18 +14,11 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source
-from autoshard.checkpoint.read_list import geometry
 from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed
-from autoshard.runtime.mapped import MappedFile, computes_as_in_memory, map_file, map_tensor
+from autoshard.runtime.mapped import MappedFile, map_file, map_tensor
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import streamed_module
-
-
-def mapped_entries(entries: Iterable[Entry]) -> list[torch.Tensor]:
-    """Return CPU tensors that privately map their bytes in the files; nothing is read. Raises `ApplyError`."""
-    files = _Files()
-    return [map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for entry in entries]
 
 
 class _Files(dict[Path, MappedFile]):
@@ -34,6 +27,12 @@ class _Files(dict[Path, MappedFile]):
     def __missing__(self, path: Path) -> MappedFile:
         self[path] = map_file(path)
         return self[path]
+
+
+def mapped_entries(entries: Iterable[Entry]) -> list[torch.Tensor]:
+    """Return CPU tensors that privately map their bytes in the files; nothing is read. Raises `ApplyError`."""
+    files = _Files()
+    return [map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for entry in entries]
 
 
 def mapped_tensors(
@@ -45,60 +44,37 @@ def mapped_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return, under each of its names, the tensor in its file of what the plan keeps on disk, or may stay there.
 
-    `streamed`: as in a plan. `in_memory`: names of tensors for CPU memory; those among them that are in a file as the
-    model has them, and compute there as in memory, stay in the file. Raises `CheckpointError` for a parameter that is
-    to be kept on disk and is in no file as the model has it.
+    `streamed`: as in a plan. `in_memory`: names of tensors for CPU memory; the parameters among them that are in a file
+    as the model has them stay in the file, unless others are made of the same bytes, which may be written to apart.
+    Raises `CheckpointError` for a parameter that is to be kept on disk and is in no file as the model has it.
     """
-    found: dict[str, torch.Tensor] = {}
-    files, alone = _Files(), _unshared(checkpoint, sources) if in_memory else frozenset()
-    for names in tied_groups(tensors) if in_memory or "disk" in streamed.values() else ():
+    if not in_memory and "disk" not in streamed.values():
+        return {}
+    uses = Counter(piece.entry for source in sources.values() for piece in source.pieces)
+    uses.update(entry for source in sources.values() if source.compute is not None for entry in source.compute[0])
+    wanted: dict[str, Entry] = {}
+    for names in tied_groups(tensors):
         name = next((name for name in names if name in sources), None)
-        if name is None:
+        if name is None or not isinstance(tensors[name], nn.Parameter):
             continue
-        tensor, source = tensors[name], sources[name]
         paths = [streamed_module(one, streamed) for one in names]
-        if isinstance(tensor, nn.Parameter) and any(path is not None and streamed[path] == "disk" for path in paths):
-            entry = _entry(name, tensor, checkpoint, source)
-            found.update(dict.fromkeys(names, map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape)))
-        elif name in alone and names[0] in in_memory and len({tensors[one].shape for one in names}) == 1:
-            offset = _mappable_offset(tensor, checkpoint, source)
-            if offset is not None:
-                file = checkpoint.entries[source.pieces[0].entry].file
-                mapped = map_tensor(files[file], offset, tensor.dtype, tuple(tensor.shape))
-                found.update(dict.fromkeys(names, mapped))
-    return found
-
-
-def _mappable_offset(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> int | None:
-    """Return where a tensor begins in the file that has it, byte for byte and fit to compute with; None if none has."""
-    entry = checkpoint.entries[source.pieces[0].entry]
-    if source.pack is not None or is_packed(tensor) or entry.dtype != tensor.dtype or not tensor.is_contiguous():
-        return None
-    shape, stride, begin = geometry(entry.shape, entry.dtype, source.pieces[0].views)
-    if shape != tuple(tensor.shape) or not math.prod(shape) or not _is_row_major(shape, stride):
-        return None
-    offset = entry.offset + begin * entry.dtype.itemsize
-    fits = offset % entry.dtype.itemsize == 0 and computes_as_in_memory(offset, entry.dtype, tensor.dim())
-    return offset if fits else None
-
-
-def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    wanted = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and step != wanted:
-            return False
-        wanted *= size
-    return True
-
-
-def _unshared(checkpoint: Checkpoint, sources: Mapping[str, Source]) -> frozenset[str]:
-    """Return the sources made of one piece whose entry nothing else is made of: others may be written to apart."""
-    uses: dict[str, list[str]] = {}
-    for name, source in sources.items():
-        for entry in source.compute[0] if source.compute is not None else {piece.entry for piece in source.pieces}:
-            uses.setdefault(entry, []).append(name)
-    alone = (names[0] for names in uses.values() if len(names) == 1)
-    return frozenset(name for name in alone if sources[name].compute is None and len(sources[name].pieces) == 1)
+        on_disk = any(path is not None and streamed[path] == "disk" for path in paths)
+        if not on_disk and names[0] not in in_memory:
+            continue
+        entry, reason = _in_file(tensors[name], checkpoint, sources[name])
+        if len({tensors[one].shape for one in names}) > 1:
+            entry, reason = None, "its ties have other shapes"
+        if entry is not None and (on_disk or uses[entry.name] == 1):
+            wanted.update(dict.fromkeys(names, entry))
+        elif on_disk:
+            raise CheckpointError(
+                f"the plan keeps {name} on disk, but {checkpoint.path} does not have it as the model does ({reason}), "
+                "and nothing else is written. Give the cpu enough memory to keep it, or load with the dtype of the "
+                "checkpoint."
+            )
+    entries = {entry.name: entry for entry in wanted.values()}
+    mapped = dict(zip(entries, mapped_entries(entries.values()), strict=True))
+    return {name: mapped[entry.name] for name, entry in wanted.items()}
 
 
 def not_in_files(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, Source]) -> list[str]:
@@ -107,31 +83,19 @@ def not_in_files(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str,
     found: list[str] = []
     for names in tied_groups(tensors):
         source = next((name for name in names if name in sources), None)
-        if source is None or _why_not(tensors[source], checkpoint, sources[source])[0] is None:
+        if source is None or _in_file(tensors[source], checkpoint, sources[source])[0] is None:
             found += names
     return found
 
 
-def _entry(name: str, tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> Entry:
-    """Return the entry of the checkpoint that is a parameter, byte for byte."""
-    entry, reason = _why_not(tensor, checkpoint, source)
-    if entry is not None:
-        return entry
-    raise CheckpointError(
-        f"the plan keeps {name} on disk, but {checkpoint.path} does not have it as the model does ({reason}), and "
-        "nothing else is written. Give the cpu enough memory to keep it, or load with the dtype of the checkpoint."
-    )
-
-
-def _why_not(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> tuple[Entry | None, str]:
+def _in_file(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> tuple[Entry | None, str]:
     """Return the entry that is a parameter, byte for byte, or None and why there is none."""
     whole = source.pieces[0] if len(source.pieces) == 1 and not source.pieces[0].views else None
     if whole is None:
         return None, "the model makes it of several tensors of the checkpoint, or of parts of one"
-    if is_packed(tensor):
+    if is_packed(tensor) or source.pack is not None:
         return None, "the model packs it"
     entry = checkpoint.entries[whole.entry]
-    if (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype):
+    if (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype) and tensor.is_contiguous():
         return entry, ""
-    reason = f"there it is {entry.dtype} {list(entry.shape)}, in the model {tensor.dtype} {list(tensor.shape)}"
-    return None, reason
+    return None, f"there it is {entry.dtype} {list(entry.shape)}, in the model {tensor.dtype} {list(tensor.shape)}"

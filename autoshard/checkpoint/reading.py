@@ -1,31 +1,39 @@
-"""Fill targets from files: every byte read once, several readers, a few reused buffers, copies on streams of their own.
+"""Fill targets from files: each file is mapped, and what a target needs is copied out of the mapping.
 
-file ──preadv──▶ memory of the one CPU target that has these bytes                             (direct)
-file ──preadv──▶ buffer ──copy──▶ targets: other dtypes, columns, replicas, other devices      (staged)
-page cache ──────map────copy──▶ columns of one rank                                            (mapped)
+    file ──map──▶ entry ──views──▶ piece ──runs──▶ part ──copy, cast──▶ CPU target
+                                                        ──pinned buffers, a stream──▶ target on a GPU
+
+Pages that no target needs are never touched. A few threads each take one source after the other, in the order of the
+files, so that a disk always has something to do.
 """
 
+import math
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.files import OpenFiles, mapped_stretch, read_fully
-from autoshard.checkpoint.memory import allocate
-from autoshard.checkpoint.packing import fill_packed
-from autoshard.checkpoint.read_list import Read, check_sources, check_target, list_reads
-from autoshard.checkpoint.staging import Copier, Slot, buffer_bytes
-from autoshard.collector import no_collection
-from autoshard.errors import CheckpointError
+from autoshard.errors import ApplyError, CheckpointError
+from autoshard.packed import is_packed, stored_tensors
+from autoshard.runtime.mapped import MappedFile, check_unchanged, map_file, map_tensor
+from autoshard.runtime.pinned import Uploads, has_streams
 
 Progress = Callable[[int, int], None]
 DEFAULT_THREADS = 4
-"""Readers: while one waits for the disk, others copy."""
+"""While one waits for the disk, others copy."""
 SHOWN_SECONDS = 0.1
+PACKED_ELEMENTS = 1 << 19
+"""Packed at once: what that makes on the way stays in the processor's caches (measured: 5 times as fast as 2**24)."""
+_ALONE_ELEMENTS = 32_000
+"""What torch copies in one thread (at::internal::GRAIN_SIZE is 32,768)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,186 +54,229 @@ def read_into(
 ) -> ReadReport:
     """Fill every target from the files; values are cast to the target's dtype, on its device.
 
-    `progress(bytes done, bytes in all)` is called from this thread a few times per second. `threads`: how many readers;
-    4 by default. Beside the targets, host memory of at most 256 MiB is used, and what
-    sources with `compute` need. Raises `CheckpointError` that names the file if it can't be read, ends too early or is
-    changed meanwhile, and if a source or a target does not fit; the targets may then hold anything.
+    `progress(bytes done, bytes in all)` is called from this thread a few times per second. Raises `CheckpointError`
+    that names the file if it can't be read or is changed meanwhile, and if a source or a target does not fit; the
+    targets may then hold anything.
     """
     started = time.perf_counter()
-    used = {target.source: sources[target.source] for target in targets}
-    check_sources(checkpoint, used)
-    for target in targets:
-        check_target(used[target.source], target)
-    plain = [target for target in targets if used[target.source].pack is None]
-    packed = [target for target in targets if used[target.source].pack is not None]
-    pieced = [target for target in plain if used[target.source].compute is None]
-    computed = [target for target in plain if used[target.source].compute is not None]
-    devices = [target.tensor.device for target in targets]
-    limit = buffer_bytes(devices)
-    with no_collection():  # of what comes with torch, which would take as long as to read a gigabyte
-        reads = list_reads(checkpoint, used, pieced, staged_bytes=limit)
-    total = sum(read.wanted_bytes for read in reads) + _read_later_bytes(checkpoint, used, [*computed, *packed])
-    load = _Load(Copier(devices, limit), total, progress, threads or DEFAULT_THREADS)
-
-    def read_rows(rows: Sequence[Target]) -> None:
-        of_pieces = [target for target in rows if used[target.source].compute is None]
-        load.run(list_reads(checkpoint, used, of_pieces, staged_bytes=limit))
-        _fill_computed(checkpoint, used, [target for target in rows if used[target.source].compute is not None], load)
-
-    with torch.no_grad():
-        load.run(reads)
-        _fill_computed(checkpoint, used, computed, load)
-        fill_packed(checkpoint, used, packed, read_rows)
-    load.show()
-    return ReadReport(bytes_read=load.done_bytes, seconds=time.perf_counter() - started)
-
-
-def _read_later_bytes(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[Target]) -> int:
-    """Bytes of all entries that computed and packed targets need; nothing else needs a part of them, or it is small."""
-    needed = {sources[target.source] for target in targets}
-    whole = {
-        entry
-        for source in needed
-        for entry in (source.compute[0] if source.compute is not None else [piece.entry for piece in source.pieces])
-    }
-    return sum(checkpoint.entries[entry].nbytes for entry in whole)
-
-
-class _Load:
-    """Readers that take one read after the other, in the order of the files, until all are done or one failed."""
-
-    def __init__(self, copier: Copier, total_bytes: int, progress: Progress | None, threads: int) -> None:
-        self.copier, self.total_bytes, self.progress, self.threads = copier, total_bytes, progress, threads
-        self.done_bytes = 0
-        self.error: BaseException | None = None
-        self.lock = threading.Lock()
-        self.inference = torch.is_inference_mode_enabled()
-        self.reads: list[Read] = []
-        self.taken = 0
-
-    def run(self, reads: list[Read]) -> None:
-        """Do all reads; returns when every target is filled."""
-        self.reads, self.taken = reads, 0
-        with OpenFiles(read.file for read in reads) as files:
-            readers = [
-                threading.Thread(target=self._work, args=(files,), name="autoshard-reader", daemon=True)
-                for _ in range(min(self.threads, len(reads)))
-            ]
-            try:
-                for reader in readers:
-                    reader.start()
-                for reader in readers:
-                    while reader.is_alive():
-                        reader.join(SHOWN_SECONDS)
-                        self.show()
-            except BaseException as error:  # an interrupt, or the progress failed: the readers must not go on
-                self.error = self.error or error
-                raise
-            finally:
-                for reader in readers:
-                    if reader.ident is not None:
-                        reader.join()
-                self.copier.finish()  # also where it failed: nobody may free a target that is still written to
-        if self.error is not None:
-            raise self.error
-
-    def show(self) -> None:
-        if self.progress is not None:
-            self.progress(self.done_bytes, self.total_bytes)
-
-    def _take(self) -> Read | None:
-        """Return the next read, None if nothing is left to do."""
-        with self.lock:
-            if self.error is not None or self.taken == len(self.reads):
-                return None
-            self.taken += 1
-            return self.reads[self.taken - 1]
-
-    def _work(self, files: OpenFiles) -> None:
-        try:
-            with torch.inference_mode(self.inference), torch.no_grad():
-                slots = self.copier.slots()
-                number = 0
-                while (read := self._take()) is not None:
-                    slot = slots[number % len(slots)]
-                    number += 1
-                    self._do(read, files, slot)
-                    with self.lock:
-                        self.done_bytes += read.wanted_bytes
-                for slot in slots:
-                    slot.wait()
-        except BaseException as error:
-            with self.lock:
-                self.error = self.error or error
-
-    def _do(self, read: Read, files: OpenFiles, slot: Slot) -> None:
-        with files.use(read.file) as opened:
-            if read.kind == "direct":
-                memory = read.copies[0].into.reshape(-1).view(torch.uint8)
-                self.copier.pages.make(memory)
-                read_fully(opened, read.begin, memory)
-                return
-            slot.wait()
-            if read.kind == "staged":
-                data = slot.memory[: read.end - read.begin]
-                read_fully(opened, read.begin, data)
-                self.copier.copy(read.copies, data, read.begin, slot)
-            else:
-                with mapped_stretch(opened, read.begin, read.end) as data:
-                    self.copier.copy(read.copies, data, read.begin, slot)
-
-
-def _compute_of(source: Source) -> tuple[tuple[str, ...], Callable[..., torch.Tensor]]:
-    assert source.compute is not None
-    return source.compute
-
-
-def _fill_computed(
-    checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[Target], load: _Load
-) -> None:
-    """Fill the targets of sources that are computed, one source after the other; entries are read once."""
     by_source: dict[str, list[Target]] = {}
     for target in targets:
+        check_target(sources[target.source], target)
         by_source.setdefault(target.source, []).append(target)
-    uses = Counter(entry for name in by_source for entry in set(_compute_of(sources[name])[0]))
-    values: dict[str, torch.Tensor] = {}
-    for name, wanted in by_source.items():
-        entries, function = _compute_of(sources[name])
-        _read_whole(checkpoint, dict.fromkeys(entries), values, load)
-        for entry in set(entries):
-            uses[entry] -= 1
-        # what others still need is lent as a copy: the function may write into what it is given
-        result = function(*(values[entry].clone() if uses[entry] else values[entry] for entry in entries))
-        for entry in set(entries):
-            if not uses[entry]:
-                del values[entry]
-        if tuple(result.shape) != sources[name].shape:
-            raise CheckpointError(
-                f"{name} has the shape {list(sources[name].shape)}, and what {checkpoint.path} holds gives "
-                f"{list(result.shape)}."
-            )
-        for target in wanted:
-            _write(result, target)
+    for name in by_source:
+        check_source(checkpoint, name, sources[name])
+    names = sorted(by_source, key=lambda name: _place(checkpoint, sources[name]))
+    nbytes = {name: _wanted_bytes(checkpoint, sources[name], by_source[name]) for name in names}
+    files = _Files(checkpoint, [sources[name] for name in names])
+    uploads = Uploads(target.tensor.device for target in targets if has_streams(target.tensor.device))
+    mode, done, total = torch.is_inference_mode_enabled(), 0, sum(nbytes.values())
+
+    def fill(name: str) -> int:
+        with torch.inference_mode(mode), torch.no_grad():
+            _fill(files, name, sources[name], by_source[name], uploads)
+        files.release(sources[name])
+        return nbytes[name]
+
+    with ThreadPoolExecutor(threads or DEFAULT_THREADS, thread_name_prefix="autoshard-reader") as pool:
+        left: set[Future[int]] = {pool.submit(fill, name) for name in names}
+        try:
+            while left:
+                finished, left = wait(left, SHOWN_SECONDS, FIRST_EXCEPTION)
+                done += sum(one.result() for one in finished)
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            uploads.finish()  # also where it failed: nobody may free a target that is still written to
+    if progress is not None:
+        progress(done, total)
+    return ReadReport(bytes_read=done, seconds=time.perf_counter() - started)
 
 
-def _read_whole(
-    checkpoint: Checkpoint, entries: Mapping[str, None], values: dict[str, torch.Tensor], load: _Load
-) -> None:
-    """Read entries that are not read yet into CPU memory."""
-    wanted = [checkpoint.entries[name] for name in entries if name not in values]
-    values.update({entry.name: allocate(entry.shape, entry.dtype) for entry in wanted})
-    sources = {e.name: Source(shape=e.shape, dtype=e.dtype, pieces=(Piece(entry=e.name),)) for e in wanted}
-    targets = [Target(source=entry.name, tensor=values[entry.name]) for entry in wanted]
-    load.run(list_reads(checkpoint, sources, targets, staged_bytes=load.copier.limit))
-
-
-def _write(value: torch.Tensor, target: Target) -> None:
-    memory = target.tensor.detach()
-    if target.runs is None:
-        memory.copy_(value)
+def check_source(checkpoint: Checkpoint, name: str, source: Source) -> None:
+    """Raise `CheckpointError` unless what a source is made of is in the checkpoint, and fills its shape."""
+    missing = [entry for entry in _entries(source) if entry not in checkpoint.entries]
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} has no tensor {missing[0]!r}, which {name} is made of.")
+    if source.compute is not None:
         return
+    regions = [_region(source, piece) for piece in source.pieces]
+    covered = sum(math.prod(length for _, length in region) for region in regions)
+    inside = all(
+        start >= 0 and length >= 0 and start + length <= size
+        for region in regions
+        for (start, length), size in zip(region, source.shape, strict=True)
+    )
+    if not inside or covered != math.prod(source.shape):
+        raise CheckpointError(f"the {len(regions)} pieces of {name} do not fill its shape {list(source.shape)}.")
+
+
+def check_target(source: Source, target: Target) -> None:
+    """Raise `CheckpointError` unless the target's memory has the shape of what it is to hold, and is on a device."""
+    shape = list(source.shape)
+    if target.runs is not None:
+        if any(not 0 <= start <= stop <= shape[target.dim] for start, stop in target.runs):
+            raise CheckpointError(f"{target.source} of shape {shape} has no {target.runs} along {target.dim}.")
+        shape[target.dim] = sum(stop - start for start, stop in target.runs)
+    if list(target.tensor.shape) != shape:
+        raise CheckpointError(f"{target.source} needs the shape {shape}, and its memory has {[*target.tensor.shape]}.")
+    if target.tensor.is_meta:
+        raise CheckpointError(f"{target.source} has no memory: it is on the meta device.")
+
+
+def _entries(source: Source) -> list[str]:
+    return [*source.compute[0]] if source.compute is not None else [piece.entry for piece in source.pieces]
+
+
+def _place(checkpoint: Checkpoint, source: Source) -> tuple[str, int]:
+    entry = checkpoint.entries[_entries(source)[0]]
+    return str(entry.file), entry.offset
+
+
+def _region(source: Source, piece: Piece) -> tuple[tuple[int, int], ...]:
+    return piece.region if piece.region is not None else tuple((0, size) for size in source.shape)
+
+
+def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[Target]) -> int:
+    """Bytes of the files that are copied or computed with; what several targets have alike is counted once."""
+    if source.compute is not None or source.pack is not None:
+        return sum(checkpoint.entries[name].nbytes for name in dict.fromkeys(_entries(source)))
+    parts = {(target.dim, target.runs): target.tensor.numel() for target in targets}
+    return min(sum(parts.values()), math.prod(source.shape)) * checkpoint.entries[_entries(source)[0]].dtype.itemsize
+
+
+class _Files:
+    """The mapped files of a load: each is mapped when it is first needed, and let go of after its last source."""
+
+    def __init__(self, checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
+        self.checkpoint = checkpoint
+        self.left = Counter(file for source in sources for file in self._of(source))
+        self.mapped: dict[Path, MappedFile] = {}
+        self.lock = threading.Lock()
+
+    def _of(self, source: Source) -> set[Path]:
+        return {self.checkpoint.entries[name].file for name in _entries(source)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """An entry where it is in its file; nothing is read yet."""
+        entry = self.checkpoint.entries[name]
+        with self.lock:
+            try:
+                mapped = self.mapped.get(entry.file) or map_file(entry.file)
+                check_unchanged(mapped)  # to touch what is not there any more would end the process
+                self.mapped[entry.file] = mapped
+                return map_tensor(mapped, entry.offset, entry.dtype, entry.shape)
+            except ApplyError as error:
+                raise CheckpointError(str(error)) from None
+
+    def release(self, source: Source) -> None:
+        """A source is read. Raises `CheckpointError` if a file was changed meanwhile."""
+        with self.lock:
+            for file in self._of(source):
+                self.left[file] -= 1
+                mapped = self.mapped[file] if self.left[file] else self.mapped.pop(file)
+                if os.stat(mapped.path).st_mtime_ns != mapped.stamp[2]:
+                    raise CheckpointError(
+                        f"{file} was changed while it was read. Load again when nothing writes to it."
+                    )
+
+
+def _fill(files: _Files, name: str, source: Source, targets: Sequence[Target], uploads: Uploads) -> None:
+    if source.pack is not None:
+        _fill_packed(files, name, source, [target.tensor.detach() for target in targets], uploads)
+        return
+    if source.compute is not None:
+        entries, function = source.compute
+        value = function(*(files.tensor(entry).clone() for entry in entries))  # it may write into what it is given
+        if tuple(value.shape) != source.shape:
+            raise CheckpointError(
+                f"{name} has the shape {list(source.shape)}, and what {files.checkpoint.path} holds gives "
+                f"{list(value.shape)}."
+            )
+        whole = [(tuple((0, size) for size in source.shape), value)]
+    else:
+        whole = [(_region(source, piece), _viewed(files, name, source, piece)) for piece in source.pieces]
+    for region, value in whole:
+        for target in targets:
+            for into, part in _parts(target, region, value):
+                _copy(into, part, uploads)
+
+
+def _viewed(files: _Files, name: str, source: Source, piece: Piece) -> torch.Tensor:
+    """A piece in its file, in the shape of its region."""
+    entry = files.checkpoint.entries[piece.entry]
+    value = files.tensor(piece.entry)
+    begin, end = value.data_ptr(), value.data_ptr() + max(value.nbytes, 1)
+    for view, *arguments in piece.views:
+        value = getattr(value, view)(*arguments)
+    if value.numel() and not begin <= value.data_ptr() < end:
+        raise CheckpointError(f"{piece.views} is no view of a tensor of shape {list(entry.shape)}.")
+    room = [length for _, length in _region(source, piece)]
+    if list(value.shape) != room:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} of shape {list(entry.shape)} gives the shape {list(value.shape)}, and "
+            f"{name} has room for {room} there."
+        )
+    return value
+
+
+def _parts(
+    target: Target, region: Sequence[tuple[int, int]], value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (memory, values) for what a target needs of a region: all of it, or one part per run that meets it."""
+    memory = target.tensor.detach()
+    for dim, (start, length) in enumerate(region):
+        if target.runs is None or dim != target.dim:
+            memory = memory.narrow(dim, start, length)
+    if target.runs is None:
+        yield memory, value
+        return
+    begin, length = region[target.dim]
     position = 0
     for start, stop in target.runs:
-        part = value.narrow(target.dim, start, stop - start)
-        memory.narrow(target.dim, position, stop - start).copy_(part)
+        low, high = max(start, begin), min(stop, begin + length)
+        if low < high:
+            into = memory.narrow(target.dim, position + low - start, high - low)
+            yield into, value.narrow(target.dim, low - begin, high - low)
         position += stop - start
+
+
+def _copy(into: torch.Tensor, value: torch.Tensor, uploads: Uploads) -> None:
+    """Copy values of a file to a device; in this thread, as torch would divide each copy over threads of its own."""
+    if uploads.send(into, value):
+        return
+    if type(into) not in (torch.Tensor, nn.Parameter):
+        with uploads.lock:  # tensors of other types may keep counters in Python
+            into.copy_(value)
+        return
+    if into.is_contiguous() and value.is_contiguous():
+        into, value = into.reshape(-1), value.reshape(-1)
+    if into.dim() == 0 or into.numel() <= _ALONE_ELEMENTS or torch.get_num_threads() == 1:
+        into.copy_(value)
+        return
+    rows = max(1, _ALONE_ELEMENTS * len(into) // into.numel())
+    for mine, its in zip(into.split(rows), value.split(rows), strict=True):
+        mine.copy_(its)
+
+
+def _fill_packed(files: _Files, name: str, source: Source, targets: Sequence[torch.Tensor], uploads: Uploads) -> None:
+    """Pack some rows at a time: the values of a row do not depend on others, and few whole rows are ever in memory."""
+    assert source.pack is not None
+    count = source.shape[0]
+    row = max(1, math.prod(source.shape[1:]))
+    by_rows = source.compute is None and all(map(_is_by_rows, targets))
+    step = max(1, PACKED_ELEMENTS // row) if by_rows else count
+    plain = Source(shape=source.shape, dtype=source.dtype, pieces=source.pieces, compute=source.compute)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        values = torch.empty((stop - start, *source.shape[1:]), dtype=source.dtype)
+        _fill(files, name, plain, [Target(source=name, tensor=values, runs=((start, stop),))], uploads)
+        made = stored_tensors(source.pack(values))
+        for packed in targets:
+            for part, packed_values in zip(stored_tensors(packed), made, strict=True):
+                _copy(part.narrow(0, start, stop - start) if by_rows else part, packed_values, uploads)
+
+
+def _is_by_rows(packed: torch.Tensor) -> bool:
+    assert is_packed(packed)
+    return all(part.dim() and part.shape[0] == packed.shape[0] for part in stored_tensors(packed))

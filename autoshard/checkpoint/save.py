@@ -31,7 +31,6 @@ from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.devices import CPU, fresh_copy
-from autoshard.runtime.mapped import let_go, region_of
 from autoshard.runtime.moves import tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
 from autoshard.runtime.sharded import is_sharded, whole_of
@@ -250,19 +249,12 @@ def _write_shard(
             del gathered
             for name in one.sources:
                 if last[name] == place:
-                    _let_go(values.pop(name, None))
+                    values.pop(name, None)
     return error
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
     return value if value.device == CPU else fresh_copy(value, CPU)
-
-
-def _let_go(value: torch.Tensor | None) -> None:
-    """Do not leave the pages of parameters on disk in memory, for a model that is larger than it."""
-    region = None if value is None else region_of(value)
-    if region is not None:
-        let_go([region])
 
 
 def _made(one: Stored, values: Mapping[str, torch.Tensor]) -> torch.Tensor:

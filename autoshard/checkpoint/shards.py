@@ -54,9 +54,6 @@ class ShardLoader(FileLoader):
     def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def share(self, model: nn.Module, record: CutRecord) -> None:
-        return None
-
     def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
         sources, targets = dict(self.sources), []
         tensors = named_tensors(model)

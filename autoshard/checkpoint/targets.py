@@ -3,28 +3,24 @@
     placed     meta ──▶ memory on the device of each tensor ──read──▶ filled ──▶ hooks
                         or, on the CPU and as the file has it, a mapping of the file: nothing to read
     cut        meta ──▶ memory for the part of each rank here ──read──▶ filled ──▶ scales and actions
-                                     what all ranks have whole: read by one of them, sent to the others
 
 Nothing is read that no device here needs. If anything fails, the model is on meta again.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.mapped import mapped_tensors
-from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
 from autoshard.errors import ApplyError, CheckpointError, first_line
-from autoshard.packed import repacked, stored_bytes, stored_tensors
+from autoshard.packed import repacked
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
 from autoshard.runtime.apply import check_belongs
-from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import CPU, META, resolve_device
 from autoshard.runtime.dispatch import apply_plan
@@ -33,9 +29,6 @@ from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.resting import resting, streamed_module
 from autoshard.runtime.slices import Undo, replace_all, runs_of
 from autoshard.sizes import format_bytes
-
-PACKET_BYTES = 16 << 20
-"""Tensors smaller than this are sent to other ranks in packets of about this size."""
 
 
 def load_applied(
@@ -52,7 +45,7 @@ def load_applied(
 
     `sources`: for one name of each tensor on meta, and of others that are to be read over, how it is made. `mapped`:
     what stays on the CPU as the files have it is not read but mapped, where no cut divides it. With cuts in several
-    processes all call it; together they read the files about once. Raises `CheckpointError` for what the files lack,
+    processes all call it, and each reads only what it has. Raises `CheckpointError` for what the files lack,
     and what `apply_plan` raises; the model is then as it was.
     """
     if plan is not None and plan.cuts:
@@ -114,7 +107,7 @@ def check_complete(model: nn.Module, empty: Collection[str], sources: Mapping[st
 def allocate_named(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for a tensor. Raises `ApplyError` that says for what there is no room."""
     try:
-        return allocate(shape, dtype, device)
+        return torch.empty(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         nbytes = dtype.itemsize * torch.Size(shape).numel()
         reason = first_line(error).rstrip(".")
@@ -149,8 +142,6 @@ class FileLoader:
 class _CutLoader(FileLoader):
     """Fills a model while it is being cut; see `runtime.cuts.Loader`."""
 
-    readers: dict[str, int] = field(default_factory=dict)
-
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return allocate_named("a part of the model", shape, dtype, device)
 
@@ -158,29 +149,11 @@ class _CutLoader(FileLoader):
         check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
         tensors = named_tensors(model)
         in_file = record.kept.in_file
-        self.readers = _readers(tensors, self.sources, record)
-        targets = [
-            target
-            for name in self.sources
-            if name not in in_file
-            if self.readers.get(name, record.ranks.rank) == record.ranks.rank
-            for target in targets_of(name, tensors[name], record)
-        ]
-        self.read(self.sources, targets)
+        names = [name for name in self.sources if name not in in_file]
+        self.read(self.sources, [target for name in names for target in targets_of(name, tensors[name], record)])
 
     def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
         return mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
-
-    def share(self, model: nn.Module, record: CutRecord) -> None:
-        ranks = record.ranks
-        if not isinstance(ranks, ProcessRanks):
-            return
-        tensors = named_tensors(model)
-        with torch.no_grad():
-            for reader in range(ranks.size):
-                read = [_bytes_of(tensors[name]) for name in self.sources if self.readers.get(name) == reader]
-                for packet in _packets(list(chain.from_iterable(read))):
-                    _send(packet, ranks, reader)
 
     def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
         raise AssertionError("parts of a cut model are filled while it is cut")
@@ -195,54 +168,3 @@ def targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[T
             yield Target(source=name, tensor=part)
         else:
             yield Target(source=name, tensor=part, dim=cut.dim, runs=runs_of(cut, rank))
-
-
-def _readers(tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Source], record: CutRecord) -> dict[str, int]:
-    """Name of what every process has whole -> the rank that reads it: each about the same number of bytes.
-
-    What is off its device between calls is read by each: it is little, and not where ranks meet.
-    """
-    if not isinstance(record.ranks, ProcessRanks):
-        return {}
-    apart = {*record.tensors, *record.kept.names}
-    whole = [name for name in sources if name not in apart and _is_contiguous(tensors[name])]
-    load = [0] * record.ranks.size
-    readers = {}
-    for name in sorted(whole, key=lambda name: -stored_bytes(tensors[name])):
-        readers[name] = load.index(min(load))
-        load[readers[name]] += stored_bytes(tensors[name])
-    return readers
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return all(stored.is_contiguous() for stored in stored_tensors(tensor))
-
-
-def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [stored.detach().reshape(-1).view(torch.uint8) for stored in stored_tensors(tensor)]
-
-
-def _packets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group tensors for sending: large ones alone, small ones together."""
-    packet: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if packet and size + tensor.nbytes > PACKET_BYTES:
-            yield packet
-            packet, size = [], 0
-        packet.append(tensor)
-        size += tensor.nbytes
-    if packet:
-        yield packet
-
-
-def _send(packet: list[torch.Tensor], ranks: ProcessRanks, reader: int) -> None:
-    """Send tensors of one rank to all others, which have memory for them."""
-    if len(packet) == 1:
-        ranks.broadcast(packet[0], reader)
-        return
-    together = torch.cat(packet)
-    ranks.broadcast(together, reader)
-    if ranks.rank != reader:
-        for tensor, values in zip(packet, together.split([one.numel() for one in packet]), strict=True):
-            tensor.copy_(values)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import read_into
 from autoshard.integrations.rehearsal import quiet
 from autoshard.integrations.skeleton import no_fills
@@ -107,7 +106,7 @@ def _finish(model: Any, checkpoint: Checkpoint) -> None:
                 if own in module._non_persistent_buffers_set:
                     module._buffers[own] = torch.empty_like(tensor, device="cpu")
             elif own in module._buffers:
-                buffers[name] = module._buffers[own] = _marked(allocate(tuple(tensor.shape), tensor.dtype))
+                buffers[name] = module._buffers[own] = _marked(torch.empty(tuple(tensor.shape), dtype=tensor.dtype))
             elif tensor.requires_grad == tensor.is_floating_point():
                 _marked(tensor)
             else:  # loaded ones can all be trained, whatever the class made of them

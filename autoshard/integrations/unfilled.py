@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.reading import read_into
 from autoshard.errors import CheckpointError
 from autoshard.integrations.traced import META, Traced
@@ -42,7 +41,7 @@ def leave_unfilled(
             found[name] = tensor
     sources = sources_of(found)
     buffers = {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
-    values = {name: allocate(tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
+    values = {name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in buffers.items()}
     read_into(checkpoint, sources, [Target(source=name, tensor=value) for name, value in values.items()])
     made: dict[int, torch.Tensor] = {id(buffers[name]): value for name, value in values.items()}
     for tensor in found.values():
@@ -62,6 +61,6 @@ def read_one(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read one tensor of the files."""
     entry = checkpoint.entries[name]
     source = Source(shape=entry.shape, dtype=entry.dtype, pieces=(Piece(entry=name),))
-    value = allocate(entry.shape, entry.dtype)
+    value = torch.empty(entry.shape, dtype=entry.dtype)
     read_into(checkpoint, {name: source}, [Target(source=name, tensor=value)])
     return value

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from autoshard.errors import ApplyError
+from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.mapped import map_tensor, region_of
+from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.resting import check_ties, streamed_module
 from autoshard.runtime.slices import CutTensor, Kept, runs_of
@@ -67,8 +68,7 @@ def kept_parts(
 
 def _file_part(name: str, whole: torch.Tensor, cut: CutTensor | None, rank: int) -> torch.Tensor:
     """This rank's part of a tensor in a file, as a view of it: pages of rows that others have are never touched."""
-    region = region_of(whole)
-    if region is None:
+    if file_of(whole) is None:
         raise ApplyError(
             f"the plan keeps {name} on disk, but this model has it in memory, not in a file. Save the model with "
             "autoshard.save(model, directory), then autoshard.load(directory, plan=plan)."
@@ -82,11 +82,7 @@ def _file_part(name: str, whole: torch.Tensor, cut: CutTensor | None, rank: int)
             f"{cut.dim} each, which can't be used where they lie in the file. Keep its module in the memory of the cpu."
         )
     begin, end = runs[0]
-    if cut.dim or not whole.is_contiguous():
-        return whole.narrow(cut.dim, begin, end - begin)
-    row = whole[0].numel() * whole.element_size()
-    start = region.start + int(whole.storage_offset()) * whole.element_size() + begin * row
-    return map_tensor(region.map, start, whole.dtype, (end - begin, *whole.shape[1:]))
+    return whole.narrow(cut.dim, begin, end - begin)
 
 
 def stream_parts(model: nn.Module, streamed: Mapping[str, str], device: torch.device | None) -> CutStreams | None:
@@ -100,4 +96,9 @@ def stream_parts(model: nn.Module, streamed: Mapping[str, str], device: torch.de
         return None
     streams = Streams.of(model, brought)
     streams.pin()
-    return CutStreams(streams, hook_streams(dict(model.named_modules()), streams, ()))
+    streams.copies = runs = Copies()
+    handles = [
+        model.register_forward_pre_hook(lambda module, args: runs.begin()),
+        model.register_forward_hook(lambda module, args, output: runs.end(), always_call=True),
+    ]
+    return CutStreams(streams, handles + hook_streams(dict(model.named_modules()), streams, ()))

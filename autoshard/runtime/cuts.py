@@ -56,9 +56,6 @@ class Loader(Protocol):
     def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
         """Return the whole of every parameter that a plan keeps on disk, in its file."""
 
-    def share(self, model: nn.Module, record: "CutRecord") -> None:
-        """Exchange between ranks what not each of them has read; all have filled what they read."""
-
     def fill_shards(self, model: nn.Module, record: "CutRecord | None") -> None:
         """Fill the shards of a sharded model, which may be cut as well. No other rank may be waited for."""
 
@@ -113,8 +110,6 @@ def apply_cuts(
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
-        if loader is not None:
-            loader.share(model, ready.record)
     except BaseException:
         _undo(model, ready.record, log)
         raise

@@ -1,25 +1,195 @@
-"""Page-locked homes: parameters that a GPU fetches straight from CPU memory, without a copy through a buffer.
+"""From CPU memory to GPUs: page-locked homes, and copies on a stream of their own through two pinned buffers.
 
-    ordinary memory   [ q ]   [ k ]      [ v ]
-    one slab          [ q | k | v | … ]  mapped, locked for the device as a whole, given back with the last of them
+    home, page-locked   [ q ]  ─────────copy stream───────▶ cuda:0
+    home, any other     [ k ]  ──▶ buffer a ──copy stream──▶ cuda:0       one is filled while the other is on its way
+                               ──▶ buffer b
 
-torch's own pinned memory comes in powers of two, up to twice what is asked for; slabs are as large as what is in them.
+Every buffer has an event behind its last copy, which is waited for before it is filled again. A page-locked home is one
+slab of ordinary memory, locked as a whole and given back with the last tensor in it: torch's own pinned memory comes in
+powers of two, up to twice what is asked for.
 """
 
+import contextlib
 import mmap
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autoshard import torch_private
-from autoshard.packed import is_packed
-from autoshard.runtime.mapped import ALIGNMENT_BYTES, region_of
+from autoshard.packed import is_packed, repacked, stored_tensors
+from autoshard.runtime.devices import copy_strides, is_accelerator, set_current
+from autoshard.runtime.mapped import bring, file_of
 from autoshard.runtime.moves import set_data
 
+BUFFER_BYTES = 32 << 20
 SLAB_BYTES = 256 << 20
+ALIGNMENT_BYTES = 64  # what torch gives the tensors that it allocates itself
 Lock = Callable[[int, int], Callable[[], object] | None]
 """(address, bytes) -> what unlocks them again, None if they can't be locked."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to a device can be queued on a stream, from pinned memory."""
+    return is_accelerator(device) and hasattr(torch.get_device_module(device.type), "Stream")
+
+
+class Uploads:
+    """Copies to some devices; many threads may send, each through buffers of its own."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.lock = threading.Lock()
+        self.local = threading.local()
+        self.streams: dict[torch.device, Any] = {}
+        for device in dict.fromkeys(devices):
+            module = torch.get_device_module(device.type)
+            stream = module.Stream(device)
+            stream.wait_stream(module.current_stream(device))  # targets may take the place of what still runs
+            self.streams[device] = stream
+
+    def send(self, into: torch.Tensor, value: torch.Tensor) -> bool:
+        """Queue a copy of a CPU tensor, cast on its way; False if the device of `into` is not one of these.
+
+        `value` may be written over when this returns.
+        """
+        stream = self.streams.get(into.device)
+        if stream is None:
+            return False
+        module = torch.get_device_module(into.device.type)
+        with module.stream(stream):
+            for target, part in _chunks(into, value):
+                buffer, event = self._next(module, into.device)
+                staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
+                staged.copy_(part)
+                if target.dtype != part.dtype or not target.is_contiguous():  # else torch would do that on the host
+                    staged = staged.to(into.device, non_blocking=True)
+                target.copy_(staged, non_blocking=True)
+                event.record(stream)
+        return True
+
+    def _next(self, module: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
+        """The buffer of this thread that was used longest ago, when nothing is copied out of it any more."""
+        if not hasattr(self.local, "buffers"):
+            self.local.buffers = {}
+        buffers = self.local.buffers.setdefault(device, [])
+        if len(buffers) < 2:
+            memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_accelerator(device))
+            buffers.append((memory, module.Event()))
+        else:
+            buffers.append(buffers.pop(0))
+        buffers[-1][1].synchronize()
+        return buffers[-1]
+
+    def finish(self) -> None:
+        """Wait for all copies; what is queued on the devices later sees them."""
+        for device, stream in self.streams.items():
+            stream.synchronize()
+            with contextlib.suppress(RuntimeError):
+                torch.get_device_module(device.type).current_stream(device).wait_stream(stream)
+
+
+def _chunks(into: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Divide a copy into parts that fit a buffer, along the first dimensions."""
+    if value.nbytes <= BUFFER_BYTES:
+        if value.numel():
+            yield into, value
+        return
+    rows = BUFFER_BYTES * len(value) // value.nbytes
+    for target, part in zip(into.split(max(rows, 1)), value.split(max(rows, 1)), strict=True):
+        if rows:
+            yield target, part
+        else:
+            yield from _chunks(target[0], part[0])
+
+
+@dataclass(slots=True)
+class _Load:
+    """Copies on a device; `ready` is recorded behind the copying."""
+
+    copies: list[torch.Tensor]
+    ready: Any
+
+
+class CopyAhead:
+    """Copies on a stream of its own, from a thread of its own, while the device computes.
+
+    The copies are allocated on that stream, and the thread lets go of them only when the kernels that use them have
+    run. So their memory is there for the next ones at once, and no more of it is taken than there are modules in
+    flight; the allocator alone would keep it until all that is queued by then has run.
+    """
+
+    copies = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device.type)
+        self.uploads = Uploads([device])
+        self.thread = ThreadPoolExecutor(1, "autoshard-copy", initializer=self._start)
+
+    def _start(self) -> None:
+        """Begin the thread: its device is the current one in it."""
+        if self.device.index is not None:
+            set_current(self.device, self.device.index)
+
+    def begin(self, homes: Sequence[torch.Tensor]) -> "Future[_Load]":
+        return self.thread.submit(self._load, list(homes))
+
+    def take(self, ticket: "Future[_Load]") -> list[torch.Tensor]:
+        load = ticket.result()
+        self.module.current_stream(self.device).wait_event(load.ready)
+        return list(load.copies)
+
+    def used(self) -> tuple[Any, Any]:
+        stream = self.module.current_stream(self.device)
+        event = self.module.Event()
+        event.record(stream)
+        return stream, event
+
+    def done(self, ticket: "Future[_Load]", uses: Mapping[Any, Any]) -> None:
+        if ticket.cancel():
+            return
+        if uses:
+            for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
+                if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
+                    for stream in uses:
+                        copy.record_stream(stream)
+        self.thread.submit(_free, ticket, list(uses.values()))
+
+    def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
+        bring(homes)
+        stream = self.uploads.streams[self.device]
+        with self.module.stream(stream), torch.no_grad():
+            copies = [self._copy(home) for home in homes]
+            ready = self.module.Event()
+            ready.record(stream)
+        return _Load(copies, ready)
+
+    def _copy(self, home: torch.Tensor) -> torch.Tensor:
+        if is_packed(home):
+            return repacked(home, self._copy)
+        if home.layout is not torch.strided:
+            return home.to(self.device, copy=True)
+        if home.is_pinned():
+            return home.to(self.device, non_blocking=True, copy=True)
+        strides = None if home.is_contiguous() else copy_strides(home)
+        if strides is None:
+            copy = torch.empty_like(home, device=self.device)
+        else:
+            copy = torch.empty_strided(home.shape, strides, dtype=home.dtype, device=self.device)
+        self.uploads.send(copy, home)
+        return copy
+
+
+def _free(ticket: "Future[_Load]", events: Sequence[Any]) -> None:
+    """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
+    if ticket.exception() is None:
+        for event in events:
+            event.synchronize()
+        ticket.result().copies.clear()
 
 
 def pin(tensors: Iterable[torch.Tensor], lock: Lock) -> None:
@@ -57,7 +227,7 @@ def _can_be_pinned(tensor: torch.Tensor) -> bool:
     if is_packed(tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
         return False
     alone = tensor.is_contiguous() and not torch_private.is_storage_shared(tensor)
-    return alone and region_of(tensor) is None and not tensor.is_pinned()
+    return alone and file_of(tensor) is None and not tensor.is_pinned()
 
 
 def _groups(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import above
 from autoshard.plan import Plan
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.mapped import region_of
+from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import tied_groups
 from autoshard.runtime.streaming import Streams
 
@@ -93,7 +93,7 @@ def check_streamed(model: nn.Module, plan: Plan) -> None:
         )
     for path, place in plan.streamed.items():
         for name, parameter in modules[path].named_parameters() if place == "disk" else ():
-            if parameter.numel() and not parameter.is_meta and region_of(parameter) is None:
+            if parameter.numel() and not parameter.is_meta and file_of(parameter) is None:
                 raise ApplyError(
                     f"the plan keeps {path}.{name} on disk, but this model has it in memory, not in a file. Save the "
                     "model with autoshard.save(model, directory), then autoshard.load(directory, plan=plan)."

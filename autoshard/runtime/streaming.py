@@ -5,13 +5,16 @@
     cpu      …      layer 0    layer 1    layer 2 …                  their homes, where state_dict and save find them
 
 Before a streamed module runs, its parameters (the same objects) are given the memory of copies, and their own again
-after it. Which one is next is what came next the last time; at first, the order of the plan. It wraps around: the first
-one of a pass is brought while the end of the pass before it computes. A wrong guess costs time, nothing else.
+after it. Which one is next is what came next the last time; at first, the order of the plan. A wrong guess costs time,
+nothing else. Copies that were made in one run of the model are never used in another: code between runs may write to
+parameters in ways that leave no trace (`.data`: adapters are merged that way).
 
 Copies are never written over: each bringing is a fresh allocation, so what the module keeps, or returns, of its
 parameters (a view, what autograd saves) stays what it is.
 """
 
+import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +28,10 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.module_paths import is_below
 from autoshard.nested import tensors_in
-from autoshard.runtime.carriers import Carrier, Homes, carrier_for
+from autoshard.runtime.carriers import Carrier, carrier_for
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.freshness import same_sample, sample, versions
+from autoshard.runtime.freshness import versions
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.pinned import lock_for, pin
 
@@ -42,7 +45,7 @@ class Slot:
 
     Attributes:
         ticket: of the carrier.
-        versions: of each parameter when the bringing began; `sample`: of the values that are copied.
+        versions: of each parameter when the bringing began.
         run: in which it began, None if outside of any.
         users: calls in progress; `uses`: stream that has computed with the copies -> an event behind that.
         homes: for each parameter that has the memory of a copy now, (its own memory, gradient, version of the copy).
@@ -50,7 +53,6 @@ class Slot:
 
     ticket: Any
     versions: list[Any]
-    sample: list[Any]
     run: int | None
     users: int = 0
     uses: dict[Any, Any] = field(default_factory=dict)
@@ -65,27 +67,25 @@ class Streamer:
         self.units = dict(units)
         self.carrier: Carrier = carrier_for(device)
         self.slots: dict[str, Slot] = {}
-        self.homes: dict[str, tuple[Homes, list[Any]]] = {}
-        paths = list(units)
-        self.next = dict(zip(paths, [*paths[1:], *paths[:1]], strict=True))
-        self.last: str | None = None
+        self.next = dict(itertools.pairwise(units))
+        self.last: tuple[str, int | None] | None = None
         self.lock = threading.RLock()
 
     def enter(self, path: str, run: int | None) -> None:
         """Have a module's parameters on the device, and begin to bring those of the next."""
         with self.lock:
-            if self.last is not None:
-                self.next[self.last] = path
-            self.last = path
-            self.carrier.calls(True)
-            try:
-                slot = self._ready(path, run)
-                slot.users += 1
-                self._fill(run, path, self.next.get(path, path))
-            finally:
-                self._note_calls()
+            if self.last is not None and self.last[1] == run is not None:
+                self.next[self.last[0]] = path
+            self.last = path, run
+            self._ready(path, run).users += 1
+            following = self.next.get(path)
+            if following is not None and following not in self.slots and (run is not None or not self.carrier.copies):
+                self._drop_others(path)
+                if len(self.slots) < SLOTS:
+                    with contextlib.suppress(torch.OutOfMemoryError, ApplyError):
+                        self._begin(following, run)  # it is tried again when the module runs, and counts then
 
-    def leave(self, path: str, run: int | None) -> None:
+    def leave(self, path: str) -> None:
         """A call of the module is over; with the last one, its parameters go home."""
         with self.lock:
             slot = self.slots.get(path)
@@ -95,12 +95,8 @@ class Streamer:
             self._note_use(slot)
             if slot.users == 0:
                 self._go_home(slot)
-                following = self.next.get(path, path)
-                wanted = following, self.next.get(following, following)
-                if path not in wanted:
+                if self.next.get(path) != path:  # one that runs several times in a row stays
                     self._drop(path)
-                self._fill(run, *wanted)
-            self._note_calls()
 
     def close(self) -> None:
         """Put everything home, also for calls that an interrupt cut short, and let go of all copies."""
@@ -110,9 +106,7 @@ class Streamer:
                     self._note_use(slot)
                 self._go_home(slot)
                 self._drop(path)
-            self.homes.clear()
             self.last = None
-            self._note_calls()
 
     def _ready(self, path: str, run: int | None) -> Slot:
         slot = self.slots.get(path)
@@ -127,8 +121,8 @@ class Streamer:
                 return self._installed(path, slot)
             except Exception:  # went wrong ahead of time; now it counts
                 self._drop(path)
-        self._fill(run, path)
-        slot = self.slots.get(path) or self._begin(path, run)
+        self._drop_others(path)
+        slot = self._begin(path, run)
         try:
             return self._installed(path, slot)
         except BaseException:
@@ -145,27 +139,24 @@ class Streamer:
                     f"or on disk between its calls, are on {parameter.device}. Call autoshard.remove(model) before "
                     "moving a model, or apply the plan again."
                 )
-        homes, known = self._homes(path)
-        slot = Slot(self.carrier.begin(homes), known, sample(self.carrier.copied(homes)), run)
-        self.slots[path] = slot
+        with torch.inference_mode(False), torch.no_grad():
+            ticket = self.carrier.begin([parameter.detach() for parameter in parameters])
+        slot = self.slots[path] = Slot(ticket, versions(parameters), run)
         return slot
 
     def _installed(self, path: str, slot: Slot) -> Slot:
         """Give the parameters the memory of their copies."""
         copies = self.carrier.take(slot.ticket)
-        if not any(copy is not None for copy in copies):
+        if not copies:
             return slot
         with torch.inference_mode(False), torch.no_grad():
             for parameter, copy in zip(self.units[path], copies, strict=True):
-                if copy is not None and id(parameter) not in slot.homes:
+                if id(parameter) not in slot.homes:
                     home, grad = parameter.detach(), parameter.grad
                     parameter.grad = None  # torch wants it where its parameter is
                     set_data(parameter, copy)
                     slot.homes[id(parameter)] = parameter, home, grad, parameter._version
         return slot
-
-    def _note_calls(self) -> None:
-        self.carrier.calls(any(slot.users for slot in self.slots.values()))
 
     def _note_use(self, slot: Slot) -> None:
         use = self.carrier.used()
@@ -184,38 +175,20 @@ class Streamer:
                 parameter.grad = grad if parameter.grad is None else parameter.grad
             slot.homes.clear()
 
-    def _fill(self, run: int | None, *wanted: str) -> None:
-        """Begin to bring modules, the two that are used next; drop what was brought for one that did not come."""
-        for path in [path for path, slot in self.slots.items() if slot.users == 0 and path not in wanted]:
-            self._drop(path)
-        for path in wanted:
-            if path not in self.slots and len(self.slots) < SLOTS:
-                try:
-                    self._begin(path, run)
-                except (torch.OutOfMemoryError, ApplyError):
-                    return  # it is tried again when the module runs, and counts then
+    def _drop_others(self, path: str) -> None:
+        """Let go of what was brought for modules that did not come."""
+        for other in [other for other, slot in self.slots.items() if slot.users == 0 and other != path]:
+            self._drop(other)
 
     def _drop(self, path: str) -> None:
         slot = self.slots.pop(path)
         self.carrier.done(slot.ticket, slot.uses)
 
     def _is_fresh(self, path: str, slot: Slot, run: int | None) -> bool:
-        """Whether the parameters still are what was brought; code outside of the forward may have written to them."""
-        if not slot.sample:
-            return True  # nothing was copied: they are computed with where they are
-        if versions(self.units[path]) != slot.versions:
-            return False
-        if run is not None and run == slot.run:
+        """Whether the parameters still are what was brought."""
+        if not self.carrier.copies:
             return True
-        slot.run = run
-        return same_sample(slot.sample, sample(self.carrier.copied(self._homes(path)[0])))
-
-    def _homes(self, path: str) -> tuple[Homes, list[Any]]:
-        """Return where the parameters of a module are, with their versions; found once, until these change."""
-        known, found = versions(self.units[path]), self.homes.get(path)
-        if found is None or found[1] != known:
-            found = self.homes[path] = Homes.of(self.units[path]), known
-        return found
+        return run is not None and run == slot.run and versions(self.units[path]) == slot.versions
 
 
 class Streams:
@@ -285,7 +258,7 @@ class Streams:
         frames = {id(frame) for frame in _frames()}
         while calls and id(calls[-1][2]) not in frames:
             streamer, path, _ = calls.pop()
-            streamer.leave(path, self.run)
+            streamer.leave(path)
 
     def close(self) -> None:
         """Put every parameter home and let go of all copies."""
@@ -336,7 +309,7 @@ class Leave:
         with torch_private.no_overrides():
             while calls:
                 streamer, path, _ = calls.pop()
-                streamer.leave(path, self.streams.run)
+                streamer.leave(path)
                 if path == self.path:
                     break
         if torch.is_grad_enabled() and streamer.device != CPU:

@@ -14,7 +14,7 @@ from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import ApplyError, CheckpointError
 from autoshard.plan import Plan
 from autoshard.runtime import remove
-from autoshard.runtime.mapped import computes_anywhere, region_of
+from autoshard.runtime.mapped import computes_anywhere, file_of
 
 
 def make(tied=False, empty=False, width=8):
@@ -56,8 +56,8 @@ def test_streamed_parameters_are_the_file(device, tied, tmp_path):
         model = make(tied, empty=True)
         report = load_applied(model, plan_of(device, {"0": "disk", "1": "disk", "2": "cpu"}), checkpoint, sources)
         assert report.bytes_read <= sum(parameter.nbytes for parameter in original[2:].parameters())
-        assert all(region_of(parameter) for part in model[:2] for parameter in part.parameters())
-        assert not any(region_of(parameter) for parameter in model[2:].parameters())
+        assert all(file_of(parameter) for part in model[:2] for parameter in part.parameters())
+        assert not any(file_of(parameter) for parameter in model[2:].parameters())
         assert model[2][0].weight.device == torch.device("cpu")
         for _ in range(2):
             assert torch.equal(model(x), original(x))
@@ -111,7 +111,7 @@ def test_what_the_cpu_has_as_the_file_has_it_is_the_file(plan, tmp_path):
     original = make(tied=True, width=16)
     model, report = load(*saved_aligned(original, tmp_path), make(tied=True, empty=True, width=16), plan)
     assert report.bytes_read == 0
-    assert all(region_of(parameter) is not None for parameter in model.parameters())
+    assert all(file_of(parameter) is not None for parameter in model.parameters())
     assert model[0][0].weight is model[1][0].weight
     x = torch.randn(3, 16)
     assert torch.equal(model(x), original(x))
@@ -142,7 +142,7 @@ def test_what_is_not_in_the_file_as_it_is_needed_is_read(tmp_path):
     model = make(empty=True, width=16)
     model[0][0].weight = nn.Parameter(model[0][0].weight.detach().half())
     load(checkpoint, changed, model)
-    in_memory = {name for name, parameter in model.named_parameters() if region_of(parameter) is None}
+    in_memory = {name for name, parameter in model.named_parameters() if file_of(parameter) is None}
     assert in_memory == {weight, other, "2.0.weight", "3.0.weight"}
     assert torch.equal(model[0][0].weight, original[0][0].weight.half())
     assert torch.equal(model[3][0].weight, original[3][0].weight.t())
@@ -158,5 +158,5 @@ def test_a_matrix_is_mapped_only_where_it_computes_as_in_memory(shift, tmp_path)
         path.write_bytes((length + 8).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * 8 + raw[8 + length :])
         checkpoint = open_checkpoint(tmp_path)
     model, _ = load(checkpoint, sources)
-    assert (region_of(model[0][0].weight) is not None) == (not shift or computes_anywhere(torch.float32))
-    assert region_of(model[0][0].bias) is not None
+    assert (file_of(model[0][0].weight) is not None) == (not shift or computes_anywhere(torch.float32))
+    assert file_of(model[0][0].bias) is not None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.runtime.mapped import region_of
+from autoshard.runtime.mapped import file_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +48,7 @@ def test_a_device_map_with_modules_on_disk(tmp_path, rest):
         model = autoshard.load(tmp_path, plan=given, progress=False)
         assert torch.equal(model(ids).logits, original(ids).logits)
         assert rest == "cpu" or str(model.model.layers[0].mlp.up_proj.weight.device) == rest
-        assert region_of(model.model.layers[1].mlp.up_proj.weight) is not None
+        assert file_of(model.model.layers[1].mlp.up_proj.weight) is not None
         assert autoshard.Plan.from_device_map(given).device_map == given
         autoshard.remove(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))

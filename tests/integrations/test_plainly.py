@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.integrations.plainly import open_plainly
-from autoshard.runtime.mapped import region_of
+from autoshard.runtime.mapped import file_of
 from tests.integrations.test_loading import assert_equal, saved
 from tests.models import by_name
 
@@ -79,11 +79,11 @@ def test_the_cpu_has_the_files_themselves(tmp_path):
     model = by_name("llama").model().bfloat16()
     model.save_pretrained(tmp_path)
     found = autoshard.load(tmp_path, "cpu")
-    in_files = [region_of(parameter) is not None for parameter in found.parameters()]
+    in_files = [file_of(parameter) is not None for parameter in found.parameters()]
     assert all(in_files) or not any(in_files)  # a processor may compute otherwise where they lie
-    assert all(region_of(parameter) is None for parameter in autoshard.load(tmp_path, "cpu", mapped=False).parameters())
+    assert all(file_of(parameter) is None for parameter in autoshard.load(tmp_path, "cpu", mapped=False).parameters())
     assert all(
-        region_of(parameter) is None for parameter in autoshard.load(tmp_path, "cpu", dtype="float32").parameters()
+        file_of(parameter) is None for parameter in autoshard.load(tmp_path, "cpu", dtype="float32").parameters()
     )
     with torch.no_grad():
         found.lm_head.weight.zero_()

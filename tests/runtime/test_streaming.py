@@ -17,10 +17,8 @@ from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
-from autoshard.runtime.carriers import CopyAhead
-from autoshard.runtime.homes import Homes
-from autoshard.runtime.mapped import region_of
-from autoshard.runtime.pinned import pin
+from autoshard.runtime.mapped import file_of
+from autoshard.runtime.pinned import CopyAhead, pin
 from autoshard.runtime.streaming import Streamer, Streams, hook_streams
 from autoshard.sharding import Cut
 from autoshard.strategies.streamable import divisions
@@ -127,7 +125,7 @@ def test_two_modules_are_on_the_device_at_a_time():
         for _ in range(3):
             model(rows())
             live, peak = devices.memory("cpu:0")
-            assert live == rest + buffers + 2 * block
+            assert live == rest + buffers
             assert rest + buffers + 2 * block < peak <= rest + buffers + 2 * block + activations
         remove(model)
         assert devices.memory("cpu:0")[0] == 0
@@ -156,28 +154,14 @@ def test_autocast_keeps_no_copy_of_what_has_gone():
         remove(model)
 
 
-def test_pages_of_a_file_are_given_back(tmp_path):
-    """Computing on the CPU from disk: no more of the file is in the process than two blocks, and nothing is copied."""
+def test_nothing_is_copied_where_the_cpu_computes_from_disk(tmp_path):
     model = on_disk(net().to(torch.bfloat16), tmp_path)
     apply_plan(model, streaming(model, "cpu", "disk"))
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     with torch.no_grad():
         model(rows().bfloat16())
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    assert all(region_of(parameter) for parameter in model.blocks.parameters())
-
-
-def test_homes_are_looked_for_once(tmp_path):
-    """Per pass nothing is asked of the parameters again: the thread that computes does little else."""
-    model = on_disk(net().to(torch.bfloat16), tmp_path)
-    streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
-    streamer = streams.streamers[torch.device("cpu")]
-    first = [streamer._homes(path)[0] for path in BLOCKS]
-    assert all(streamer._homes(path)[0] is found for path, found in zip(BLOCKS, first, strict=True))
-    assert all(len(found.regions) == 1 for found in first)  # the block lies in one piece
-    with torch.no_grad():
-        model.blocks[0].up.weight.mul_(2)
-    assert streamer._homes(BLOCKS[0])[0] is not first[0]
+    assert all(file_of(parameter) for parameter in model.blocks.parameters())
 
 
 class Log(nn.Module):
@@ -464,21 +448,17 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
 class Noting:
     """A carrier where threads have streams of their own, named as they are: who waited, and what is behind the uses."""
 
+    copies = True
+
     def __init__(self):
         self.taken, self.freed = [], []
 
     def begin(self, homes):
-        return [home.clone() for home in homes.tensors]
+        return [home.clone() for home in homes]
 
     def take(self, ticket):
         self.taken.append(threading.current_thread().name)
         return ticket
-
-    def copied(self, homes):
-        return homes.tensors
-
-    def calls(self, running):
-        pass
 
     def used(self):
         return threading.current_thread().name, len(self.taken)
@@ -492,10 +472,10 @@ def test_each_thread_waits_for_copies_and_they_go_after_the_last_use_of_each():
     streamer = Streamer(torch.device("cpu"), {"layer": list(layer.parameters())})
     streamer.carrier = carrier = Noting()
     streamer.enter("layer", None)
-    other = threading.Thread(target=lambda: (streamer.enter("layer", None), streamer.leave("layer", None)), name="two")
+    other = threading.Thread(target=lambda: (streamer.enter("layer", None), streamer.leave("layer")), name="two")
     other.start()
     other.join()
-    streamer.leave("layer", None)
+    streamer.leave("layer")
     streamer.close()
     main = threading.main_thread().name
     assert carrier.taken == [main, "two"] and carrier.freed == [{"two": 2, main: 2}]
@@ -511,7 +491,7 @@ def test_the_private_count_of_who_holds_a_storage():
 
 
 def test_copies_larger_than_the_staging_buffers(monkeypatch):
-    monkeypatch.setattr("autoshard.runtime.carriers.STAGING_BYTES", 1000)
+    monkeypatch.setattr("autoshard.runtime.pinned.BUFFER_BYTES", 1000)
     carrier = CopyAhead(torch.device("cpu"))
     homes = [
         torch.randn(50, 33),
@@ -520,7 +500,7 @@ def test_copies_larger_than_the_staging_buffers(monkeypatch):
         torch.empty(0, 4),
         torch.randn(700).half(),
     ]
-    copies = carrier.take(carrier.begin(Homes.of(homes)))
+    copies = carrier.take(carrier.begin(homes))
     assert all((torch.equal(copy, home) and copy.data_ptr() != home.data_ptr()) or not home.numel()
                for copy, home in zip(copies, homes, strict=True))  # fmt: skip
 
