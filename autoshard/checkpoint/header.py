@@ -140,8 +140,8 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
             raise CheckpointError(
-                f"{index} says that {shown(name)} is in {shown(file)}, which is no file in its directory. Put the files "
-                "beside the index and name them there."
+                f"{index} says that {shown(name)} is in {shown(file)}, which is no file in its directory. Put the "
+                "files beside the index and name them there."
             )
     return weight_map
 

@@ -1,29 +1,26 @@
-"""Fill targets from files: each file is mapped, and what a target needs is copied out of the mapping.
+"""Fill targets from files: each tensor is mapped, and what a target needs of it is copied out of the mapping.
 
     file ──map──▶ entry ──views──▶ piece ──runs──▶ part ──copy, cast──▶ CPU target
                                                         ──pinned buffers, a stream──▶ target on a GPU
 
-Pages that no target needs are never touched. A few threads each take one source after the other, in the order of the
-files, so that a disk always has something to do.
+Pages that no target needs are never touched, and none are kept once their tensor is read. A few threads each take one
+source after the other, in the order of the files, so that a disk always has something to do.
 """
 
 import math
+import mmap
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.errors import ApplyError, CheckpointError
+from autoshard.checkpoint.data import Checkpoint, Entry, Piece, Source, Target
+from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed, stored_tensors
-from autoshard.runtime.mapped import MappedFile, check_unchanged, map_file, map_tensor
 from autoshard.runtime.pinned import Uploads, has_streams
 
 Progress = Callable[[int, int], None]
@@ -32,8 +29,6 @@ DEFAULT_THREADS = 4
 SHOWN_SECONDS = 0.1
 PACKED_ELEMENTS = 1 << 19
 """Packed at once: what that makes on the way stays in the processor's caches (measured: 5 times as fast as 2**24)."""
-_ALONE_ELEMENTS = 32_000
-"""What torch copies in one thread (at::internal::GRAIN_SIZE is 32,768)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +62,13 @@ def read_into(
         check_source(checkpoint, name, sources[name])
     names = sorted(by_source, key=lambda name: _place(checkpoint, sources[name]))
     nbytes = {name: _wanted_bytes(checkpoint, sources[name], by_source[name]) for name in names}
-    files = _Files(checkpoint, [sources[name] for name in names])
     uploads = Uploads(target.tensor.device for target in targets if has_streams(target.tensor.device))
+    before = _stamps(checkpoint)
     mode, done, total = torch.is_inference_mode_enabled(), 0, sum(nbytes.values())
 
     def fill(name: str) -> int:
         with torch.inference_mode(mode), torch.no_grad():
-            _fill(files, name, sources[name], by_source[name], uploads)
-        files.release(sources[name])
+            _fill(checkpoint, name, sources[name], by_source[name], uploads)
         return nbytes[name]
 
     with ThreadPoolExecutor(threads or DEFAULT_THREADS, thread_name_prefix="autoshard-reader") as pool:
@@ -88,6 +82,8 @@ def read_into(
         finally:
             pool.shutdown(cancel_futures=True)
             uploads.finish()  # also where it failed: nobody may free a target that is still written to
+    if _stamps(checkpoint) != before:
+        raise CheckpointError(f"{checkpoint.path} was changed while it was read. Load again when nothing writes to it.")
     if progress is not None:
         progress(done, total)
     return ReadReport(bytes_read=done, seconds=time.perf_counter() - started)
@@ -145,67 +141,60 @@ def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[Targ
     return min(sum(parts.values()), math.prod(source.shape)) * checkpoint.entries[_entries(source)[0]].dtype.itemsize
 
 
-class _Files:
-    """The mapped files of a load: each is mapped when it is first needed, and let go of after its last source."""
-
-    def __init__(self, checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
-        self.checkpoint = checkpoint
-        self.left = Counter(file for source in sources for file in self._of(source))
-        self.mapped: dict[Path, MappedFile] = {}
-        self.lock = threading.Lock()
-
-    def _of(self, source: Source) -> set[Path]:
-        return {self.checkpoint.entries[name].file for name in _entries(source)}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """An entry where it is in its file; nothing is read yet."""
-        entry = self.checkpoint.entries[name]
-        with self.lock:
-            try:
-                mapped = self.mapped.get(entry.file) or map_file(entry.file)
-                check_unchanged(mapped)  # to touch what is not there any more would end the process
-                self.mapped[entry.file] = mapped
-                return map_tensor(mapped, entry.offset, entry.dtype, entry.shape)
-            except ApplyError as error:
-                raise CheckpointError(str(error)) from None
-
-    def release(self, source: Source) -> None:
-        """A source is read. Raises `CheckpointError` if a file was changed meanwhile."""
-        with self.lock:
-            for file in self._of(source):
-                self.left[file] -= 1
-                mapped = self.mapped[file] if self.left[file] else self.mapped.pop(file)
-                if os.stat(mapped.path).st_mtime_ns != mapped.stamp[2]:
-                    raise CheckpointError(
-                        f"{file} was changed while it was read. Load again when nothing writes to it."
-                    )
+def _stamps(checkpoint: Checkpoint) -> list[tuple[int, int]]:
+    """Size and time of writing of the files. Raises `CheckpointError` for one that is gone."""
+    try:
+        return [(found.st_size, found.st_mtime_ns) for found in map(os.stat, checkpoint.files)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}. Is its disk still there?") from None
 
 
-def _fill(files: _Files, name: str, source: Source, targets: Sequence[Target], uploads: Uploads) -> None:
+def _in_file(entry: Entry) -> torch.Tensor:
+    """A tensor where it is in its file; nothing is read yet. It must not be written to."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    skipped = entry.offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        with open(entry.file, "rb") as file:
+            if os.fstat(file.fileno()).st_size < entry.offset + entry.nbytes:  # to touch it would end the process
+                raise CheckpointError(f"{entry.file} became shorter while it was read. Download or copy it again.")
+            length, begin = skipped + entry.nbytes, entry.offset - skipped
+            mapped = mmap.mmap(file.fileno(), length, offset=begin, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {entry.file}: {error.strerror}. Is its disk still there?") from None
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=skipped)
+    if entry.offset % entry.dtype.itemsize:  # torch computes on whole elements; no writer of safetensors does this
+        raw = raw.clone()
+    return raw.view(entry.dtype).view(entry.shape)
+
+
+def _fill(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[Target], uploads: Uploads) -> None:
     if source.pack is not None:
-        _fill_packed(files, name, source, [target.tensor.detach() for target in targets], uploads)
+        _fill_packed(checkpoint, name, source, [target.tensor.detach() for target in targets], uploads)
         return
     if source.compute is not None:
         entries, function = source.compute
-        value = function(*(files.tensor(entry).clone() for entry in entries))  # it may write into what it is given
+        value = function(
+            *(_in_file(checkpoint.entries[entry]).clone() for entry in entries)
+        )  # it may write into what it is given
         if tuple(value.shape) != source.shape:
             raise CheckpointError(
-                f"{name} has the shape {list(source.shape)}, and what {files.checkpoint.path} holds gives "
+                f"{name} has the shape {list(source.shape)}, and what {checkpoint.path} holds gives "
                 f"{list(value.shape)}."
             )
         whole = [(tuple((0, size) for size in source.shape), value)]
     else:
-        whole = [(_region(source, piece), _viewed(files, name, source, piece)) for piece in source.pieces]
+        whole = [(_region(source, piece), _viewed(checkpoint, name, source, piece)) for piece in source.pieces]
     for region, value in whole:
         for target in targets:
             for into, part in _parts(target, region, value):
                 _copy(into, part, uploads)
 
 
-def _viewed(files: _Files, name: str, source: Source, piece: Piece) -> torch.Tensor:
+def _viewed(checkpoint: Checkpoint, name: str, source: Source, piece: Piece) -> torch.Tensor:
     """A piece in its file, in the shape of its region."""
-    entry = files.checkpoint.entries[piece.entry]
-    value = files.tensor(piece.entry)
+    entry = checkpoint.entries[piece.entry]
+    value = _in_file(entry)
     begin, end = value.data_ptr(), value.data_ptr() + max(value.nbytes, 1)
     for view, *arguments in piece.views:
         value = getattr(value, view)(*arguments)
@@ -242,24 +231,19 @@ def _parts(
 
 
 def _copy(into: torch.Tensor, value: torch.Tensor, uploads: Uploads) -> None:
-    """Copy values of a file to a device; in this thread, as torch would divide each copy over threads of its own."""
+    """Copy values of a file to a device, cast on their way."""
     if uploads.send(into, value):
         return
-    if type(into) not in (torch.Tensor, nn.Parameter):
-        with uploads.lock:  # tensors of other types may keep counters in Python
-            into.copy_(value)
-        return
-    if into.is_contiguous() and value.is_contiguous():
-        into, value = into.reshape(-1), value.reshape(-1)
-    if into.dim() == 0 or into.numel() <= _ALONE_ELEMENTS or torch.get_num_threads() == 1:
+    if type(into) in (torch.Tensor, nn.Parameter):
         into.copy_(value)
         return
-    rows = max(1, _ALONE_ELEMENTS * len(into) // into.numel())
-    for mine, its in zip(into.split(rows), value.split(rows), strict=True):
-        mine.copy_(its)
+    with uploads.lock:  # tensors of other types may keep counters in Python
+        into.copy_(value)
 
 
-def _fill_packed(files: _Files, name: str, source: Source, targets: Sequence[torch.Tensor], uploads: Uploads) -> None:
+def _fill_packed(
+    checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[torch.Tensor], uploads: Uploads
+) -> None:
     """Pack some rows at a time: the values of a row do not depend on others, and few whole rows are ever in memory."""
     assert source.pack is not None
     count = source.shape[0]
@@ -270,7 +254,7 @@ def _fill_packed(files: _Files, name: str, source: Source, targets: Sequence[tor
     for start in range(0, count, step):
         stop = min(start + step, count)
         values = torch.empty((stop - start, *source.shape[1:]), dtype=source.dtype)
-        _fill(files, name, plain, [Target(source=name, tensor=values, runs=((start, stop),))], uploads)
+        _fill(checkpoint, name, plain, [Target(source=name, tensor=values, runs=((start, stop),))], uploads)
         made = stored_tensors(source.pack(values))
         for packed in targets:
             for part, packed_values in zip(stored_tensors(packed), made, strict=True):

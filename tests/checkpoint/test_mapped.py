@@ -14,7 +14,7 @@ from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import ApplyError, CheckpointError
 from autoshard.plan import Plan
 from autoshard.runtime import remove
-from autoshard.runtime.mapped import computes_anywhere, file_of
+from autoshard.runtime.mapped import file_of
 
 
 def make(tied=False, empty=False, width=8):
@@ -94,22 +94,10 @@ def load(checkpoint, sources, model=None, plan=None):
     return model, load_applied(model, plan, checkpoint, sources, mapped=True)
 
 
-def saved_aligned(model, directory):
-    """As `saved`, every parameter at a multiple of 64 bytes, so that all processors compute with it as in memory."""
-    _, sources = saved(model, directory)
-    save_file({name: tensor.clone() for name, tensor in model.named_parameters()}, directory / "model.safetensors")
-    path = directory / "model.safetensors"
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    padded = -(-(8 + length) // 64) * 64 - 8
-    path.write_bytes(padded.to_bytes(8, "little") + raw[8 : 8 + length].ljust(padded) + raw[8 + length :])
-    return open_checkpoint(directory), sources
-
-
 @pytest.mark.parametrize("plan", [None, Plan.from_device_map({"": "cpu"})])
 def test_what_the_cpu_has_as_the_file_has_it_is_the_file(plan, tmp_path):
     original = make(tied=True, width=16)
-    model, report = load(*saved_aligned(original, tmp_path), make(tied=True, empty=True, width=16), plan)
+    model, report = load(*saved(original, tmp_path), make(tied=True, empty=True, width=16), plan)
     assert report.bytes_read == 0
     assert all(file_of(parameter) is not None for parameter in model.parameters())
     assert model[0][0].weight is model[1][0].weight
@@ -119,7 +107,7 @@ def test_what_the_cpu_has_as_the_file_has_it_is_the_file(plan, tmp_path):
 
 def test_what_is_written_to_a_mapped_weight_stays_in_its_model(tmp_path):
     original = make(width=16)
-    checkpoint, sources = saved_aligned(original, tmp_path)
+    checkpoint, sources = saved(original, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     (first, _), (second, _) = load(checkpoint, sources), load(checkpoint, sources)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
@@ -132,7 +120,7 @@ def test_what_is_written_to_a_mapped_weight_stays_in_its_model(tmp_path):
 
 def test_what_is_not_in_the_file_as_it_is_needed_is_read(tmp_path):
     original = make(width=16)
-    checkpoint, sources = saved_aligned(original, tmp_path)
+    checkpoint, sources = saved(original, tmp_path)
     weight, other = "0.0.weight", "1.0.weight"
     changed = sources | {
         weight: dataclasses.replace(sources[weight], dtype=torch.float16),
@@ -146,17 +134,3 @@ def test_what_is_not_in_the_file_as_it_is_needed_is_read(tmp_path):
     assert in_memory == {weight, other, "2.0.weight", "3.0.weight"}
     assert torch.equal(model[0][0].weight, original[0][0].weight.half())
     assert torch.equal(model[3][0].weight, original[3][0].weight.t())
-
-
-@pytest.mark.parametrize("shift", [8, 0])
-def test_a_matrix_is_mapped_only_where_it_computes_as_in_memory(shift, tmp_path):
-    checkpoint, sources = saved_aligned(make(width=16), tmp_path)
-    if shift:
-        path = tmp_path / "model.safetensors"
-        raw = path.read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        path.write_bytes((length + 8).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * 8 + raw[8 + length :])
-        checkpoint = open_checkpoint(tmp_path)
-    model, _ = load(checkpoint, sources)
-    assert (file_of(model[0][0].weight) is not None) == (not shift or computes_anywhere(torch.float32))
-    assert file_of(model[0][0].bias) is not None

