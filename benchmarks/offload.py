@@ -16,8 +16,7 @@ process and alternating, passes of some tokens over
     accelerate disk  load_checkpoint_and_dispatch with the layers on "disk"; warm and cold
     accelerate cpu   the same with the layers kept in CPU memory (cpu_offload)
 
-One thread computes unless told otherwise, as reading takes a core of its own; with as many threads as cores weights
-are computed with where the file has them (see autoshard/runtime/read_ahead.py). Printed are medians with quartiles,
+One thread computes unless told otherwise, as reading takes a core of its own. Printed are medians with quartiles,
 their ratio to max(computing, reading) of the same run (the bound), and the seconds of the processor, all threads
 together, which say more than the clock where other things run. Before that, the peak of the process's resident memory
 above what it was without the model, against what the plan says: what stays, two layers, and the activations.
