@@ -30,27 +30,6 @@ from autoshard.runtime.gather import gather, is_inference, scatter
 from autoshard.runtime.state import Call, Runtime
 from autoshard.runtime.travel import source_of, travel, travels
 
-_PLAIN, _TENSOR, _TUPLE, _CONTAINER, _OPAQUE = range(5)
-_UNTOUCHED = frozenset((_PLAIN, _OPAQUE))
-_KINDS: dict[type, int] = dict.fromkeys(
-    (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device), _PLAIN
-)
-
-
-def _kind(kind: type) -> int:
-    """Classify the type of an argument; remembered unless it is one that a notebook may define again and again."""
-    if issubclass(kind, torch.Tensor):
-        found = _TENSOR
-    elif issubclass(kind, tuple):
-        found = _TUPLE
-    elif issubclass(kind, (list, dict)):
-        found = _CONTAINER
-    else:
-        found = _OPAQUE
-    if kind.__module__ != "__main__":
-        _KINDS[kind] = found
-    return found
-
 
 def _holds_tensor(values: tuple) -> bool:
     """Whether there is a tensor in nested tuples."""
@@ -101,24 +80,6 @@ class Hook:
         self.guard = guard
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # For most calls of most modules this loop is all that happens. It is spelled out here, and each tuple is put at
-        # the end of the list, because what it costs is what an applied model costs over the plain one.
-        if self.guard is None and self.runtime.copies.in_run:
-            home = self.home
-            values = [*args, *kwargs.values()]
-            for value in values:
-                if value is None:
-                    continue
-                kind = type(value)
-                if kind is torch.Tensor:
-                    if value.device != home:
-                        break
-                elif kind is tuple and not self.mixed:
-                    values += value
-                elif _KINDS.get(kind) not in _UNTOUCHED:
-                    break
-            else:
-                return None
         return self.prepare(module, args, kwargs, sys._getframe(1))
 
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, frame: Any) -> tuple[tuple, dict] | None:
@@ -129,8 +90,9 @@ class Hook:
         values = (*args, *kwargs.values())
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         result = None
-        if self.home is not None and not self.all_here(values):
-            result = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
+        if self.home is not None:
+            given = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
+            result = given if moved else None
             if self.holds_foreign(values):
                 self.watch_from_now_on(module)
         if self.guard is None:
@@ -160,26 +122,6 @@ class Hook:
         guard = self.guard or Guard()
         if not guard.watched:
             self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
-
-    def all_here(self, values: Iterable[Any]) -> bool:
-        """Whether nothing has to be done about these arguments."""
-        home = self.home
-        for value in values:
-            kind = _KINDS.get(type(value))
-            if kind == _TENSOR:
-                if value.device != home:
-                    return False
-            elif kind in (_PLAIN, _OPAQUE):
-                continue
-            elif kind == _TUPLE:
-                if not self.all_here(value) or (self.mixed and _holds_tensor(value)):
-                    return False
-            elif kind is None:
-                _kind(type(value))
-                return False
-            elif value and any(tensor.device != home for _, tensor in tensors_in(value)):
-                return False
-        return True
 
     def moved(self, value: Any, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Return an argument with its direct tensors at home, through the memo; `moved` collects (source, copy)."""
