@@ -30,6 +30,9 @@ from autoshard.runtime.gather import gather, is_inference, scatter
 from autoshard.runtime.state import Call, Runtime
 from autoshard.runtime.travel import source_of, travel, travels
 
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
+"""Classes of arguments in which there is no tensor."""
+
 
 def _holds_tensor(values: tuple) -> bool:
     """Whether there is a tensor in nested tuples."""
@@ -80,6 +83,20 @@ class Hook:
         self.guard = guard
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        # For most calls of most modules this loop is all that happens: what it costs is what an applied model costs.
+        if self.guard is None and self.runtime.copies.in_run:
+            values = [*args, *kwargs.values()]
+            for value in values:
+                kind = type(value)
+                if kind is torch.Tensor:
+                    if value.device != self.home:
+                        break
+                elif kind is tuple and not self.mixed:
+                    values += value
+                elif kind not in _PLAIN:
+                    break
+            else:
+                return None
         return self.prepare(module, args, kwargs, sys._getframe(1))
 
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, frame: Any) -> tuple[tuple, dict] | None:
