@@ -146,6 +146,8 @@ class Plan:
         objective: "latency", "throughput" or "memory".
         reasons: why this plan, in sentences, for people.
         fingerprint: of the model's names, shapes and dtypes; apply refuses another model.
+        layers: paths of the modules that are recomputed, and whose parameters are gathered, as one, where `stages` are
+            other ones: of plans for processes that train, in the order in which they run.
         target: what the command line was given to plan for, so that other commands find the model again.
         launch: "processes" for a plan that one process per device carries out (torchrun), "one-process" for one of a
             single device, both with the precision, recomputation and compilation that they name; "" for all others.
@@ -176,6 +178,7 @@ class Plan:
     mesh: Mesh | None = None
     batch: BatchAxis | None = None
     stages: tuple[Stage, ...] = ()
+    layers: tuple[str, ...] = ()
     target: str = ""
     launch: str = ""
     micro_batch: int = 0
@@ -183,6 +186,11 @@ class Plan:
     kept_layers: int = 0
     precision: str = ""
     compiled: bool = False
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Paths of the modules that are recomputed, and whose parameters are gathered, as one."""
+        return self.layers or tuple(path for stage in self.stages for path in stage.paths)
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -292,8 +300,9 @@ class Plan:
             del data["mesh"]["shares"]
         if self.batch is not None and not self.batch.assumed:  # checked batches look as they always did
             del data["batch"]["assumed"]
-        if not self.target:
-            del data["target"]
+        for name in ("target", "layers"):
+            if not data[name]:
+                del data[name]
         if not self.launch:
             for name in PROCESS_FIELDS:
                 del data[name]

@@ -12,8 +12,8 @@ from autoshard.workload import Workload
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
-             "batch": None, "stages": [], "target": "", "launch": "", "micro_batch": 0, "recompute": "none",
-             "kept_layers": 0, "precision": "", "compiled": False}  # fmt: skip
+             "batch": None, "stages": [], "layers": [], "target": "", "launch": "", "micro_batch": 0,
+             "recompute": "none", "kept_layers": 0, "precision": "", "compiled": False}  # fmt: skip
 
 
 def read_plan(text: str) -> Plan:
@@ -52,7 +52,7 @@ def read_plan(text: str) -> Plan:
         expect(_is_int(data[name]) and data[name] >= 0, name, "a number", data[name])
     count: Any = data["num_microbatches"]
     expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
-    for name in ("aligned", "written_back", "reasons"):
+    for name in ("aligned", "written_back", "reasons", "layers"):
         expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
         data[name] = tuple(data[name])
     for name in ("placements", "pins"):

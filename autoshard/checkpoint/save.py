@@ -118,7 +118,7 @@ def state_of(model: nn.Module) -> State:
             )
         if value.is_meta and (stages is None or stages.has(name)):
             raise CheckpointError(f"{name} has no data: it is on the meta device. Load the weights first.")
-        if is_packed(value) and not (is_sharded(value) and replica_record(model) is not None):
+        if is_packed(value) and not (is_sharded(value) and (stages or replica_record(model))):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, and safetensors files hold ordinary tensors. Save the model "
                 "before it is quantised, or divided by other means than autoshard."

@@ -12,6 +12,7 @@ from autoshard.pipelines.stage import Finisher, StageModule
 from autoshard.runtime.collectives import lost
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.sharded_stages import layers_of, let_go
 
 SCHEDULES = {
     "none": "ScheduleGPipe",
@@ -27,7 +28,7 @@ class Engine:
     """Runs this rank's stages for parts of one shape. `has_last`: the last stage is among them."""
 
     def __init__(self, model: nn.Module, record: PipelineRecord, prepared: Prepared, *, training: bool) -> None:
-        self.record, self.training = record, training
+        self.model, self.record, self.training = model, record, training
         count = len(record.plan.stages)
         self.has_last = count - 1 in record.stages
         tensors = named_tensors(model)
@@ -41,7 +42,8 @@ class Engine:
             }
             module = StageModule(
                 list(own.values()),  # type: ignore[arg-type]
-                recompute=record.plan.stages[number].recompute,
+                recompute=record.plan.stages[number].recompute and not record.plan.layers,
+                engines=layers_of(model, record, number) if record.used is not None else (),
             )
             self.modules.append(module)
             stages.append(_stage_of(module, number, count, record, prepared, training))
@@ -69,6 +71,8 @@ class Engine:
             raise _explained(self.record, error) from error
         finally:
             self.record.silent = False
+            if self.record.used is not None:
+                let_go(self.model)
             for module in self.modules:
                 module.programs, module.inputs, module.finish = [], [], None
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from autoshard.runtime.sharded_stages import average_with
+
 _META = torch.device("meta")
 
 
@@ -25,7 +27,22 @@ def stage_class() -> type[PipelineStage]:
     return HandingStage if hasattr(PipelineStage, "release_fwd_send_outputs") else LeanStage
 
 
-class HandingStage(PipelineStage):
+class AveragingStage(PipelineStage):
+    """A stage that lets fully_shard average gradients in its last backward; torch does so for one that is all its."""
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward of a part."""
+        engines: Any = self.submod.engines
+        if engines:
+            average_with(engines, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if engines:
+            average_with(engines, False)  # of other stages there may be more backwards
+
+
+class HandingStage(AveragingStage):
     """A stage of torch 2.15 or newer, which without gradients does not keep what it received."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +55,7 @@ class HandingStage(PipelineStage):
         return super().forward_maybe_with_nosync(*own, **kwargs)
 
 
-class LeanStage(PipelineStage):
+class LeanStage(AveragingStage):
     """A stage of torch before 2.15 that takes and gives back its memory for each part; the rest is torch's."""
 
     fwd_cache: dict[int, Any]

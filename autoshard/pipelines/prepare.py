@@ -175,13 +175,21 @@ def _check_assumptions(found: Recorded) -> None:
 
 
 def _check_cuts(found: Recorded, record: PipelineRecord) -> None:
-    """Refuse cut blocks that are not called whole: the shapes inside of them are those of the whole model here."""
+    """Refuse blocks that are not called whole and have to be.
+
+    The shapes inside of cut ones are those of the whole model here; the parameters of layers are gathered, and their
+    activations computed again, by their calls.
+    """
     called = [step.call.path for step in found.steps if step.call is not None and step.call.function is None]
-    for block in {block for cut in record.plan.cuts for block in cut.blocks}:
+    plan = record.plan
+    wanted = {block: ("is cut over ranks", "cuts") for cut in plan.cuts for block in cut.blocks}
+    if record.used is not None or plan.recompute != "none":
+        wanted |= dict.fromkeys(plan.layers, ("is gathered, or computed again, as one", "fsdp and recomputation"))
+    for block, (why, without) in wanted.items():
         if not any(is_below(block, path) for path in called):
             raise PlanError(
-                f"{block} is cut over ranks, and its stage can't call it as one: it shares more with its caller than "
-                "its arguments and results (a cache: use_cache=False), or is a list. Plan without cuts."
+                f"{block} {why}, and its stage can't call it as one: it shares more with its caller than "
+                f"its arguments and results (a cache: use_cache=False), or is a list. Plan without {without}."
             )
 
 

@@ -359,13 +359,14 @@ class _Shape:
     """Checks that a call returned a tensor of the shape that it had when it was recorded."""
 
     def __init__(self, found: Recorded, call: TapedCall, value: int) -> None:
-        self.shape = torch.Size(found.graph.values[value].shape)
+        self.shape, self.dtype = torch.Size(found.graph.values[value].shape), found.graph.values[value].dtype
         self.where = call.path or getattr(call.function, "__name__", "")
 
     def __call__(self, tensor: Any) -> None:
-        if getattr(tensor, "shape", None) != self.shape:
+        if getattr(tensor, "shape", None) != self.shape or tensor.dtype != self.dtype:
+            whole = f"{list(self.shape)} of {self.dtype}"
             raise ApplyError(
-                f"{self.where} returned {_described(tensor)} and {list(self.shape)} when its stage was made: what it "
+                f"{self.where} returned {_described(tensor)} and {whole} when its stage was made: what it "
                 "does depends on values. It can't be run in stages; use a plan without a pipeline."
             )
 
@@ -386,4 +387,6 @@ class _Taker:
 
 
 def _described(tensor: Any) -> str:
-    return str(list(tensor.shape)) if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+    return (
+        f"{list(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+    )

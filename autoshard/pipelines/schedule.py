@@ -24,6 +24,7 @@ from autoshard.runtime.clipping import watch_staged_norms
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
+from autoshard.runtime.sharded_stages import lowered
 
 
 class RankSchedule:
@@ -71,6 +72,7 @@ class RankSchedule:
         problem: Exception | None = None
         try:
             _check_values(args, kwargs)
+            args, kwargs = lowered((args, kwargs), record.plan)
             if batch is not None:
                 parts = split(batch, model, args, kwargs, count)
                 _check_equal(parts)
@@ -111,6 +113,8 @@ class RankSchedule:
         if cuts is not None:  # hooks of the root see no forward here
             cuts.unplanned.watch(model, lambda: [self._record.device], cuts.handles)
         watch_staged_norms(model, self._record)  # a copy of the model is not known yet
+        if self._record.used is not None:
+            self._record.used.accumulate()
         aside = Aside(engine.parameters, self._sums)
         try:
             engine.run(ways, inputs, finish)
@@ -190,11 +194,12 @@ class RankSchedule:
             total = float(sum(part.labels[how.weights] for part in parts)) if how.how == "weighted" else 0.0
             kind = how.how
         replicas = self._record.replicas
+        averaged = 1 if self._record.used is None or replicas is None else replicas.size  # by fully_shard
         if replicas is None or kind == "sum":
-            return factors
+            return [factor * averaged for factor in factors]
         total = total or float(sum(part.rows for part in parts))
         every = float(replicas.all_reduce(torch.tensor([total], dtype=torch.float64, device=self._record.device)))
-        return [factor * total / every for factor in factors]
+        return [factor * averaged * total / every for factor in factors]
 
 
 def _check_nothing_new(model: nn.Module, record: PipelineRecord) -> None:

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoshard.errors import ApplyError
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.moves import named_tensors, set_data
 from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.sharded import own_part
 from autoshard.runtime.staged import whole_value
 
 BUCKET = 1 << 25
@@ -74,6 +76,11 @@ def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tupl
         missing = [position for position in readers if position not in record.holders[name]]
         if not missing:
             continue
+        if record.used is not None:
+            raise ApplyError(
+                f"{name} is read by stages on {len(readers)} positions of the pipeline and belongs to fewer, and "
+                "parameters are sharded. Plan without fsdp and with --precision full or pure."
+            )
         value = whole_value(tensors[name], name, record)
         if record.position in missing and tensors[name].is_meta:
             set_data(tensors[name], value)
@@ -101,7 +108,7 @@ def find_sums(model: nn.Module, record: PipelineRecord) -> list[Sum]:
             everyone = len(holders) == record.across.size
             ranks = record.across if everyone else Holders(across=record.across, positions=holders)
             sums.append(Sum(ranks=ranks, parameters=tuple(together[holders].values())))
-    if record.replicas is not None:
+    if record.replicas is not None and record.used is None:
         sums.append(Sum(ranks=record.replicas, parameters=tuple(own.values())))
     return sums
 
@@ -153,8 +160,11 @@ def _sum(one: Sum) -> None:
 
 def _sum_bucket(parameters: list[nn.Parameter], ranks: ProcessRanks | Holders) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    own = [own_part(grad) for grad in grads]
     with torch.no_grad():
-        flat = ranks.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
-        for parameter, grad, part in zip(parameters, grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view(grad.shape))
+        flat = ranks.all_reduce(torch.cat([part.reshape(-1) for part in own]))
+        for parameter, grad, here, part in zip(
+            parameters, grads, own, flat.split([part.numel() for part in own]), strict=True
+        ):
+            here.copy_(part.view(here.shape))
             parameter.grad = grad

@@ -12,17 +12,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.pipelines.programs import Program
+from autoshard.runtime.sharded_stages import run_inside
 
 Finisher = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
 """(part, outputs of the model) -> what backward begins with, of shape [1]; keeps the outputs."""
 
 
 class StageModule(nn.Module):
-    """One stage on the user's own parameters. `programs` and `inputs`, per part, and `finish` are set for each step."""
+    """One stage on the user's own parameters. `programs` and `inputs`, per part, and `finish` are set for each step.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, recompute: bool) -> None:
+    `engines`: what of it fully_shard gathers as one, the model last; empty where parameters are whole.
+    """
+
+    engines: Sequence[nn.Module]  # no modules of this one
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, recompute: bool, engines: Sequence[nn.Module] = ()
+    ) -> None:
         super().__init__()
         self.recompute = recompute
+        vars(self)["engines"] = tuple(engines)
         self.programs: list[Program] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         self.finish: Finisher | None = None
@@ -40,6 +49,8 @@ class StageModule(nn.Module):
                 tensor.register_hook(torch.Tensor.contiguous)  # gradients are sent, which only such can be
         if self.recompute and torch.is_grad_enabled():
             made = checkpoint(run, arrived, self.inputs[number], use_reentrant=False)
+        elif self.engines:
+            made = run_inside(self.engines[-1], run, arrived, self.inputs[number])
         else:
             made = run(arrived, self.inputs[number])
         if self.finish is not None:

@@ -175,7 +175,7 @@ def _total_norm(
         if model is None or (len(others) == len(rest) and not (not given and len(_staged) == 1)):
             continue  # without any gradients, a position still has to take part
         counted = [tensor for tensor in rest if known.get(id(tensor))]
-        norm = _norm_of_ranks(counted, [], norm_type, foreach).to(record.device)
+        norm = whole_of(_norm_of_ranks(counted, [], norm_type, foreach)).to(record.device)
         every.append(_over(record.across, norm))
         rest = others
     return _checked(_norm_of_ranks(rest, every, norm_type, foreach), norm_type, error_if_nonfinite)

@@ -58,14 +58,26 @@ def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRa
     if mesh.fsdp == mesh.size:
         return ranks, None
     replicas = [
-        [[mesh.rank(data=d * mesh.fsdp + f, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
+        [[mesh.rank(data=d * mesh.fsdp + f, pipeline=p, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
+        for p in range(mesh.pipeline)
         for t in range(mesh.tensor)
     ]
-    shared = group_of([members for same_part in replicas for members in same_part], ranks, made)
+    shared = _lasting([tuple(members) for same_part in replicas for members in same_part], ranks)
     if mesh.dp == 1:
         return shared, None
     alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
     return shared, group_of(alike, ranks, made)
+
+
+def _lasting(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:
+    """The group of this process among such lists, made once: DTensor remembers a mesh that looks like another one."""
+    known = _made.setdefault(dist.group.WORLD, {})
+    if tuple(lists) not in known:
+        known[tuple(lists)] = group_of(lists, ranks, Made())
+    return known[tuple(lists)]
+
+
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], ProcessRanks]]" = weakref.WeakKeyDictionary()
 
 
 def control_group(lists: Sequence[Sequence[int]], ranks: ProcessRanks, usual: ProcessRanks, made: Made) -> ProcessRanks:

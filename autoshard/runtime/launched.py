@@ -12,7 +12,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
-from autoshard.runtime.sharded import STORED
+from autoshard.runtime.sharded import STORED, shards_stages
 
 
 def is_cut_here(plan: Plan) -> bool:
@@ -111,30 +111,28 @@ def _check_stages(plan: Plan) -> None:
     mesh = plan.mesh
     assert mesh is not None
     stages = f"this plan has pp={mesh.pp}"
-    if mesh.fsdp > 1:
+    if mesh.data > 1 and len({device.host for device in plan.devices}) > 1:
         raise PlanError(
-            f"{stages} and fsdp={mesh.fsdp}, and stages keep all of their parameters. Plan with --mesh of dp, tp and "
-            "pp, or of dp, fsdp and tp: those plans are carried out."
-        )
-    if mesh.dp > 1 and len({device.host for device in plan.devices}) > 1:
-        raise PlanError(
-            f"{stages} and dp={mesh.dp} on several hosts, where replicas of stages are run in another order of "
+            f"{stages} and {mesh.data} replicas on several hosts, where replicas of stages are run in another order of "
             "processes than was priced. Plan with --mesh of dp, fsdp and tp, or of tp and pp."
         )
-    if plan.workload.training and plan.precision not in ("full", "pure"):
+    if not plan.layers and (mesh.sharded or plan.precision == "mixed" or plan.recompute == "selective"):
         raise PlanError(
-            f'{stages} and precision "{plan.precision}", and stages are trained in the dtype that they are stored in. '
-            "Plan with --precision full or pure."
+            f"{stages} and does not say which layers the model has: an older autoshard made it. Plan again."
         )
-    if plan.recompute == "selective":
-        raise PlanError(f"{stages} and selective recomputation, which stages don't have. Plan with --recompute full.")
+    if plan.schedule == "zero-bubble" and shards_stages(plan):
+        raise PlanError(
+            f"{stages} with the schedule zero-bubble, which computes gradients of parameters apart from the others; "
+            "torch's fully_shard, which shards them and lowers precision, can't. Plan with --schedule 1f1b or "
+            "interleaved, or without fsdp and with --precision full or pure."
+        )
 
 
 def recompute_layers(model: nn.Module, plan: Plan) -> list[object]:
     """Let the layers of a plan for processes compute activations again in backward; returns handles."""
-    if not plan.launch or plan.recompute not in ("selective", "full"):
+    older = plan.mesh is not None and plan.mesh.pp > 1 and not plan.layers  # their stages are computed again whole
+    if not plan.launch or plan.recompute not in ("selective", "full") or older:
         return []
     modules = dict(model.named_modules())
-    paths = [path for stage in plan.stages for path in stage.paths]
-    paths = paths[: len(paths) - plan.kept_layers]
+    paths = plan.gathered[: len(plan.gathered) - plan.kept_layers]
     return list(hook_recompute(modules, paths, selective=plan.recompute == "selective"))

@@ -18,6 +18,7 @@ from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.groups import Made
+from autoshard.runtime.sharded import Replaced, Used
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class PipelineRecord:
             first. Small buffers are kept by all positions; the owner's count.
         originals: name -> device it was on before; `whole`: name -> its shape when the model is whole.
         around: paths of the modules whose tensors are at several positions.
+        replaced: parameters that were replaced by sharded ones; `used`: follows those, None where none are.
         silent: set while the model runs only to be recorded: whatever hooks a forward lets it pass.
         extras: what else belongs to the applied model, by who put it there.
     """
@@ -52,6 +54,8 @@ class PipelineRecord:
     holders: dict[str, tuple[int, ...]]
     originals: Mapping[str, torch.device]
     around: tuple[str, ...] = ()
+    replaced: list[Replaced] = field(default_factory=list)
+    used: Used | None = None
     silent: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 

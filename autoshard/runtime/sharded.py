@@ -52,22 +52,31 @@ class Sharing:
     replicas: ProcessRanks | None = None
 
 
-def shard(model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, replaced: list[Replaced]) -> "Used":
+def shard(
+    model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, replaced: list[Replaced],
+    absent: frozenset[nn.Parameter] = frozenset(),
+) -> "Used":  # fmt: skip
     """Let every rank keep its part of each parameter; returns what follows their use, and fills `replaced`.
 
-    Ranks of different replicas have the same parts (`Mesh.dp`). Parameters get the dtype of the plan's precision. All
-    ranks call it, after `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
+    Ranks of different replicas have the same parts (`Mesh.dp`). Parameters get the dtype of the plan's precision.
+    `absent`: parameters that this rank has nothing of, as those of other stages. All ranks call it, after
+    `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     modules = dict(model.named_modules())
-    blocks = [path for stage in plan.stages for path in stage.paths]
+    blocks = [modules[path] for path in plan.gathered]
+    blocks = [block for block in blocks if not absent.issuperset(block.parameters())]
+    left_out = {id(one) for one in absent}
     ranks, dtype = sharing.ranks, STORED.get(plan.precision if plan.launch else "")
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharing.shared.group, device.type), **policy_of(plan)}
+    options |= {"ignored_params": set(absent)}
+    if plan.mesh is not None and plan.mesh.pp > 1:
+        options["reshard_after_forward"] = False  # all micro-batches go through them
     order = Order(ranks, device)
-    for number, module in enumerate((*(modules[path] for path in blocks), model)):
-        own = _parameters(module, {id(one.parameter) for one in replaced})
+    for number, module in enumerate((*blocks, model)):
+        own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
         for one in own:
             if dtype is not None and one.parameter.is_floating_point():
@@ -83,7 +92,7 @@ def shard(model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, 
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)
-    used = Used(model, replaced, ranks)
+    used = Used(model, replaced, ranks, order)
     used.handles.append(model.register_forward_hook(order))
     _followed.append(weakref.ref(used, _followed.remove))
     if not _watching:
@@ -126,6 +135,13 @@ def shards(plan: Plan) -> bool:
     """Whether fully_shard carries out a plan: of sharded replicas, and of all that are trained by a given precision."""
     mesh = plan.mesh
     return mesh is not None and (mesh.sharded or (bool(plan.launch) and plan.workload.training))
+
+
+def shards_stages(plan: Plan) -> bool:
+    """Whether fully_shard is put on the stages of a plan: with sharded replicas, and where it lowers precision."""
+    mesh = plan.mesh
+    trained = bool(plan.launch) and plan.workload.training
+    return mesh is not None and mesh.pp > 1 and trained and (mesh.sharded or bool(policy_of(plan)))
 
 
 def forget_whole(replaced: Sequence[Replaced]) -> None:
@@ -225,10 +241,9 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
             "Update torch (2.13 is known to do), or use devices that hold a whole replica each."
         )
     modules = {path for path, _ in model.named_modules()}
-    for stage in plan.stages:
-        for path in stage.paths:
-            if path not in modules:
-                raise PlanError(f"the plan gathers {path!r} as one, which this {type(model).__name__} does not have.")
+    for path in plan.gathered:
+        if path not in modules:
+            raise PlanError(f"the plan gathers {path!r} as one, which this {type(model).__name__} does not have.")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ApplyError(f"{name} has a gradient, which can't be sharded with it. Call zero_grad() before apply.")
@@ -294,6 +309,12 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         raise lost(ProcessRanks.of(sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)), error) from error
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that may be sharded, as a view."""
+    part: Any = tensor
+    return part.to_local() if is_sharded(tensor) else tensor
+
+
 def alike_on(sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that all ranks have whole, so that it can meet one that may be sharded."""
     if not is_sharded(sharded):
@@ -331,16 +352,28 @@ _watching: list[Any] = []
 
 
 class Used:
-    """Which sharded parameters of a model got a gradient on this rank since they had none."""
+    """Which sharded parameters of a model got a gradient on this rank since they had none.
 
-    def __init__(self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks) -> None:
-        self.ranks = ranks
+    Attributes:
+        order: the order in which blocks are gathered. notes: hooks of the blocks, that of the model last.
+        accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
+    """
+
+    def __init__(self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks, order: Order) -> None:
+        self.ranks, self.order, self.accumulates = ranks, order, False
         self.places = [one.places[0] for one in replaced]
         self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
         self.seen: set[int] = set()
         self.handles = []
+        self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
-            self.handles.append(block.register_forward_pre_hook(_Note(self, inside)))
+            self.notes.append(_Note(self, inside))
+            self.handles.append(block.register_forward_pre_hook(self.notes[-1]))
+
+    def accumulate(self) -> None:
+        """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
+        self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
+        self.accumulates = True
 
     def settle(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
@@ -375,7 +408,7 @@ class _Note:
             return
         seen = self.used.seen
         for index in self.indices:
-            if self.used.parameters[index].grad is None:
+            if self.used.parameters[index].grad is None and not self.used.accumulates:
                 seen.discard(index)
             inner, name = self.used.places[index]
             parameter: Any = inner._parameters[name]

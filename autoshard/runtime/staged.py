@@ -24,9 +24,19 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
-from autoshard.runtime.groups import control_group, end_groups, group_of
+from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
+from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
 from autoshard.runtime.pipeline_record import Marked, PipelineRecord, mark_of_stages
+from autoshard.runtime.sharded import (
+    Sharing,
+    check_shardable,
+    forget_whole,
+    shards_stages,
+    unshard_failed,
+    whole_of,
+)
+from autoshard.runtime.sharded_stages import lower, shard_stages, unshard_stages
 from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16
@@ -48,16 +58,23 @@ def apply_stages(
         if problem is None:
             assert device is not None
             check_stages(plan, tensors)
+            if shards_stages(plan):
+                check_shardable(model, plan)
             record = _record(plan, ranks, device, tensors)
             _check_values(record, tensors)
             mark = _mark(model, plan, device)
-            if plan.cuts:
-                record.extras["skeleton"] = skeleton_of(model)
+            if plan.cuts or (plan.launch and plan.workload.training):
+                record.extras["skeleton"] = skeleton_of(model, plan)
     except Exception as found:
         error = found
     agree(ranks, mark, error, device)
     assert record is not None and plan.mesh is not None and device is not None
     tensor_ranks = _make_groups(plan.mesh, ranks, record)
+    sharing = None
+    if shards_stages(plan):
+        sharing = Sharing(record.replicas or ranks, *shard_groups(plan.mesh, ranks, record.made))
+        if record.replicas is None:
+            sharing = replace(sharing, ranks=sharing.shared)
     if plan.mesh.data > 1:  # replicas draw random numbers of their own
         agree(record.across, Mark(random=mark_of(model, (), device).random), device=device)
     undo: Undo | None = None
@@ -73,10 +90,14 @@ def apply_stages(
                 cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
                 apply_cuts(model, cuts, tensor_ranks, absent=absent, results=own_results(plan, cuts))
             _hook(model, marked, tensors)
+            marked.handles += recompute_layers(model, plan)
+            if sharing is not None:
+                marked.handles += shard_stages(model, record, sharing)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)  # other ranks than those that cut the same stage must hear of it, too
     except BaseException:
+        unshard_failed(model, record.replaced)
         _unhook(model, marked)
         if cut_record(model) is not None:
             remove_cuts(model)
@@ -84,6 +105,7 @@ def apply_stages(
             undo()
         end_groups(record.made, marked)
         raise
+    forget_whole(record.replaced)
     return model
 
 
@@ -118,6 +140,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
     if marked is None:
         raise ApplyError("nothing to remove: this model is not divided into stages.")
     record = marked.record
+    unshard_stages(model, record)
     if cut_record(model) is not None:
         remove_cuts(model)
     tensors = named_tensors(model)
@@ -131,7 +154,8 @@ def remove_stages(model: nn.Module) -> nn.Module:
 def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch.Tensor:
     """The value of a parameter or buffer on its owner's position; all ranks call it."""
     have = record.has(name)
-    sent = value.detach().contiguous() if have else torch.empty(value.shape, dtype=value.dtype, device=record.device)
+    own = whole_of(value.detach()) if have else torch.empty(value.shape, dtype=value.dtype, device=record.device)
+    sent = own.contiguous()
     record.across.broadcast(sent, record.owner(name))
     return sent
 
@@ -139,10 +163,10 @@ def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch
 def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `PlanError` unless the stages of a plan have all tensors, and each of them some, on whole replicas."""
     assert plan.mesh is not None
-    if plan.mesh.sharded:
+    if plan.mesh.sharded and not plan.launch:
         raise PlanError(
             "a plan can't divide a model into stages and shard them over replicas, too: replicas of stages keep all "
-            'of a stage. Plan with strategy="hybrid", or with strategy="data-parallel", which shards.'
+            'of a stage. Plan with launch="processes", which does both.'
         )
     if not plan.stages or len(plan.stages) % plan.mesh.pipeline:
         raise PlanError(
@@ -275,8 +299,8 @@ def own_results(plan: Plan, cuts: Sequence[Cut]) -> tuple[Results, ...]:
     return tuple(replace(row, modules=modules, parts=()) for row, modules in rows if modules)
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of a model without its weights; small buffers are there."""
+def skeleton_of(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of a model without its weights, which computes in the dtype of a plan; small buffers are there."""
     memo: dict[int, Any] = {}
     for tensor in named_tensors(model).values():
         if isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER:
@@ -284,7 +308,9 @@ def skeleton_of(model: nn.Module) -> nn.Module:
             memo[id(tensor)] = (
                 nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
             )
-    return copy.deepcopy(model, memo)
+    skeleton = copy.deepcopy(model, memo)
+    lower(skeleton, plan)
+    return skeleton
 
 
 def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.device]:

@@ -19,6 +19,7 @@ from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.engine.price import split_stages
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
+from autoshard.module_paths import parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.search.best import Goal, Priced, Searched, Task, search
 from autoshard.search.candidates import on_mesh
@@ -128,6 +129,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
     """Write down a recipe for a model on the first devices of a cluster."""
     devices = computing_devices(cluster)[: recipe.devices]
     stages, placements = stages_of(traced, recipe, devices)
+    trained = traced.workload.training and recipe.devices > 1
     name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if traced.workload.training:
         name = training_precision(asked.precision, name)[0]
@@ -142,6 +144,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         fingerprint=traced.graph.fingerprint,
         mesh=mesh_of(recipe),
         stages=stages,
+        layers=tuple(layer_paths(traced)) if trained and (recipe.pp > 1 or not stages) else (),
         launch="processes" if recipe.devices > 1 else "one-process",
         micro_batch=recipe.micro_batch,
         recompute=recipe.recompute,
@@ -213,18 +216,24 @@ def layer_paths(traced: Traced) -> list[str]:
 
 
 def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dict[str, int]:
-    """Stage of every parameter and buffer: that of its layer, else the first or last by when it is read."""
+    """Stage of every parameter and buffer: that of its layer, else the first or last by when it is read.
+
+    One with several names, an embedding that is the head as well, is where the module of each name reads it.
+    """
     reader: dict[int, int] = {}
+    by_module: dict[tuple[int, str], int] = {}
     start = len(graph.ops)
     for at, op in enumerate(graph.ops):
         if start == len(graph.ops) and _layer_of(graph.calls[op.call].path, places) is not None:
             start = at
         for value in op.inputs:
             reader.setdefault(value, at)
+            by_module.setdefault((value, graph.calls[op.call].path), at)
     stages: dict[str, int] = {}
     for tensor in graph.tensors:
         layer = _layer_of(tensor.name, places)
-        outside = 0 if reader.get(tensor.value, 0) < start else count - 1
+        read = by_module.get((tensor.value, parent(tensor.name)), reader.get(tensor.value, 0))
+        outside = 0 if read < start else count - 1
         stages[tensor.name] = outside if layer is None else places[layer]
     return stages
 

@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.sharded import own_part as own_part_of
 from autoshard.runtime.sharded import whole_of
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
@@ -189,7 +190,7 @@ def trained_in_stages(text):
         gradients = gradients or wholes(model, named)
         norms.append(float(autoshard.clip_grad_norm_(model, 0.5)))
         optimizer.step()
-    kept = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    kept = sum(own_part_of(one).numel() for one in model.parameters() if not one.is_meta)
     autoshard.remove(model)
     values = {name: one.detach() for name, one in model.named_parameters()}
     return {
@@ -208,11 +209,15 @@ def trained_in_stages(text):
         pytest.param("pp=2,tp=2", "none", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "full", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,tp=2", "none", marks=pytest.mark.slow),
+        pytest.param("pp=2", "selective", marks=pytest.mark.slow),
+        pytest.param("fsdp=2,pp=2", "selective", marks=sharded_replicas),
+        pytest.param("fsdp=2,tp=2,pp=2", "full", marks=[sharded_replicas, pytest.mark.slow]),
+        pytest.param("dp=2,fsdp=2,pp=2", "none", marks=[sharded_replicas, pytest.mark.slow]),
     ],
 )
 def test_stages_are_trained_as_one_process(mesh, recompute):
     count = 2 ** mesh.count("=")
-    text = plan_for(mesh, count, recompute=recompute, precision="full", micro_batch=2)
+    text = plan_for(mesh, count, recompute=recompute, precision="full", micro_batch=SAMPLES // count)
     assert Plan.from_json(text).num_microbatches > 1
     every = run_ranks(trained_in_stages, count, text)
     for found in every:
