@@ -216,24 +216,23 @@ def layer_paths(traced: Traced) -> list[str]:
 
 
 def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dict[str, int]:
-    """Stage of every parameter and buffer: that of its layer, else the first or last by when it is read.
+    """Stage of every parameter and buffer: that of its layer, else of the next layer after it is read, else the last.
 
     One with several names, an embedding that is the head as well, is where the module of each name reads it.
     """
-    reader: dict[int, int] = {}
+    reader: dict[int, int] = {}  # what is read -> the stage then; the walk goes back to the first that reads it
     by_module: dict[tuple[int, str], int] = {}
-    start = len(graph.ops)
-    for at, op in enumerate(graph.ops):
-        if start == len(graph.ops) and _layer_of(graph.calls[op.call].path, places) is not None:
-            start = at
+    stage = count - 1
+    for op in reversed([one for one in graph.ops if not one.backward]):
+        path = graph.calls[op.call].path
+        layer = _layer_of(path, places)
+        stage = stage if layer is None else places[layer]
         for value in op.inputs:
-            reader.setdefault(value, at)
-            by_module.setdefault((value, graph.calls[op.call].path), at)
+            reader[value] = by_module[value, path] = stage
     stages: dict[str, int] = {}
     for tensor in graph.tensors:
         layer = _layer_of(tensor.name, places)
-        read = by_module.get((tensor.value, parent(tensor.name)), reader.get(tensor.value, 0))
-        outside = 0 if read < start else count - 1
+        outside = by_module.get((tensor.value, parent(tensor.name)), reader.get(tensor.value, 0))
         stages[tensor.name] = outside if layer is None else places[layer]
     return stages
 
