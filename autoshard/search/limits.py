@@ -96,6 +96,11 @@ def check_given(given: Given, limits: Limits, devices: int) -> None:
     _among(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
     if mesh.get("pp", 1) > max(limits.layers, 1):
         raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
+    if given.schedule == "zero-bubble" and mesh.get("pp", 1) > 1 and mesh.get("fsdp", 1) > 1:
+        raise PlanError(
+            "zero-bubble computes gradients of parameters apart from the others, which torch's fully_shard can't: plan "
+            "fsdp and pp with --schedule 1f1b or interleaved."
+        )
     if mesh.get("cp", 1) > 1 and not limits.attention:
         raise PlanError("cp divides sequences of models that use scaled_dot_product_attention, and this one does not.")
     if mesh.get("cp", 1) > 1 and limits.tokens % mesh["cp"]:

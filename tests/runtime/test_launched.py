@@ -17,7 +17,6 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
-from autoshard.runtime.sharded import own_part as own_part_of
 from autoshard.runtime.sharded import whole_of
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
@@ -173,61 +172,6 @@ def test_mixed_precision_keeps_float32_and_computes_in_bfloat16(mesh):
         assert found["losses"] < 0.01 and found["gradients"] < 0.05, found
 
 
-def trained_in_stages(text):
-    """How far losses, norms and gradients of this rank's stages are from one process that has all samples."""
-    plan, ids = Plan.from_json(text), samples()
-    expected = train(decoder(), ids)
-    model = autoshard.apply(decoder(), plan, inputs={"ids": ids, "labels": ids})
-    part = own_part(ids, plan.mesh.tp * plan.mesh.pp)
-    runner, optimizer = autoshard.schedule(model), torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
-    norms, losses, gradients = [], [], {}
-    for _ in range(3):
-        optimizer.zero_grad()
-        found = []
-        runner.step(part, labels=part, losses=found)
-        losses.append(sum(found) / max(len(found), 1))
-        named = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        gradients = gradients or wholes(model, named)
-        norms.append(float(autoshard.clip_grad_norm_(model, 0.5)))
-        optimizer.step()
-    kept = sum(own_part_of(one).numel() for one in model.parameters() if not one.is_meta)
-    autoshard.remove(model)
-    values = {name: one.detach() for name, one in model.named_parameters()}
-    return {
-        "gradients": largest_error(gradients, {name: expected[2][name] for name in gradients}),
-        "norms": max(abs(one - other) / other for one, other in zip(norms, expected[1], strict=True)),
-        "values": largest_error(values, expected[3]), "names": sorted(gradients),
-        "losses": [float(loss) for loss in losses], "expected": expected[0],
-        "kept": kept / sum(one.numel() for one in model.parameters()),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("mesh", "recompute"),
-    [
-        ("pp=2", "full"),
-        pytest.param("pp=2,tp=2", "none", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2", "full", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,tp=2", "none", marks=pytest.mark.slow),
-        pytest.param("pp=2", "selective", marks=pytest.mark.slow),
-        pytest.param("fsdp=2,pp=2", "selective", marks=sharded_replicas),
-        pytest.param("fsdp=2,tp=2,pp=2", "full", marks=[sharded_replicas, pytest.mark.slow]),
-        pytest.param("dp=2,fsdp=2,pp=2", "none", marks=[sharded_replicas, pytest.mark.slow]),
-    ],
-)
-def test_stages_are_trained_as_one_process(mesh, recompute):
-    count = 2 ** mesh.count("=")
-    text = plan_for(mesh, count, recompute=recompute, precision="full", micro_batch=SAMPLES // count)
-    assert Plan.from_json(text).num_microbatches > 1
-    every = run_ranks(trained_in_stages, count, text)
-    for found in every:
-        assert found["gradients"] < 1e-5 and found["norms"] < 1e-5 and found["values"] < 5e-5, found
-        assert found["kept"] < 0.75
-    assert {name for found in every for name in found["names"]} == {name for name, _ in decoder().named_parameters()}
-    if mesh == "pp=2":
-        assert every[1]["losses"] == pytest.approx(every[1]["expected"], rel=1e-5)
-
-
 def backward_flops(text):
     plan = Plan.from_json(text)
     model = autoshard.apply(decoder(), plan)
@@ -295,12 +239,6 @@ def test_stages_do_not_generate():
 
 
 def test_what_does_not_run_is_refused_with_what_does():
-    for mesh, count, wishes, words in (
-        ("pp=2", 2, {"precision": "mixed"}, "Plan with --precision full or pure"),
-        ("pp=2", 2, {"precision": "full", "recompute": "selective"}, "Plan with --recompute full"),
-        ("fsdp=2,pp=2", 4, {"precision": "full"}, "pp=2 and fsdp=2, and stages keep all of their parameters"),
-    ):
-        assert words in refused(plan_for(mesh, count, **wishes))
     assert "optimizer keeps a copy" in refused(plan_for("fsdp=2", 2, precision="master"))
     alone = refused(plan_for("fsdp=2", 2))
     assert "for 2 processes, one per device, and this is none of torchrun's" in alone
