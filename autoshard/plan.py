@@ -12,7 +12,7 @@ import torch
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.files import write_whole
-from autoshard.module_paths import above
+from autoshard.module_paths import above, is_below
 from autoshard.placement import check_known_in
 from autoshard.plan_cuts import Whole
 from autoshard.sharding import Cut, Results
@@ -191,6 +191,10 @@ class Plan:
     def gathered(self) -> tuple[str, ...]:
         """Paths of the modules that are recomputed, and whose parameters are gathered, as one."""
         return self.layers or tuple(path for stage in self.stages for path in stage.paths)
+
+    def layers_of(self, stage: Stage) -> tuple[str, ...]:
+        """Those of `gathered` that are in a stage."""
+        return tuple(layer for layer in self.gathered if any(is_below(layer, path) for path in stage.paths))
 
     @property
     def device_map(self) -> dict[str, str]:

@@ -67,6 +67,8 @@ class Engine:
                 self.schedule.step(part=numbers, target=numbers)
             else:
                 self.schedule.eval(part=numbers, target=numbers)
+            if self.record.used is not None:
+                self.record.used.order(self.model, (), None)
         except RuntimeError as error:
             raise _explained(self.record, error) from error
         finally:

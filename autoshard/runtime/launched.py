@@ -5,6 +5,7 @@ Each process calls the model with samples of its own, as under torch's fully_sha
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from autoshard.batching import BatchAxis
@@ -63,9 +64,10 @@ def check_stored(model: nn.Module, plan: Plan) -> None:
     wanted = STORED[plan.precision]
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != wanted:
+            other = "pure" if parameter.dtype == torch.bfloat16 else "full"
             raise ApplyError(
                 f"{name} is {parameter.dtype}, and this plan trains stages in {wanted}. Convert the model before: "
-                f"model.to({wanted}), or plan again with --precision {'pure' if plan.precision == 'full' else 'full'}."
+                f"model.to({wanted}), or plan again with --precision {other}."
             )
 
 
@@ -134,5 +136,6 @@ def recompute_layers(model: nn.Module, plan: Plan) -> list[object]:
     if not plan.launch or plan.recompute not in ("selective", "full") or older:
         return []
     modules = dict(model.named_modules())
-    paths = plan.gathered[: len(plan.gathered) - plan.kept_layers]
+    stages = [plan.layers_of(stage) for stage in plan.stages] if plan.layers and plan.stages else [plan.gathered]
+    paths = [path for own in stages for path in own[: max(0, len(own) - plan.kept_layers)]]
     return list(hook_recompute(modules, paths, selective=plan.recompute == "selective"))

@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.module_paths import is_below
 from autoshard.nested import map_tensors
 from autoshard.plan import Plan
 from autoshard.runtime.cuts import let_gather
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.sharded import Sharing, policy_of, shard, unshard
+from autoshard.runtime.sharded import Sharing, policy_of, shard, unshard, unshard_failed
 
 _METHOD = "autoshard_run_inside"
 
@@ -38,6 +37,12 @@ def shard_stages(model: nn.Module, record: PipelineRecord, sharing: Sharing) -> 
     return [*used.handles, *let_gather(model)]
 
 
+def withdraw(model: nn.Module, record: PipelineRecord) -> None:
+    """Undo what `shard_stages` did, also half-way; nobody else is asked."""
+    vars(model).pop(_METHOD, None)
+    unshard_failed(model, record.replaced)
+
+
 def unshard_stages(model: nn.Module, record: PipelineRecord) -> None:
     """Give this rank its stages whole; all ranks call it."""
     vars(model).pop(_METHOD, None)
@@ -53,9 +58,8 @@ def run_inside(model: nn.Module, program: Callable[..., Any], *args: Any) -> Any
 
 def layers_of(model: nn.Module, record: PipelineRecord, number: int) -> list[nn.Module]:
     """The layers of a stage that are gathered as one, and the model."""
-    modules, paths = dict(model.named_modules()), record.plan.stages[number].paths
-    inside = [layer for layer in record.plan.gathered if any(is_below(layer, path) for path in paths)]
-    return [*(modules[layer] for layer in inside), model]
+    plan = record.plan
+    return [*map(model.get_submodule, plan.layers_of(plan.stages[number])), model]
 
 
 def lower(skeleton: nn.Module, plan: Plan) -> None:

@@ -33,10 +33,9 @@ from autoshard.runtime.sharded import (
     check_shardable,
     forget_whole,
     shards_stages,
-    unshard_failed,
     whole_of,
 )
-from autoshard.runtime.sharded_stages import lower, shard_stages, unshard_stages
+from autoshard.runtime.sharded_stages import lower, shard_stages, unshard_stages, withdraw
 from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16
@@ -97,7 +96,7 @@ def apply_stages(
             error = found
         agree(ranks, Mark(), error)  # other ranks than those that cut the same stage must hear of it, too
     except BaseException:
-        unshard_failed(model, record.replaced)
+        withdraw(model, record)
         _unhook(model, marked)
         if cut_record(model) is not None:
             remove_cuts(model)
