@@ -55,6 +55,7 @@ class Mesh:
         pp: pipeline ranks. tp: tensor-parallel ranks of a stage. cp: parts of every sequence.
         ep: groups of experts, among ranks that are replicas otherwise.
         shares: samples of the batch per replica, in proportion; empty: all alike.
+        stages_outermost: devices of one stage follow each other, else those of one replica.
     """
 
     dp: int = 1
@@ -64,6 +65,7 @@ class Mesh:
     cp: int = 1
     ep: int = 1
     shares: tuple[int, ...] = ()
+    stages_outermost: bool = False
 
     @property
     def size(self) -> int:
@@ -97,11 +99,14 @@ class Mesh:
 
     def rank(self, *, data: int = 0, pipeline: int = 0, tensor: int = 0) -> int:
         """The number of a device in `Plan.devices`, and of its process, where sequences are not divided."""
-        return (data * self.pp + pipeline) * self.tp + tensor
+        outer = pipeline * self.data + data if self.stages_outermost else data * self.pp + pipeline
+        return outer * self.tp + tensor
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """The (replica, pipeline rank, tensor-parallel rank) of a device, where sequences are not divided."""
-        return rank // self.tp // self.pp, rank // self.tp % self.pp, rank % self.tp
+        outer, tensor = divmod(rank, self.tp)
+        pipeline, data = divmod(outer, self.data) if self.stages_outermost else divmod(outer, self.pp)[::-1]
+        return data, pipeline, tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +305,9 @@ class Plan:
             row = data.pop(name)
             if row is not None:
                 data[name] = asdict(row)
-        if self.mesh is not None and not self.mesh.shares:
-            del data["mesh"]["shares"]
+        for name in ("shares", "stages_outermost"):  # other meshes look as they always did
+            if self.mesh is not None and not getattr(self.mesh, name):
+                del data["mesh"][name]
         if self.batch is not None and not self.batch.assumed:  # checked batches look as they always did
             del data["batch"]["assumed"]
         for name in ("target", "layers"):

@@ -113,10 +113,10 @@ def _check_stages(plan: Plan) -> None:
     mesh = plan.mesh
     assert mesh is not None
     stages = f"this plan has pp={mesh.pp}"
-    if mesh.data > 1 and len({device.host for device in plan.devices}) > 1:
+    if mesh.data > 1 and len({device.host for device in plan.devices}) > 1 and not mesh.stages_outermost:
         raise PlanError(
-            f"{stages} and {mesh.data} replicas on several hosts, where replicas of stages are run in another order of "
-            "processes than was priced. Plan with --mesh of dp, fsdp and tp, or of tp and pp."
+            f"{stages} and {mesh.data} replicas on several hosts, and is for another order of processes than was "
+            "priced: an older autoshard made it. Plan again."
         )
     if not plan.layers and (mesh.sharded or plan.precision == "mixed" or plan.recompute == "selective"):
         raise PlanError(

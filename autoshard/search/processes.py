@@ -160,8 +160,9 @@ def is_compiled(asked: Asked, workload: Workload) -> bool:
 
 
 def mesh_of(recipe: Recipe) -> Mesh:
-    """The degrees of a recipe."""
-    return Mesh(dp=recipe.dp, fsdp=recipe.fsdp, tp=recipe.tp, pp=recipe.pp, cp=recipe.cp, ep=recipe.ep)
+    """The degrees of a recipe, whose stages are on hosts of their own first, as they are priced."""
+    degrees = {name: getattr(recipe, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
+    return Mesh(**degrees, stages_outermost=recipe.pp > 1 and recipe.replicas > 1)
 
 
 def strategy_of(recipe: Recipe) -> str:
