@@ -37,7 +37,8 @@ class Run:
 
     `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
     thread launches all ops of all devices; 0 where every device has its own. `bound_seconds`: no pipeline with as many
-    devices and micro-batches and this schedule is. `joined`: one backward goes through all micro-batches.
+    devices and micro-batches and this schedule is. `joined`: one backward goes through all micro-batches; `apart`: each has
+    its own, and outputs become one after the last of them.
     """
 
     figures: Figures
@@ -47,6 +48,7 @@ class Run:
     issue_seconds: float = 0.0
     bound_seconds: float = 0.0
     joined: bool = False
+    apart: bool = False
 
 
 def estimate_pipeline(
@@ -129,7 +131,10 @@ def run_schedule(
         returns=[_over(border.returned, cluster, names, i, -1) for i, border in enumerate(figures.borders)],
     )
     joined = one_process and schedule != "1f1b" and workload.training
-    return Run(figures=figures, names=names, order=order, simulated=simulate(order, times), joined=joined)
+    return Run(
+        figures=figures, names=names, order=order, simulated=simulate(order, times), joined=joined,
+        apart=workload.training and not joined,
+    )  # fmt: skip
 
 
 def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float) -> Estimate:
@@ -206,60 +211,49 @@ def device_estimate(
 
 
 def _peak(run: Run, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
-    """(gradients, activations) of a device at the moment when both take most, by walking through its actions."""
+    """(gradients, activations) of a device when both together are largest, by walking through its actions.
+
+    Each micro-batch in flight keeps its saved activations; the running action adds the largest of its own. At the end
+    outputs of micro-batches become one tensor, beside them, and gradients meet the optimizer step.
+    """
+    mine = [stage.nbytes for stage in run.figures.stages[position :: len(run.names)]]
     gradients = there = 0  # `there`: kept between actions
     made: set[int] = set()
-    most = (0, 0)
+    peaks = [(0, 0)]
+    row = run.order[position]
+    last = max((index for index, action in enumerate(row) if action.kind == "F"), default=-1)
+    joining = microbatches > 1 and not run.apart
+    merged = microbatches * sum(one.outputs for one in mine) if joining else 0
 
-    def note(gradient: int, activation: int) -> None:
-        nonlocal most
-        most = max(most, (gradient, activation), key=sum)
-
-    last = {action.stage: index for index, action in enumerate(run.order[position]) if action.kind == "F"}
-    mine = run.figures.stages[position :: len(run.names)]
-    returned = microbatches * sum(s.nbytes.returned for s in mine)
-    stepping = workload.training and not run.joined  # outputs of parts are put together after the last backward
-    for index, action in enumerate(run.order[position]):
-        nbytes = run.figures.stages[action.stage].nbytes
+    for index, action in enumerate(row):
+        one = run.figures.stages[action.stage].nbytes
         if action.kind == "F":
-            note(gradients, there + nbytes.forward)
-            there += nbytes.kept if workload.training else nbytes.lasting
-            if last[action.stage] == index and nbytes.outputs and microbatches > 1 and not stepping:
-                there += nbytes.outputs * microbatches  # put together, beside the parts
-                note(gradients, there)
-                there -= nbytes.released * microbatches
-            if index == max(last.values()):
-                there += returned
-                note(gradients, there)
-            if last[action.stage] == index and run.joined:
-                there -= nbytes.leaving * microbatches + nbytes.lent
-            continue
-        if run.joined:
-            part = nbytes.joined
-            gone = sum(other.stage == action.stage and other.kind == "B" for other in run.order[position][:index])
-            reached = part.first - part.waiting if not gone else part.later if gone < microbatches - 1 else part.last
-            coming = part.returning * (microbatches - (gone == microbatches - 1))
-            note(gradients + (part.waiting if not gone else 0), there - nbytes.kept + coming + reached)
-            if gone in (0, microbatches - 1):
-                gradients += part.waiting if not gone else nbytes.gradient - part.waiting
-            there -= nbytes.kept - nbytes.released - (nbytes.lasting - nbytes.outputs)
-            continue
-        if action.kind != "W":
+            peaks.append((gradients, there + one.forward))
+            there += one.kept if workload.training else one.lasting
+        elif action.kind != "W":
             first = action.stage not in made
-            note(gradients, there - nbytes.kept + (nbytes.first_backward if first else nbytes.backward))
-            if first:
-                made.add(action.stage)
-                gradients += nbytes.gradient
-        if action.kind == "W" or (action.kind == "B"):
-            there -= nbytes.kept - nbytes.lasting
-    note(gradients, 2 * microbatches * sum(s.nbytes.merged for s in mine))
-    if stepping and microbatches > 1:
-        note(gradients, there + sum(microbatches * s.nbytes.outputs - s.nbytes.lent for s in mine))
+            back = microbatches - len([other for other in row[:index] if other.kind == "B"])
+            coming = one.returning * (back - 1) if run.joined and one.leaving else 0
+            peaks.append((gradients, there - one.kept + coming + (one.first_backward if first else one.backward)))
+            gradients += one.gradient * first
+            made.add(action.stage)
+        if action.kind in ("B", "W"):
+            there -= one.kept - one.lasting
+        if index == last and merged:
+            peaks.append((gradients, there + merged))
+            there += merged - microbatches * sum(one.unsaved for one in mine)
+        if index == last and not run.apart:
+            there += microbatches * sum(one.arriving for one in mine)
+            coming = sum(one.returning for one in mine if one.arriving)
+            peaks.append((gradients, there + microbatches * coming))
+            there -= (microbatches if run.joined else 0) * sum(one.leaving for one in mine)
+    if run.apart and microbatches > 1:
+        peaks.append((gradients, there + microbatches * sum(one.outputs for one in mine)))
     if workload.training:
-        sizes = [size for i in range(position, len(run.figures.stages), len(run.names))
-                 for _, size in run.figures.stages[i].trained]  # fmt: skip
-        note(gradients, there + optimizer_step_bytes(sizes, workload.optimizer, not device.name.startswith("cpu")))
-    return most
+        sizes = [size for stage in run.figures.stages[position :: len(run.names)] for _, size in stage.trained]
+        step = optimizer_step_bytes(sizes, workload.optimizer, not device.name.startswith("cpu"))
+        peaks.append((gradients, there + step))
+    return max(peaks, key=sum)
 
 
 def _over(tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str, ...], border: int, way: int) -> float:
