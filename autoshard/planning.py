@@ -385,7 +385,7 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
 
 
 def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
-    from autoshard.strategies.mesh import hybrid
+    from autoshard.strategies.pipeline import hybrid
 
     _check_caller(request)
     made = hybrid(

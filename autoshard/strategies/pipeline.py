@@ -1,43 +1,39 @@
-"""Pipeline: stages, micro-batches, schedule and recomputing chosen together, then checked by the exact estimate."""
+"""Stages of a pipeline, alone or in a mesh with replicas and tensor-parallel ranks: chosen together, then priced.
 
-from collections.abc import Iterator, Sequence
+    cluster      host0 [ 0 1 2 3 ]   host1 [ 4 5 6 7 ]
+    2 x 2 x 2    replica 0: stages [0 1] [2 3]    replica 1: stages [4 5] [6 7]
+
+Ranks of a tensor-parallel group are neighbours, so they share a host where they can; stages follow one another;
+replicas are furthest apart: they exchange least often. What can be cut, and at what degree, is what the axis analysis
+found; only what wins is proved. A mesh needs one process per device (torchrun), a pipeline may do with one for all.
+"""
+
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.axes.groups import AxisGroups
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.choices import check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import tensor_units
 from autoshard.errors import PlanError, SpecError
-from autoshard.estimate import Estimate
+from autoshard.flow import flow
 from autoshard.mesh_cost import Pricer
 from autoshard.module_paths import above, parent
-from autoshard.pipeline_cost import Run, price, run_plan
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.sizes import format_bytes
-from autoshard.strategies.compare import value_of
-from autoshard.strategies.lines import Lines
+from autoshard.sharding import Cut
+from autoshard.strategies.column_parallel import Prove
+from autoshard.strategies.cut_results import find_results
+from autoshard.strategies.cut_task import Shares
+from autoshard.strategies.mesh_lines import MeshLines
+from autoshard.strategies.mesh_search import Candidate, best_mesh
+from autoshard.strategies.mesh_shapes import Asked, Shape, meshes, pipelines
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.pipeline_choice import Best, Choice, choices_for, choose, is_better
-
-_TRIES = 5
-"""Rounds of searching and checking exactly; a device that came out too full has less to hold in the next."""
-_PRICED_OPS = 8_000
-"""Ops of the run, times partitions, that are priced exactly to pick the best of those that come close."""
-_MOST_PRICED = 200
-"""Partitions of small models that are priced exactly."""
-_CLOSE = 1.1
-"""How much worse than the best, by the figures of the search, what is priced exactly may be."""
-_FEW_STAGES = 4
-"""Stages up to which every set of them is tried to compute again, where memory is the objective."""
-_ROOMS = (1.0, 1.3, 0.75)
-"""Parts of the memory that are searched with for it: what a stage keeps is known roughly before it is priced."""
+from autoshard.strategies.stage_reasons import explain_mesh, explain_stages, mesh_refusal, pipeline_refusal
 
 
 def pipeline(
@@ -54,110 +50,97 @@ def pipeline(
     """
     processes = processes if processes > 1 else 0
     _check(cluster, batch, objective, num_microbatches, schedule, processes)
-    computing = replace(cluster, devices=tuple(d for d in cluster.devices if d.name != "disk"))
+    computing = _computing(cluster)
     units = find_units(profile)
     if len(units.paths) < 2:
         raise PlanError(
             "a pipeline needs at least two modules with parameters, one per stage: this model has "
             f'{len(units.paths)}. Use strategy="balanced".'
         )
-    lines = Lines(profile, computing, batch, units, one_thread=not processes)
-    choices = list(choices_for(len(computing.devices), batch.size, lines, num_microbatches, schedule, processes))
-    if not choices:
+    lines = MeshLines(profile=profile, cluster=computing, batch=batch, one_process=not processes)
+    asked = Asked(
+        units=len(units.paths), rows=batch.size, training=lines.whole.training, processes=processes,
+        num_microbatches=num_microbatches, schedule=schedule,
+    )  # fmt: skip
+    shapes = list(pipelines(asked, computing.devices, lines.seconds))
+    if not shapes:
         raise PlanError(_no_choice(len(computing.devices), len(units.paths), num_microbatches, schedule, processes))
+    price = pricer or Pricer(profile, cluster, processes=processes > 0)
+
+    def write(candidate: Candidate) -> Plan:
+        return replace(write_plan(lines, candidate, objective), strategy="pipeline")
+
     goal = "latency" if objective == "throughput" and not compared else objective
-    task = _Task(profile, computing, batch, units, lines, choices, objective, goal, processes)
-    drawn = _close_ones(task) or _first_that_fits(task)
-    plan, run, figures, best = drawn.plan, drawn.run, drawn.figures, drawn.best
-    if pricer is not None and not profile.workload.new_tokens:  # generating runs otherwise
-        pricer.remember(plan, figures)
-    plan = replace(plan, reasons=_explain(computing, lines, best, figures, processes))
+    best, closest = best_mesh(lines, shapes, goal, write, price)
+    if best is None:
+        raise PlanError(pipeline_refusal(lines, shapes, None if closest is None else closest.figures))
+    plan = replace(best.plan, reasons=explain_stages(lines, best, processes))
     if processes:
         return plan
-    marks = run.figures
-    return replace(plan, aligned=marks.aligned, written_back=marks.written_back)
+    moves = flow(profile.graph, {path: str(i) for i, stage in enumerate(plan.stages) for path in stage.paths})
+    return replace(plan, aligned=moves.aligned, unfolded=moves.unfolded, written_back=moves.written_back)
 
 
-class _Task(NamedTuple):
-    """What is asked."""
+def hybrid(
+    profile: Profile, cluster: Cluster, batch: BatchAxis, found: AxisGroups, prove: Prove, *,
+    objective: str = "throughput", num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
+    price: Pricer | None = None,
+) -> Plan:  # fmt: skip
+    """Plan a mesh of which at least two dimensions are larger than 1.
 
-    profile: Profile
-    cluster: Cluster
-    batch: BatchAxis
-    units: Units
-    lines: Lines
-    choices: Sequence[Choice]
-    objective: str
-    goal: str
-    processes: int
+    `found`: the axis groups of the same model; `prove`: proves the cuts of what is chosen. `processes`: how many run,
+    all of which then take part; 0: as many devices as pay. `price`: of the same profile and cluster. Raises `PlanError`
+    if nothing fits.
+    """
+    price = price or Pricer(profile, cluster)
+    computing = _computing(cluster)
+    lines = MeshLines(
+        profile=profile, cluster=computing, batch=batch, found=found, tracer=price.tracer, objective=objective
+    )
+    if not processes:  # a process has the device that the plan says; without any, alike ones are neighbours
+        hosts = list(dict.fromkeys(device.host for device in computing.devices))
+        slow = dict(zip(computing.names, lines.seconds, strict=True))
+        order = sorted(computing.devices, key=lambda d: (hosts.index(d.host), slow[d.name]))
+        lines = MeshLines(
+            profile=profile, cluster=replace(computing, devices=tuple(order)), batch=batch, found=found,
+            tracer=price.tracer, objective=objective,
+        )  # fmt: skip
+    asked = Asked(
+        units=lines.whole.count, rows=batch.size, training=lines.whole.training,
+        processes=processes if processes > 1 else 0, num_microbatches=num_microbatches, schedule=schedule,
+    )  # fmt: skip
 
-    @property
-    def capacity(self) -> np.ndarray:
-        """[devices] bytes for tensors."""
-        return np.array([float(device.budget_bytes) for device in self.cluster.devices])
+    def write(candidate: Candidate) -> Plan:
+        return replace(write_plan(lines, candidate, objective), cuts=lines.assumed(candidate.shape))
 
-
-class _Drawn(NamedTuple):
-    """A choice as a plan, priced op by op."""
-
-    best: Best
-    plan: Plan
-    run: Run
-    figures: Estimate
-
-
-def _draw(task: _Task, best: Best) -> _Drawn:
-    plan = write_plan(task.profile, task.cluster, task.batch, task.units, best, task.objective)
-    run = run_plan(plan, task.profile, task.cluster, processes=task.processes > 0)
-    return _Drawn(best, plan, run, price(run, plan, task.profile, task.cluster, best.bound))
-
-
-def _first_that_fits(task: _Task) -> _Drawn:
-    """The best choice by the search that fits; a device that came out too full has less to hold in the next round."""
-    capacity, short = task.capacity, dict[str, int]()
-    for _ in range(_TRIES):
-        best = choose(task.lines, task.choices, capacity, task.goal)
+    while True:
+        shapes = list(meshes(asked, lines.cluster.devices, lines.seconds))
+        best, closest = best_mesh(lines, shapes, objective, write, price)
         if best is None:
-            break
-        drawn = _draw(task, best)
-        if drawn.figures.fits:
-            return drawn
-        short = {d.name: -d.free_bytes for d in drawn.figures.devices if d.free_bytes < 0}
-        over = np.array([max(-d.free_bytes, 0) * 1.02 for d in drawn.figures.devices])
-        capacity = np.maximum(capacity - over, 0.0)
-    raise PlanError(_refusal(task.lines, task.choices, capacity, short, task.cluster))
+            raise PlanError(mesh_refusal(lines, None if closest is None else closest.figures))
+        cuts, refused = _proved(lines, best.candidate.shape, prove)
+        if not refused:
+            plan = replace(best.plan, cuts=cuts, results=find_results(found, cuts))
+            return replace(plan, reasons=explain_mesh(lines, best))
+        lines.ban(refused)
 
 
-def _close_ones(task: _Task) -> _Drawn | None:
-    """The best of all that come close by the search, each priced op by op; None for runs of many ops."""
-    most = min(_MOST_PRICED, _PRICED_OPS // max(len(task.profile.graph.ops), 1))
-    if most < 2 * len(_ROOMS):
-        return None
-    found: dict[tuple[object, ...], Best] = {}
-    for room in _ROOMS:
-        best = choose(task.lines, task.choices, task.capacity * room, task.goal, every=True)
-        for one in () if best is None else (best, *best.rivals, *_otherwise_kept(task, best)):
-            key = one.choice, one.found.cuts, one.found.devices, one.found.recompute
-            found.setdefault(key, replace(one, rivals=()))
-    least: tuple[float, _Drawn] | None = None
-    for one in sorted(found.values(), key=lambda one: one.value)[:most]:
-        if least is not None and task.goal != "memory" and one.value > least[0] * _CLOSE:
-            break
-        drawn = _draw(task, one)
-        value = value_of(drawn.figures, task.goal, task.lines.training)
-        if drawn.figures.fits and (least is None or is_better(value, one.choice, least[0], least[1].best.choice)):
-            least = value, drawn
-    return None if least is None else least[1]
+def _computing(cluster: Cluster) -> Cluster:
+    return replace(cluster, devices=tuple(device for device in cluster.devices if device.name != "disk"))
 
 
-def _otherwise_kept(task: _Task, best: Best) -> Iterator[Best]:
-    """The same stages with others of them computing again: where memory is the objective, bytes decide that."""
-    choice, stages = best.choice, len(best.found.recompute)
-    if task.goal != "memory" or not task.lines.training or choice.schedule == "zero-bubble":
-        return
-    every = [(False,) * stages, (True,) * stages]
-    for way in product((False, True), repeat=stages) if stages <= _FEW_STAGES and choice.per_device == 1 else every:
-        yield replace(best, found=replace(best.found, recompute=way), rivals=())
+def _proved(
+    lines: MeshLines, shape: Shape, prove: Prove
+) -> tuple[tuple[Cut, ...], dict[tuple[int, Shares], str]]:  # fmt: skip
+    """The cuts of a shape, proved; and those that can't be, with the reason."""
+    options = lines.options(shape)
+    outcomes = prove([lines.groups[option.index] for option in options], [option.shares for option in options])
+    refused = {
+        (option.index, option.shares): found.reason
+        for option, found in zip(options, outcomes, strict=True)
+        if not isinstance(found, Cut)
+    }
+    return tuple(found for found in outcomes if isinstance(found, Cut)), refused
 
 
 def _check(
@@ -191,36 +174,41 @@ def _check(
         )
 
 
-def write_plan(
-    profile: Profile, cluster: Cluster, batch: BatchAxis, units: Units, best: Best, objective: str
-) -> Plan:  # fmt: skip
-    """Write down what was decided."""
-    found, choice, graph = best.found, best.choice, profile.graph
-    cuts = best.line.begins[list(found.cuts[1:-1])]
+def write_plan(lines: MeshLines, candidate: Candidate, objective: str) -> Plan:
+    """Write down what was decided, but for the cuts."""
+    profile, units, shape, found = lines.profile, lines.units, candidate.shape, candidate.found
+    devices, rows = lines.devices(shape), lines.rows(shape)
+    assert rows is not None
+    even = len(set(rows)) == 1
+    mesh = Mesh(dp=shape.data, pp=shape.pipeline, tp=shape.tensor, shares=() if even else rows)
+    heads = [devices[mesh.rank(pipeline=position)].name for position in range(shape.pipeline)]
+    plan = Plan(
+        strategy="hybrid", objective=objective, workload=profile.workload, devices=tuple(map(plan_device, devices)),
+        placements={"": heads[0]}, num_microbatches=shape.microbatches, schedule=shape.schedule,
+        fingerprint=profile.graph.fingerprint, mesh=mesh, batch=lines.batch,
+    )  # fmt: skip
+    if shape.pipeline == 1:
+        return plan
+    paths = _stage_paths(profile.graph, units, candidate)
+    return replace(
+        plan,
+        placements={path: heads[i % len(heads)] for i, own in enumerate(paths) for path in own},
+        stages=tuple(
+            Stage(paths=tuple(own), recompute=again) for own, again in zip(paths, found.recompute, strict=True)
+        ),
+    )
+
+
+def _stage_paths(graph: ModelGraph, units: Units, candidate: Candidate) -> list[list[str]]:
+    found = candidate.found
+    cuts = candidate.line.begins[list(found.cuts[1:-1])]
     stage_of_unit = np.searchsorted(cuts, np.arange(len(units.paths)), side="right")
     stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
     placed = collapse(stage_of, graph) if stage_of else {"": "0"}
     paths: list[list[str]] = [[] for _ in found.recompute]
     for path, stage in placed.items():
-        again = found.recompute[int(stage)]
-        paths[int(stage)] += opened(path, graph) if again else [path]
-    names = [cluster.devices[d].name for d in found.devices]
-    devices = [cluster.device(name) for name in names]
-    return Plan(
-        strategy="pipeline",
-        objective=objective,
-        workload=profile.workload,
-        devices=tuple(plan_device(d) for d in devices),
-        placements={path: names[i % len(names)] for i, own in enumerate(paths) for path in own},
-        num_microbatches=choice.microbatches,
-        schedule=choice.schedule,
-        fingerprint=graph.fingerprint,
-        mesh=Mesh(pp=choice.positions),
-        batch=batch,
-        stages=tuple(
-            Stage(paths=tuple(own), recompute=again) for own, again in zip(paths, found.recompute, strict=True)
-        ),
-    )
+        paths[int(stage)] += opened(path, graph) if found.recompute[int(stage)] else [path]
+    return paths
 
 
 def opened(path: str, graph: ModelGraph) -> list[str]:
@@ -240,58 +228,6 @@ def opened(path: str, graph: ModelGraph) -> list[str]:
     return [*own, *(one for child in below for one in opened(child, graph))]
 
 
-def _explain(cluster: Cluster, lines: Lines, best: Best, figures: Estimate, processes: int) -> tuple[str, ...]:
-    """Say what was chosen and why, in sentences."""
-    choice, found, pipelining, objective = best.choice, best.found, figures.pipelining, figures.objective
-    assert pipelining is not None
-    used = [cluster.devices[d].name for d in found.devices]
-    stages = choice.positions * choice.per_device
-    size = lines.batch.size
-    reasons = [
-        f"{stages} stages on {len(used)} devices, the batch of {size} in {choice.microbatches} micro-batches, schedule "
-        f"{choice.schedule}: devices wait {pipelining.bubble:.0%} of the time"
-    ]
-    again = [i for i, yes in enumerate(found.recompute) if yes]
-    if again:
-        which = "all stages" if len(again) == stages else f"stage{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
-        reasons.append(
-            f"{which} compute activations again in backward instead of keeping them: else the activations of "
-            f"{max(s.in_flight for s in pipelining.stages)} micro-batches don't fit"
-        )
-    if choice.schedule == "1f1b" and not processes:
-        reasons.append(
-            "keeping all micro-batches' activations is slower or too much here: train with autoshard.schedule(model), "
-            "which runs backwards in between; output.backward() would keep them all"
-        )
-    fullest = max(figures.devices, key=lambda d: d.peak_bytes / max(d.memory_bytes, 1))
-    reasons.append(
-        f"{fullest.name} is fullest: {format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.memory_bytes)}"
-    )
-    unused = [device.name for device in cluster.devices if device.name not in used]
-    if unused:
-        reasons.append(f"{', '.join(unused)} not used: more stages would wait for each other longer")
-    single = _one_device(lines)
-    if objective != "memory" and single is not None and single < figures.latency_seconds:
-        reasons.append(
-            f"one device alone would be faster ({single / figures.latency_seconds:.0%} of the time): a pipeline was "
-            "asked for"
-        )
-    if objective != "memory":
-        reasons.append(
-            f"no pipeline of these devices is more than {figures.latency_seconds / best.bound - 1:.1%} faster by the "
-            "lower bound" if best.bound > 0 else "no speed of the devices is known"
-        )  # fmt: skip
-    return tuple(reasons)
-
-
-def _one_device(lines: Lines) -> float | None:
-    """Seconds of the whole batch on the fastest device that has room for it; None if there is none."""
-    line = lines.line(1, 1)
-    need = float((line.static + line.kept + line.lasting).sum() + line.transient.max(initial=0.0))
-    able = [d for d in range(len(line.capacity)) if need <= line.capacity[d]]
-    return min((float((line.forward[d] + line.backward[d]).sum()) for d in able), default=None)
-
-
 def _no_choice(
     devices: int, units: int, num_microbatches: int | None, schedule: str | None, processes: int
 ) -> str:  # fmt: skip
@@ -305,32 +241,3 @@ def _no_choice(
         f"no pipeline over {devices} devices can run {asked}{f' with the schedule {schedule!r}' if schedule else ''}: "
         'use another number of micro-batches, or schedule="gpipe".'
     )
-
-
-def _refusal(
-    lines: Lines, choices: Sequence[Choice], capacity: np.ndarray, short: dict[str, int], cluster: Cluster
-) -> str:
-    """Say what is lacking, and one change."""
-    change = "Use more micro-batches, more devices, a smaller batch"
-    if short:
-        lack = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in short.items())
-        start = f"no pipeline fits: in the last one tried there is too little on {lack}"
-    else:
-        line = lines.line(max(choice.microbatches for choice in choices), lines.count)
-        alone = line.always + line.transient
-        largest, room = int(alone.argmax()), max(cluster.devices, key=lambda device: device.budget_bytes)
-        if alone[largest] > room.budget_bytes:
-            change = "Use a smaller batch, a device with more memory"
-            path = next(iter(lines.units.paths[int(line.begins[largest])]), "") or "the model"
-            start = (
-                f"no pipeline fits: {path} alone needs {format_bytes(float(alone[largest]))}, with what it hands out "
-                f"for the whole batch, and {room.name} has {format_bytes(room.budget_bytes)}"
-            )
-        else:
-            needed, there = float(line.always.sum()), sum(device.budget_bytes for device in cluster.devices)
-            more = ", more while they run" if needed <= there else ""
-            start = (
-                f"no pipeline fits: its stages need at least {format_bytes(needed)} at the end of a pass{more}, "
-                f"and the devices have {format_bytes(there)} together"
-            )
-    return f'{start}. {change}, or strategy="balanced".'

@@ -16,7 +16,7 @@ from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.schedules.orders import make_order
 from autoshard.schedules.simulate import Times, simulate
-from autoshard.strategies.mesh import hybrid
+from autoshard.strategies.pipeline import hybrid
 from autoshard.strategies.mesh_search import MeshSearch, Posed, Shape, best_mesh, factorings
 from autoshard.strategies.stage_line import Line
 from autoshard.workload import Workload
