@@ -218,7 +218,7 @@ class _Combined:
         figures = replace(ranks[0], stages=tuple(slowest))
         run = run_schedule(figures, names, self.cluster, self.plan.schedule, count, self.profile.workload)
         return _Replica(
-            run=run, ranks=ranks, sums=sums, estimate=price_pipeline(run, self.plan, self.profile, self.cluster, 0.0)
+            run=run, ranks=ranks, sums=sums, estimate=price_pipeline(run, self.plan, self.profile, self.cluster)
         )
 
     def _rank(self, data: int, tensor: int, batch: BatchAxis | None, rows: int) -> Figures:

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-import numpy as np
-
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
-from autoshard.cost import check_devices, of_every_device, op_seconds, optimizer_seconds
+from autoshard.cost import check_devices, divided_bound, of_every_device, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.plan import Mesh, Plan
@@ -36,9 +34,8 @@ class Run:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
     `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
-    thread launches all ops of all devices; 0 where every device has its own. `bound_seconds`: no pipeline with as many
-    devices and micro-batches and this schedule is. `joined`: one backward goes through all micro-batches; `apart`: each has
-    its own, and outputs become one after the last of them.
+    thread launches all ops of all devices; 0 where every device has its own. `joined`: one backward goes through all
+    micro-batches; `apart`: each has its own, and outputs become one after the last of them.
     """
 
     figures: Figures
@@ -46,22 +43,19 @@ class Run:
     order: Order
     simulated: Simulated
     issue_seconds: float = 0.0
-    bound_seconds: float = 0.0
     joined: bool = False
     apart: bool = False
 
 
 def estimate_pipeline(
-    plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None,
-    lower_bound_seconds: float | None = None,
+    plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None
 ) -> Estimate:  # fmt: skip
     """Compute what a plan of stages costs.
 
     `processes`: whether every device has a process of its own; by default what the schedule and the hosts say. Raises
     `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
     """
-    run = run_plan(plan, profile, cluster, processes=processes)
-    return price(run, plan, profile, cluster, run.bound_seconds if lower_bound_seconds is None else lower_bound_seconds)
+    return price(run_plan(plan, profile, cluster, processes=processes), plan, profile, cluster)
 
 
 def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
@@ -83,20 +77,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool 
         figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes
     )
     issue = 0.0 if processes else plan.num_microbatches * sum(s.launch_seconds for s in figures.stages)
-    bound = max(issue, _bound(part, cluster, plan))
-    return replace(run, issue_seconds=issue, bound_seconds=bound)
-
-
-def _bound(part: Profile, cluster: Cluster, plan: Plan) -> float:
-    """Seconds that no pipeline of these numbers goes below: see `strategies.stage_search.Search.bound`."""
-    m, p = plan.num_microbatches, (plan.mesh or Mesh()).pipeline
-    known = {device.speed: device for device in cluster.devices if device.name != "disk"}
-    fastest = np.min([op_seconds(part, device) for device in known.values()], axis=0)
-    through = float(fastest.sum())
-    busiest = m * through / p
-    if plan.schedule == "zero-bubble":
-        return busiest
-    return max(busiest, through / (1 - (1 - 1 / m) ** p) if len(plan.stages) == p else through)
+    return replace(run, issue_seconds=issue)
 
 
 def needs_processes(plan: Plan, cluster: Cluster) -> bool:
@@ -137,7 +118,7 @@ def run_schedule(
     )  # fmt: skip
 
 
-def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float) -> Estimate:
+def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     """Put together the estimate of a pipeline that was run by the clock."""
     figures, simulated, names, workload = run.figures, run.simulated, run.names, profile.workload
     per_device = len(run.order)
@@ -158,6 +139,7 @@ def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster, bound: float
     devices = of_every_device({row.name: row for row in rows}, cluster)
     latency = max(*done, run.issue_seconds)
     value = max(row.peak_bytes / max(row.memory_bytes, 1) for row in rows) if plan.objective == "memory" else latency
+    bound = max(run.issue_seconds, divided_bound(profile, cluster))
     stages = tuple(_stage_estimate(run, i) for i in range(len(figures.stages)))
     return Estimate(
         devices=devices,

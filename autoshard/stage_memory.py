@@ -7,7 +7,7 @@
     lasting     what stays to the end of the pass: outputs
 
 `flow` says what lives when, with every stage as a device of its own, so that several stages can share one. With a
-process per device, what a stage receives and sends stays there until its backward is done (torch.distributed.pipelining).
+process per device, what a stage receives stays there until its backward is done (torch.distributed.pipelining).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class StageBytes:
     """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
 
     `first_backward` has the gradients made so far, `backward` of a later micro-batch only those being made.
-    `lasting`: what stays to the end of the pass; `outputs`: the part of it that becomes one tensor of all micro-batches;
+    `lasting`: what stays to the end of the pass; `outputs`: the part of it that is put together, of all micro-batches;
     `unsaved`: the part of these that autograd does not hold, which goes then. `leaving`: outputs that are copied to the
     device of the inputs, and `arriving` there, `returning`: the part of both that a gradient comes back to.
     """

@@ -1,4 +1,4 @@
-"""From a profile to the list of layers that stages are cut from, for any part of the batch and any tensor-parallel rank.
+"""The list of layers that stages are cut from, for any part of the batch and any tensor-parallel rank.
 
 Ops and tensors that have rows of the batch shrink with the micro-batch, the others don't; launches stay. Sums over ops
 are made with arrays, so that every further number of micro-batches is cheap.
@@ -151,7 +151,7 @@ class Layers:
         return np.append(np.flatnonzero(allowed), self.count)
 
     def unit_seconds(self, device: Device, part: float) -> Array:
-        """[3, n] seconds of forward, backward, and the part of that for gradients of parameters, as `cost.op_seconds`."""
+        """[3, n] seconds of forward, backward, and its part for gradients of parameters, as `cost.op_seconds`."""
         key = device.speed, part
         if key not in self._seconds:
             names, code = self.dtypes

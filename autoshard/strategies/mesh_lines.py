@@ -97,7 +97,7 @@ class MeshLines:
         return replace(self._task, banned=dict(self.banned))
 
     def ranks(self, shape: Shape) -> Ranks | None:
-        """Cuts over the ranks of a shape: variant 0 is the fastest, 1 what leaves least on each. None if nothing is cut.
+        """Cuts over the ranks of a shape: variant 0 is the fastest, 1 leaves least on each. None if nothing is cut.
 
         Shares follow the devices' speed where all groups have the same kinds in one order; else they are even.
         """

@@ -1,9 +1,9 @@
-"""The best mesh with its stages: all shapes in the order of their bounds, the best dozen by the clock, the best few priced.
+"""The best mesh with its stages: all shapes in the order of their bounds, the best dozen by the clock, a few priced.
 
 shapes ──bound──▶ partitions of each (`stage_cuts`) ──formula──▶ a dozen ──`simulate`──▶ a few ──the estimate──▶ one
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from autoshard.estimate import Estimate
@@ -98,7 +98,7 @@ def _looked_at(lines: MeshLines, shapes: Iterable[Shape], goal: str, room: float
     for bound, _, shape, search in sorted(searches, key=lambda one: one[:2]):
         if bound > least * _CLOSE:
             break
-        for one in _partitions(search):
+        for one in search.candidates():
             value = search.value(one)
             least = min(least, value)
             found.append((Candidate(shape=shape, line=search.line, found=one, value=value), search))
@@ -106,19 +106,12 @@ def _looked_at(lines: MeshLines, shapes: Iterable[Shape], goal: str, room: float
     if figure != "seconds":
         return [one for one, _ in found[:_DOZEN]]
     timed, actions = list[Candidate](), 0
-    for one, search in found:
-        actions += 2 * one.shape.stages * one.shape.microbatches
+    for candidate, search in found:
+        actions += 2 * candidate.shape.stages * candidate.shape.microbatches
         if actions > _SIMULATED_ACTIONS and len(timed) >= _DOZEN:
             break
-        timed.append(replace(one, value=search.simulated(one.found)))
+        timed.append(replace(candidate, value=search.simulated(candidate.found)))
     return sorted(timed, key=lambda one: (float(f"{one.value:.3g}"), one.shape.simplicity))
-
-
-def _partitions(search: StageCuts) -> Iterator[Found]:
-    for cuts in search.partitions():
-        found = search.found(cuts)
-        if found is not None:
-            yield found
 
 
 def _better(value: float, shape: Shape, best: float, known: Shape) -> bool:

@@ -28,8 +28,8 @@ _MOST_ORDERS = 24
 class Shape:
     """One way to use `data * pipeline * tensor` devices.
 
-    `variant`: which of several sets of cuts; `devices`: numbers of the devices that are used, by rank; `order`: how much
-    the schedule is preferred among equals, less is better.
+    `variant`: which of several sets of cuts; `devices`: numbers of the devices that are used, by rank; `order`: how
+    much the schedule is preferred among equals, less is better.
     """
 
     data: int

@@ -30,10 +30,10 @@ from autoshard.strategies.column_parallel import Prove
 from autoshard.strategies.cut_results import find_results
 from autoshard.strategies.cut_task import Shares
 from autoshard.strategies.mesh_lines import MeshLines
+from autoshard.strategies.mesh_reasons import explain_mesh, explain_stages, mesh_refusal, pipeline_refusal
 from autoshard.strategies.mesh_search import Candidate, best_mesh
 from autoshard.strategies.mesh_shapes import Asked, Shape, meshes, pipelines
 from autoshard.strategies.paths import collapse
-from autoshard.strategies.stage_reasons import explain_mesh, explain_stages, mesh_refusal, pipeline_refusal
 
 
 def pipeline(

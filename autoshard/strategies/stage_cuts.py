@@ -301,6 +301,23 @@ class StageCuts:
             seconds = min(self._busiest(times), seconds)
         return Found(cuts=cuts, recompute=ways[best], seconds=seconds, load=loads[best])
 
+    def candidates(self) -> list[Found]:
+        """The partitions that fit; where several stages share a device also with single cuts moved as long as it helps.
+
+        The dynamic programme makes stages even there, not their sums.
+        """
+        found = [one for cuts in self.partitions() if (one := self.found(cuts)) is not None]
+        best = min(found, key=self.value, default=None) if self.per_device > 1 else None
+        while best is not None:
+            moved = [self.found((*best.cuts[:at], best.cuts[at] + step, *best.cuts[at + 1 :]))
+                     for at in range(1, self.count) for step in (-1, 1)
+                     if best.cuts[at - 1] < best.cuts[at] + step < best.cuts[at + 1]]  # fmt: skip
+            least = min((one for one in moved if one is not None), key=self.value, default=best)
+            if self.value(least) >= self.value(best) * (1 - 1e-9):
+                return [*found, best]
+            best = least
+        return found
+
     def value(self, found: Found) -> float:
         """The figure that is minimised."""
         return found.load if self.figure == "load" else found.seconds

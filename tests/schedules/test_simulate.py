@@ -1,14 +1,11 @@
 """The simulator against a longest path through a graph of actions and copies, and against closed forms."""
 
 import random
-from dataclasses import replace
 from graphlib import TopologicalSorter
 
-import numpy as np
 import pytest
 
 from autoshard.errors import SpecError
-from autoshard.schedules.fast import compile_order, makespan
 from autoshard.schedules.orders import Action, make_order
 from autoshard.schedules.simulate import Times, simulate
 
@@ -115,15 +112,3 @@ def test_an_order_that_waits_for_itself_is_refused():
     times = Times(forward=[1.0] * 2, backward=[1.0] * 2, sends=[0.0], returns=[0.0])
     with pytest.raises(SpecError, match="wait for each other"):
         simulate(order, times)
-
-
-def test_seconds_alone_are_the_same_for_one_and_for_many_at_once():
-    for seed in range(200):
-        order, times = random_case(seed)
-        times = replace(times, overlap=True)
-        program = compile_order(order, len(times.forward))
-        expected = simulate(order, times).seconds
-        assert makespan(program, times) == pytest.approx(expected, rel=1e-12), seed
-        fields = ("forward", "backward", "weight", "sends", "returns")
-        twice = {name: [np.array([x, 2 * x]) for x in getattr(times, name)] for name in fields}
-        assert makespan(program, Times(**twice)).tolist() == pytest.approx([expected, 2 * expected], rel=1e-12)

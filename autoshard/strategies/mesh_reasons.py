@@ -92,15 +92,15 @@ def pipeline_refusal(lines: MeshLines, shapes: Sequence[Shape], figures: Estimat
         path = next(iter(lines.units.paths[int(line.begins[largest])]), "") or "the model"
         return (
             f"no pipeline fits: {path} alone needs {format_bytes(float(alone[largest]))}, with what it hands out "
-            f"for the whole batch, and {room.name} has {format_bytes(room.budget_bytes)}. Use a smaller batch, a device "
-            'with more memory, or strategy="balanced".'
+            f"for the whole batch, and {room.name} has {format_bytes(room.budget_bytes)}. Use a smaller batch, a "
+            'device with more memory, or strategy="balanced".'
         )
     needed = float((line.static + microbatches * line.lasting).sum())
     there = sum(device.budget_bytes for device in lines.cluster.devices)
     more = ", more while they run" if needed <= there else ""
     return (
-        f"no pipeline fits: its stages need at least {format_bytes(needed)} at the end of a pass{more}, and the devices "
-        f"have {format_bytes(there)} together. Use more micro-batches, more devices, a smaller batch, or "
+        f"no pipeline fits: its stages need at least {format_bytes(needed)} at the end of a pass{more}, and the "
+        f"devices have {format_bytes(there)} together. Use more micro-batches, more devices, a smaller batch, or "
         'strategy="balanced".'
     )
 
@@ -115,6 +115,6 @@ def mesh_refusal(lines: MeshLines, figures: Estimate | None) -> str:
         )
     return (
         f"no mesh of {len(lines.cluster.devices)} devices fits, or can be made: the model holds "
-        f"{format_bytes(float(lines.whole.held.sum()))} all the time, and a batch of {lines.batch.size} rows is divided. "
-        "Use more devices, or another batch."
+        f"{format_bytes(float(lines.whole.held.sum()))} all the time, and a batch of {lines.batch.size} rows is "
+        "divided. Use more devices, or another batch."
     )
