@@ -1,7 +1,7 @@
 """Time of planning a pipeline: `python benchmarks/pipeline_planning.py [words of a case]`. Medians, one thread.
 
-Models are on meta, so nothing of their size is allocated. Apart: recording the model; and choosing stages, micro-batches,
-schedule and recomputing (all schedules of torch, a process per device).
+Models are on meta, so nothing of their size is allocated. Apart: recording the model, and choosing stages,
+micro-batches, schedule and recomputing (all schedules of torch, a process per device).
 """
 
 import statistics
