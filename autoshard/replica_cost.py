@@ -18,7 +18,9 @@ from math import ceil
 
 import numpy as np
 
+from autoshard.axes.regions import element_of
 from autoshard.batching import BatchAxis
+from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, of_every_device, optimizer_seconds
@@ -27,13 +29,33 @@ from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.profile import Profile
-from autoshard.profile.rows import Rows, by_rows, live_between
-from autoshard.shard_memory import Block, Whole, blocks_of, find_whole
+from autoshard.profile.rows import Rows, by_rows
 from autoshard.sharding import shares_of
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 BUCKET_BYTES = 25 << 20
 """DistributedDataParallel sums gradients in buckets of this size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What `fully_shard` gathers as one: bytes of its parameters, and of those that get a gradient."""
+
+    path: str
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
+    """Bytes of the blocks at some module paths, in order, and last those of what lies outside of them."""
+    trained = {name for name, _ in graph.gradients}
+    rows = {path: [0, 0] for path in (*paths, "")}
+    for tensor in {tensor.storage: tensor for tensor in reversed(graph.tensors)}.values():
+        if tensor.kind == "parameter":
+            path = element_of(tensor.name, rows)
+            rows[path][0] += tensor.nbytes
+            rows[path][1] += tensor.nbytes * (tensor.name in trained or (not trained and tensor.trainable))
+    return tuple(Block(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +85,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     rows = by_rows(profile, batch)
     blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
     shares = rows_per_replica(batch, mesh.shares, mesh.data)
-    figures = Figures(
-        rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes,
-        whole=find_whole(profile.graph, blocks) if blocks else None,
-    )  # fmt: skip
+    figures = Figures(rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes)
     replicas = figures.all(devices, shares)
     exchange = exchange_of(cluster, names, figures, [one.compute_seconds for one in replicas])
     transfers = () if processes else _transfers(cluster, names, shares, rows)
@@ -105,7 +124,7 @@ def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tup
 class Figures:
     """Prices one replica on a device; equal devices with equal shares are computed once.
 
-    `blocks`, `whole`: what is gathered as one, and what of it is whole when, where replicas are sharded.
+    `blocks`: what is gathered as one, where replicas are sharded; last what lies outside of them.
     """
 
     rows: Rows
@@ -113,7 +132,6 @@ class Figures:
     blocks: tuple[Block, ...]
     count: int
     processes: bool
-    whole: Whole | None = None
     known: "dict[object, DeviceEstimate] | None" = None
 
     @property
@@ -167,49 +185,46 @@ class Figures:
         return float(self.rows.flops[self.rows.backward_begin :].sum()) / total if total else 0.5
 
     def _of(self, device: Device, rows: int, first: bool, adds: bool) -> DeviceEstimate:
-        table, block = self.rows, device.block_bytes
-        other = not first and not self.processes and self.count > 1  # only the model itself, on the first, is trained
-        leaves = other and self.workload.training
-        died = table.let_go if (first or other) and self.workload.training else table.died
-        died = np.where(table.sent, np.minimum(died, table.backward_begin), died) if leaves else died
+        """Parameters, gradients and optimizer state, and beside them the most of three moments.
+
+        These are the fullest op, the sums of gradients once all replicas have gone back, and the optimizer's step.
+        In one process the model itself is on the first device, and only it has an optimizer; on the others copies.
+        """
+        table, block, training = self.rows, device.block_bytes, self.workload.training
+        copy = not first and not self.processes and self.count > 1
+        died = table.let_go if (first or copy) and training else table.died
+        died = np.where(table.sent, np.minimum(died, table.backward_begin), died) if copy and training else died
         live = table.live_bytes(rows, block, died)
+        nbytes = table.bytes_of(rows, block)
         alive = (table.born <= live.argmax()) & (live.argmax() < died)
-        nbytes = table.bytes_of(rows, block) * alive
-        cache = float(nbytes[table.cache].sum())
-        gradient = float(nbytes[table.gradient & ~table.cache].sum())
-        activation = float(nbytes.sum()) - cache - gradient
+        cache, gradient = (float((nbytes * alive)[mask].sum()) for mask in
+                           (table.cache, table.gradient & ~table.cache))  # fmt: skip
+        activation = float(live.max(initial=0)) - cache - gradient
+        left = float(nbytes[(table.born <= table.end) & (table.end < died) & ~table.gradient].sum())
+        trained = [-(-size // block) * block for _, size in table.trained]
         parameter, buffer = (float((np.ceil(sizes / block) * block).sum())
                              for sizes in (table.parameter_sizes, table.buffer_sizes))  # fmt: skip
-        trained = [-(-size // block) * block for _, size in table.trained]
-        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if self.workload.training and not other else 0
-        optimizer, whole_gradient, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
+        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if training and not copy else 0
+        optimizer, whole, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
         accelerator = not device.name.startswith("cpu")
         step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
-        at_end = (table.born <= table.end) & (table.end < died) & ~table.gradient
-        left = float((table.bytes_of(rows, block) * at_end).sum())
-        if self.whole is not None:
-            cache, gradient, activation, transfer = self._sharded(self.whole, rows, block, accelerator)
-            parameter, optimizer, whole_gradient, step = (
-                part / self.count for part in (parameter, optimizer, whole_gradient, step)
-            )
-        elif self.workload.training and self.count > 1 and self.processes:
-            gradient = whole_gradient  # they are views of buckets, which stay
-        if first:
-            held = table.input_bytes + (table.output_bytes if self.workload.training else 0)  # whole during backward
-            transfer = (1.0 - table.part(rows)) * held + (table.cache_bytes if self.workload.training else 0)
-            merging = self._merging_bytes(rows, live, cache)
+        if self.sharded:
+            parameter, optimizer, whole, step = (part / self.count for part in (parameter, optimizer, whole, step))
+            transfer = self._unsharded_bytes()
+        if training and self.count > 1 and self.processes:
+            gradient = whole  # views of buckets, which stay, or a part of all
+        if first:  # inputs and outputs of all replicas; those become one where they were made
+            part = table.part(rows)
+            transfer = (1 - part) * (table.input_bytes + (table.output_bytes if training else 0))
+            kept = float(live[table.backward_begin - 1]) - part * (table.input_bytes + table.output_bytes) - cache
+            merging = max(0.0, kept) * training + table.input_bytes + 2 * table.output_bytes
+            merging += table.cache_bytes + (1 - part) * table.largest_cache_bytes
             if merging > activation + gradient + transfer:
                 activation, gradient, transfer = merging, 0.0, 0.0
-        if (first or adds) and trained:  # gradients of replicas are added once all have gone back, one after the other
-            adding = left + 2 * max(trained)
-            if whole_gradient + adding + transfer > gradient + activation + cache + transfer:
-                gradient, activation, cache = whole_gradient, adding - cache, cache
-        if (
-            self.workload.training
-            and not other
-            and whole_gradient + left + step > gradient + activation + cache + transfer
-        ):
-            gradient, activation, transfer, cache = whole_gradient, left + step - cache, 0.0, cache
+        moments = [left + step] if training and not copy else []
+        moments += [left + 2 * max(trained)] if (first or adds) and trained else []
+        if moments and whole + max(moments) > gradient + activation + cache + transfer:
+            gradient, activation, transfer = whole, max(moments) - cache, 0.0
         used = parameter + buffer + gradient + optimizer + activation + cache + transfer
         overhead = device.overhead_bytes if used else 0
         return DeviceEstimate(
@@ -220,29 +235,14 @@ class Figures:
             transfer_seconds=0.0,
         )  # fmt: skip
 
-    def _sharded(self, whole: Whole, rows: int, block: int, accelerator: bool) -> tuple[float, float, float, float]:
-        """(cache, gradients, activations, what is whole of parameters and gradients) when these take most."""
-        table = self.rows
-        others = ~np.isin(table.storage, whole.gradients)
-        born, died = 2 * table.born[others], 2 * table.died[others] - 1
-        nbytes = table.bytes_of(rows, block)[others]
-        live = live_between(born, died, nbytes, len(whole.used))
-        beside, own = whole.beside(accelerator=accelerator), whole.scattered / self.count
-        when = int((live + beside + own).argmax())
-        cache = float(nbytes[table.cache[others] & (born <= when) & (when < died)].sum())
-        return cache, float(own[when]), float(live[when]) - cache, float(beside[when])
+    def _unsharded_bytes(self) -> float:
+        """What `fully_shard` has whole: what is outside of blocks, the block that runs, and the one that is gathered.
 
-    def _merging_bytes(self, rows: int, live: np.ndarray, cache: float) -> float:
-        """What lives on the first device as outputs become one: all inputs, all outputs twice, what backward needs.
-
-        Caches come one tensor after another. `cache`: what the first part has of them, which is not counted here.
+        In backward also the gradients of a block, and the copy that they are scattered from.
         """
-        table, part = self.rows, self.rows.part(rows)
-        after = float(live[table.backward_begin - 1]) if table.backward_begin else 0.0
-        own = part * (table.input_bytes + table.output_bytes)
-        kept = max(0.0, after - own - cache) if self.workload.training else 0.0
-        caches = table.cache_bytes + (1.0 - part) * table.largest_cache_bytes
-        return kept + table.input_bytes + 2 * table.output_bytes + caches
+        inside = max((block.parameter_bytes for block in self.blocks[:-1]), default=0)
+        gradients = max((block.gradient_bytes for block in self.blocks[:-1]), default=0) * self.workload.training
+        return self.blocks[-1].parameter_bytes + 2 * inside + 2 * gradients
 
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:

@@ -46,7 +46,7 @@ FLOORS = (
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "collective_cost", "checkpoint", "pipelines"},
     {"flow", "prove", "cut_collectives", "engine", "answer_cost"},
-    {"cost", "stream_schedule", "shard_memory"},
+    {"cost", "stream_schedule"},
     {"stage_memory"},
     {"cut_cost", "stream_cost", "stage_cost"},
     {"cut_stream_cost"},

@@ -24,8 +24,7 @@ from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
-from autoshard.replica_cost import Exchange, Figures, exchange_of, pass_seconds
-from autoshard.shard_memory import Block, Whole, blocks_of, find_whole
+from autoshard.replica_cost import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.shares import divide_by
@@ -121,7 +120,6 @@ class Task:
         self.rows: Rows = by_rows(profile, batch)
         self.blocks: tuple[Block, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
         self.priced: dict[tuple[int, bool], Figures] = {}
-        self._whole: Whole | None = None
 
     def speed(self, device: Device) -> float:
         """Seconds of the whole batch on one device."""
@@ -143,11 +141,9 @@ class Task:
         """What prices `count` replicas; what was computed for one count serves the others."""
         key = (count if sharded else min(count, 2), sharded)
         if key not in self.priced:
-            if sharded and self._whole is None:
-                self._whole = find_whole(self.profile.graph, self.blocks)
             self.priced[key] = Figures(
                 rows=self.rows, workload=self.profile.workload, blocks=self.blocks if sharded else (), count=count,
-                processes=self.processes or sharded, whole=self._whole if sharded else None,
+                processes=self.processes or sharded,
             )  # fmt: skip
         return self.priced[key]
 
