@@ -17,9 +17,9 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import divided_bound, estimate
 from autoshard.cut_cost import estimate_cuts
+from autoshard.engine.mesh import estimate_stages
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import Pricer, _Combined, estimate_mesh, in_one_piece
-from autoshard.pipeline_cost import estimate_pipeline
+from autoshard.mesh_cost import Pricer, estimate_mesh, in_one_piece
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.part import part_of_batch
 from autoshard.strategies.column_parallel import column_parallel
@@ -92,7 +92,7 @@ def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"
 
 
 def combined(plan, profile, cluster):
-    return _Combined(plan=plan, mesh=plan.mesh, profile=profile, cluster=cluster).estimate()
+    return estimate_stages(plan, profile, cluster, processes=True)
 
 
 def slow(cluster):
@@ -103,22 +103,6 @@ def slow(cluster):
 def cuts_of(profile, cluster, groups, degree):
     few = replace(cluster, devices=cluster.devices[:degree])
     return column_parallel(profile, few, groups, unproved, degree=degree, even=True).cuts
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_alone_are_a_pipeline(profiles, mode, schedule):
-    cluster = parse_devices("2xA100-40GB")
-    plan = plan_on(cluster, profiles[mode], Mesh(pp=2), microbatches=4, schedule=schedule)
-    one, other = (
-        combined(plan, profiles[mode], cluster),
-        estimate_pipeline(plan, profiles[mode], cluster, processes=True),
-    )
-    assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=1e-12)
-    assert [d.peak_bytes for d in one.devices] == [d.peak_bytes for d in other.devices]
-    for a, b in zip(one.devices, other.devices, strict=True):
-        assert a.compute_seconds == pytest.approx(b.compute_seconds, rel=1e-12)
-    assert len(one.pipelining.events) == len(other.pipelining.events)
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])

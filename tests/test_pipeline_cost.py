@@ -6,8 +6,8 @@ import pytest
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.mesh import estimate_stages
 from autoshard.errors import PlanError
-from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.prove.batch import find_batch_axis
 from tests.pipeline_models import Decoder, halves, inputs_for, plan_by_hand, profile_of
 from tests.runtime.pipelines import pipeline as pipeline_by_hand
@@ -25,7 +25,7 @@ def training():
 
 def priced(profile, spec="2xA100-40GB", groups=None, *, processes=True, **options):
     plan = plan_by_hand(profile, spec, groups or halves(), **options)
-    return estimate_pipeline(plan, profile, parse_devices(spec), processes=processes)
+    return estimate_stages(plan, profile, parse_devices(spec), processes=processes)
 
 
 def test_events_add_up_to_the_devices_and_end_with_the_pass(training):
@@ -44,7 +44,7 @@ def test_more_micro_batches_wait_less_where_compute_counts():
     cluster = parse_devices("2xA100-40GB")
     cluster = replace(cluster, devices=tuple(replace(device, launch_seconds=0.0) for device in cluster.devices))
     bubbles = [
-        estimate_pipeline(
+        estimate_stages(
             plan_by_hand(profile, "2xA100-40GB", halves(), microbatches=m), profile, cluster, processes=True
         ).pipelining.bubble
         for m in (1, 2, 4, 8)
@@ -59,7 +59,7 @@ def test_1f1b_keeps_less_than_gpipe_and_recomputing_least(training):
         kept[name] = priced(training, spec, groups, microbatches=8, schedule=name)
     again = plan_by_hand(training, spec, groups, microbatches=8, schedule="1f1b")
     again = replace(again, stages=tuple(replace(stage, recompute=True) for stage in again.stages))
-    kept["again"] = estimate_pipeline(again, training, parse_devices(spec), processes=True)
+    kept["again"] = estimate_stages(again, training, parse_devices(spec), processes=True)
     gpipe, plain, least = ([device.peak_bytes for device in kept[name].devices] for name in kept)
     assert all(a >= b for a, b in zip(gpipe, plain, strict=True))
     assert least[0] < plain[0]  # the first stage has most in flight
@@ -87,7 +87,7 @@ def test_more_micro_batches_than_rows_and_a_cut_through_a_write_are_refused(infe
         priced(inference, microbatches=9)
     plan = plan_by_hand(inference, "2xA100-40GB", halves(), batch=None)
     with pytest.raises(PlanError, match="does not say how the batch is divided"):
-        estimate_pipeline(plan, inference, parse_devices("2xA100-40GB"))
+        estimate_stages(plan, inference, parse_devices("2xA100-40GB"))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

@@ -15,13 +15,13 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import tensor_units
 from autoshard.cut_collectives import Alike, count_alike
 from autoshard.cut_cost import Traced
+from autoshard.engine.stages import weight_ops
 from autoshard.module_paths import above
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
 from autoshard.profile.rows import by_rows
 from autoshard.profile.units import Units
-from autoshard.stage_cost import weight_ops
 from autoshard.strategies.levels import cut_depths
 from autoshard.strategies.stage_cuts import Array, Line
 from autoshard.workload import OPTIMIZER_STATE_TENSORS

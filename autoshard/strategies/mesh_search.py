@@ -3,7 +3,7 @@
 shapes ──bound──▶ partitions of each (`stage_cuts`) ──formula──▶ a dozen ──`simulate`──▶ a few ──the estimate──▶ one
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.estimate import Estimate
@@ -16,12 +16,14 @@ from autoshard.strategies.stage_cuts import Found, Line, StageCuts, figure_of
 _AS_GOOD = 1.002
 """Meshes that are so little slower count as equal: then the simpler one is taken."""
 _DOZEN = 12
-_SIMULATED_ACTIONS = 20_000
+_SIMULATED_ACTIONS = 10_000
 """Actions of schedules that are played, but a dozen candidates in any case."""
-_PRICED_OPS = 40_000
+_PRICED_OPS = 8_000
 """Ops of the run, times meshes, that are priced."""
 _CLOSE = 1.15
 """How much worse than the best, by the formula, what is looked at may be."""
+_TIGHT = 0.6
+"""Part of the fullest device in use from which on memory may have decided."""
 _ROOMS = (1.0, 1.25, 0.85, 0.7, 0.5)
 """Parts of the memory that are searched with: what a stage holds is known roughly before it is priced.
 
@@ -54,14 +56,14 @@ def best_mesh(
     price: Callable[[Plan], Estimate],
 ) -> tuple[Priced | None, Priced | None]:  # fmt: skip
     """Return the best plan that fits, and what lacks least of those that don't; between equals the simplest."""
-    every = list(shapes)
+    every = [(shape, line) for shape in shapes if (line := lines.line(shape)) and line.size >= shape.stages]
     most = max(2, min(_DOZEN, _PRICED_OPS // max(len(lines.profile.graph.ops), 1)))
     best: Priced | None = None
     closest: Priced | None = None
     for room in _ROOMS:
-        if best is not None and room < 1:
+        if best is not None and (room < 1 or not _is_tight(best)):
             break
-        for one in _looked_at(lines, every, goal, room)[:most]:
+        for one in _looked_at(lines.whole.training, every, goal, room)[:most]:
             if best is not None and one.value > best.candidate.value * _CLOSE:
                 break
             if best is not None and room > 1 and one.value > best.candidate.value / _AS_GOOD:
@@ -82,15 +84,17 @@ def _lacking(priced: Priced) -> int:
     return max(-device.free_bytes for device in priced.figures.devices)
 
 
-def _looked_at(lines: MeshLines, shapes: Iterable[Shape], goal: str, room: float) -> list[Candidate]:
+def _is_tight(best: Priced) -> bool:
+    """Whether with more memory something else may be chosen."""
+    return any(best.candidate.found.recompute) or best.candidate.found.load > _TIGHT
+
+
+def _looked_at(training: bool, shapes: Sequence[tuple[Shape, Line]], goal: str, room: float) -> list[Candidate]:
     """The best dozen candidates on devices with this part of their memory, by the clock where seconds count."""
-    figure = figure_of(goal, lines.whole.training)
+    figure = figure_of(goal, training)
     searches = []
-    for number, shape in enumerate(shapes):
-        line = lines.line(shape)
-        if line is None or line.size < shape.stages:
-            continue
-        line = replace(line, capacity=line.capacity * room)
+    for number, (shape, whole) in enumerate(shapes):
+        line = replace(whole, capacity=whole.capacity * room)
         search = StageCuts(line, shape.schedule, shape.pipeline, shape.per_device, figure)
         searches.append((search.bound(), number, shape, search))
     found: list[tuple[Candidate, StageCuts]] = []

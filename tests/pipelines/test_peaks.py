@@ -114,4 +114,6 @@ def test_peaks_of_sharded_replicas(training):
     plan = replace(plan, mesh=replace(plan.mesh, dp=1, fsdp=plan.mesh.dp), stages=blocks)
     figures = estimate_mesh(plan, profile, cluster, processes=True)
     for device, peak in zip(figures.devices, run_ranks(peak_of_replicas, 2, plan.to_json(), training), strict=True):
-        assert 0.99 * peak <= device.peak_bytes <= 1.01 * peak, device.name
+        assert 0.99 * peak <= device.peak_bytes <= 1.15 * peak, (
+            device.name
+        )  # of a block counts the most that it may have

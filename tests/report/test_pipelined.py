@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.mesh import estimate_stages
 from autoshard.estimate import Event
-from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.report.document import estimate_data
 from autoshard.report.pipelined import lane
 from autoshard.report.terminal import print_plan
@@ -33,7 +33,7 @@ def test_a_busy_device_looks_busy_however_short_its_events_are():
 def test_a_plan_shows_a_lane_per_device_within_80_columns():
     profile = profile_of(Decoder(), training=True)
     plan = plan_by_hand(profile, "2xA100-40GB", halves(), schedule="1f1b")
-    figures = estimate_pipeline(plan, profile, parse_devices("2xA100-40GB"))
+    figures = estimate_stages(plan, profile, parse_devices("2xA100-40GB"))
     text = io.StringIO()
     print_plan(Console(file=text, width=80), plan, figures, profile)
     lines = text.getvalue().splitlines()
@@ -47,6 +47,6 @@ def test_a_plan_shows_a_lane_per_device_within_80_columns():
 def test_json_has_the_stages_and_leaves_events_to_the_trace():
     profile = profile_of(Decoder())
     plan = plan_by_hand(profile, "2xA100-40GB", halves())
-    data = estimate_data(estimate_pipeline(plan, profile, parse_devices("2xA100-40GB")))
+    data = estimate_data(estimate_stages(plan, profile, parse_devices("2xA100-40GB")))
     assert "events" not in data["pipelining"]
     assert [stage["device"] for stage in data["pipelining"]["stages"]] == ["cuda:0", "cuda:1"]

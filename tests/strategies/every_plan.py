@@ -9,11 +9,11 @@ from itertools import combinations, permutations, product
 
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.cost import tensor_units
+from autoshard.engine.mesh import estimate_stages
 from autoshard.errors import AutoshardError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.flow import flow
 from autoshard.mesh_cost import price
-from autoshard.pipeline_cost import estimate_pipeline
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.planning import Request
 from autoshard.profile.units import find_units
@@ -43,7 +43,7 @@ def every_plan(request: Request) -> Iterator[tuple[str, Plan, Estimate]]:
         yield "data-parallel", plan, estimate_replicas(plan, profile, cluster, processes=processes > 0)
     for plan in pipelines(request):
         try:
-            yield "pipeline", plan, estimate_pipeline(plan, profile, cluster, processes=processes > 0)
+            yield "pipeline", plan, estimate_stages(plan, profile, cluster, processes=processes > 0)
         except AutoshardError:  # stages that can't be cut there
             continue
 

@@ -6,8 +6,8 @@ import pytest
 
 from autoshard.capture.stages import divide
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.mesh import estimate_stages, run_plan
 from autoshard.errors import PlanError, SpecError
-from autoshard.pipeline_cost import estimate_pipeline, run_plan
 from autoshard.plan import Plan
 from autoshard.strategies.pipeline import opened, pipeline
 from tests.pipeline_models import Decoder, batch_of, profile_of
@@ -56,7 +56,7 @@ def test_activations_are_computed_again_only_where_they_do_not_fit(training):
     plan = pipeline(training, tight, batch_of(training=True), processes=2, num_microbatches=8, schedule="gpipe")
     assert any(stage.recompute for stage in plan.stages)
     assert any("compute activations again" in reason for reason in plan.reasons)
-    assert estimate_pipeline(plan, training, tight, processes=True).fits
+    assert estimate_stages(plan, training, tight, processes=True).fits
 
 
 def test_one_process_uses_gpipe_and_says_when_one_device_is_faster(inference):
@@ -70,7 +70,7 @@ def test_the_stages_of_unequal_devices_are_unequal(inference):
     slow = replace(cluster.devices[1], launch_seconds=cluster.devices[0].launch_seconds * 4)
     cluster = replace(cluster, devices=(cluster.devices[0], slow))
     plan = pipeline(inference, cluster, batch_of(), processes=2, num_microbatches=4)
-    seconds = estimate_pipeline(plan, inference, cluster, processes=True).pipelining.stages
+    seconds = estimate_stages(plan, inference, cluster, processes=True).pipelining.stages
     shares = {stage.device: len(plan.stages[i].paths) for i, stage in enumerate(seconds)}
     assert shares[cluster.names[0]] > shares[cluster.names[1]]
 
@@ -109,7 +109,7 @@ def test_stages_that_compute_again_name_their_layers(training):
 def test_an_estimate_is_never_below_its_bound(training):
     for processes in (0, 4):
         plan = planned(training, processes=processes, num_microbatches=8)
-        figures = estimate_pipeline(plan, training, parse_devices("4xA100-40GB"), processes=processes > 0)
+        figures = estimate_stages(plan, training, parse_devices("4xA100-40GB"), processes=processes > 0)
         assert figures.lower_bound_seconds <= figures.latency_seconds * (1 + 1e-9) and figures.fits
 
 

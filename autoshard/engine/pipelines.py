@@ -1,29 +1,22 @@
-"""What a pipeline costs: its stages for one micro-batch (`stage_cost`), put in the order of its schedule and simulated.
+"""One replica of a pipeline: its stages for one micro-batch (`stages`), in the order of its schedule, by the clock.
 
-* Seconds of a pass: until the last device is done with its actions, the sums of gradients of parameters that several
-  stages hold, and its optimizer step.
-* Seconds over a border: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
+* Seconds over a boundary: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
   neighbour. Sends are asynchronous.
-  In one process one thread launches the ops of all devices: a pass takes as long as that at least.
-* Peak of a device: what is always there, what the micro-batches in flight keep, and what the running action needs more.
+* Peak of a device: what is always there, saved activations of the micro-batches in flight, and the most that the
+  running action has beside them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.collective_cost import all_reduce_seconds
-from autoshard.cost import check_devices, divided_bound, of_every_device, optimizer_seconds
-from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
-from autoshard.plan import Mesh, Plan
+from autoshard.engine.stages import Border, Figures
+from autoshard.estimate import DeviceEstimate, Event, StageEstimate, Transfer
 from autoshard.profile.measure import optimizer_step_bytes
-from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import Action, Order, in_flight, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
-from autoshard.stage_cost import Border, Figures, stage_figures
 from autoshard.workload import Workload
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -33,66 +26,23 @@ KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 class Run:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
-    `names`: the device of every position; stage i is on position i mod p. `issue_seconds`: a pass is not faster, as one
-    thread launches all ops of all devices; 0 where every device has its own. `joined`: one backward goes through all
-    micro-batches; `apart`: each has its own, and outputs become one after the last of them.
+    Attributes:
+        names: the device of every position; stage i is on position i mod p.
+        done: [positions] seconds until a device has done its actions and the sums of parameters of several stages.
+        events: of these. reduce_seconds: of the sums.
+        joined: one backward goes through all micro-batches; apart: each has its own, and outputs become one tensor
+            after the last of them.
     """
 
     figures: Figures
     names: tuple[str, ...]
     order: Order
     simulated: Simulated
-    issue_seconds: float = 0.0
-    joined: bool = False
-    apart: bool = False
-
-
-def estimate_pipeline(
-    plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None
-) -> Estimate:  # fmt: skip
-    """Compute what a plan of stages costs.
-
-    `processes`: whether every device has a process of its own; by default what the schedule and the hosts say. Raises
-    `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
-    """
-    return price(run_plan(plan, profile, cluster, processes=processes), plan, profile, cluster)
-
-
-def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
-    """Work out the stages of a plan and run them by the clock; as `estimate_pipeline`, which also prices them."""
-    mesh = plan.mesh or Mesh()
-    check_devices((device.name for device in plan.devices), cluster, "has stages on")
-    if plan.batch is None or len(plan.stages) < mesh.pipeline:
-        raise PlanError("this plan has no stages, or does not say how the batch is divided. Plan again.")
-    if processes is None:
-        processes = needs_processes(plan, cluster)
-    names = tuple(plan.devices[mesh.rank(pipeline=position)].name for position in range(mesh.pipeline))
-    part = part_of_batch(profile, plan.batch, rows_of_part(plan.batch.size, plan.num_microbatches))
-    devices = [cluster.device(names[i % len(names)]) for i in range(len(plan.stages))]
-    figures = stage_figures(
-        profile, part, plan.stages, devices, processes=processes, schedule=plan.schedule,
-        batch=plan.batch,
-    )  # fmt: skip
-    run = run_schedule(
-        figures, names, cluster, plan.schedule, plan.num_microbatches, profile.workload, one_process=not processes
-    )
-    issue = 0.0 if processes else plan.num_microbatches * sum(s.launch_seconds for s in figures.stages)
-    return replace(run, issue_seconds=issue)
-
-
-def needs_processes(plan: Plan, cluster: Cluster) -> bool:
-    """Whether a plan can only run with a process per device: several hosts, or a schedule that one can't issue."""
-    hosts = {cluster.device(device.name).host for device in plan.devices}
-    return len(hosts) > 1 or plan.schedule in ("interleaved", "zero-bubble")
-
-
-def rows_of_part(size: int, parts: int) -> int:
-    """Rows of the largest of so many parts of a batch. Raises `PlanError` if there are fewer rows than parts."""
-    if size < parts:
-        raise PlanError(
-            f"a batch of {size} can't be divided into {parts} micro-batches: use at most {size}, or a larger batch."
-        )
-    return ceil(size / parts)
+    done: tuple[float, ...]
+    events: tuple[Event, ...]
+    reduce_seconds: float
+    joined: bool
+    apart: bool
 
 
 def run_schedule(
@@ -111,57 +61,15 @@ def run_schedule(
         sends=[_over(border.tensors, cluster, names, i, 1) for i, border in enumerate(figures.borders)],
         returns=[_over(border.returned, cluster, names, i, -1) for i, border in enumerate(figures.borders)],
     )
+    simulated = simulate(order, times)
+    done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
+    events = _events(figures, names, simulated)
+    reduced = _sum_shared(figures, names, cluster, done, events)
     joined = one_process and schedule != "1f1b" and workload.training
     return Run(
-        figures=figures, names=names, order=order, simulated=simulate(order, times), joined=joined,
-        apart=workload.training and not joined,
+        figures=figures, names=names, order=order, simulated=simulated, done=tuple(done), events=tuple(events),
+        reduce_seconds=reduced, joined=joined, apart=workload.training and not joined,
     )  # fmt: skip
-
-
-def price(run: Run, plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """Put together the estimate of a pipeline that was run by the clock."""
-    figures, simulated, names, workload = run.figures, run.simulated, run.names, profile.workload
-    per_device = len(run.order)
-    done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(per_device)]
-    events = list(_events(run))
-    reduce_seconds = _sum_shared(figures, names, cluster, done, events)
-    rows = []
-    for position, name in enumerate(names):
-        device = cluster.device(name)
-        mine = range(position, len(figures.stages), per_device)
-        own = sum(nbytes for stage in mine for _, nbytes in figures.stages[stage].trained)
-        step = optimizer_seconds(own, workload, device)
-        if step:
-            events.append(_event(name, "optimizer", done[position], done[position] + step))
-            done[position] += step
-        incoming = sum(sent.end - sent.begin for sent in simulated.sent if sent.destination == position)
-        rows.append(device_estimate(run, position, device, plan.num_microbatches, workload, step, incoming))
-    devices = of_every_device({row.name: row for row in rows}, cluster)
-    latency = max(*done, run.issue_seconds)
-    value = max(row.peak_bytes / max(row.memory_bytes, 1) for row in rows) if plan.objective == "memory" else latency
-    bound = max(run.issue_seconds, divided_bound(profile, cluster))
-    stages = tuple(_stage_estimate(run, i) for i in range(len(figures.stages)))
-    return Estimate(
-        devices=devices,
-        transfers=_transfers(run, profile, plan.num_microbatches, cluster),
-        objective=plan.objective,
-        latency_seconds=latency,
-        bottleneck_seconds=min(max(row.compute_seconds + row.transfer_seconds for row in rows), latency),
-        lower_bound_seconds=bound,
-        gap=gap_above(value, bound),
-        aligned=figures.aligned,
-        written_back=figures.written_back,
-        notes=profile.graph.notes,
-        collective_seconds=reduce_seconds,
-        all_reduces=len(figures.shared),
-        pipelining=Pipelining(
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            stages=stages,
-            bubble=simulated.bubble,
-            events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),
-        ),
-    )
 
 
 def device_estimate(
@@ -263,23 +171,23 @@ def _sum_shared(
     return total
 
 
-def _events(run: Run) -> list[Event]:
+def _events(figures: Figures, names: Sequence[str], simulated: Simulated) -> list[Event]:
     """Actions and copies by the clock. Where a stage is computed again, that comes first in its backward."""
     found = []
-    for ran in run.simulated.ran:
-        action, stage, begin = ran.action, run.figures.stages[ran.action.stage], ran.begin
+    for ran in simulated.ran:
+        action, stage, begin = ran.action, figures.stages[ran.action.stage], ran.begin
         place = {"stage": action.stage, "microbatch": action.microbatch}
-        name = run.names[ran.device]
+        name = names[ran.device]
         if stage.recompute and action.kind in ("B", "I"):
             again = min(ran.end, begin + stage.forward_seconds)
             found.append(_event(name, "recompute", begin, again, **place))
             begin = again
         if ran.end > begin or not stage.recompute:
             found.append(_event(name, KINDS[action.kind], begin, ran.end, **place))
-    for sent in run.simulated.sent:
-        nbytes = sum(nbytes for _, nbytes in _sent_tensors(run.figures.borders, sent.action))
+    for sent in simulated.sent:
+        nbytes = sum(nbytes for _, nbytes in _sent_tensors(figures.borders, sent.action))
         place = {"stage": sent.action.stage, "microbatch": sent.action.microbatch}
-        source, name = run.names[sent.source], run.names[sent.destination]
+        source, name = names[sent.source], names[sent.destination]
         found.append(_event(name, "transfer", sent.begin, sent.end, source=source, nbytes=nbytes, **place))
     return found
 
@@ -293,7 +201,7 @@ def _sent_tensors(borders: Sequence[Border], action: Action) -> tuple[tuple[int,
     return borders[action.stage].tensors if action.kind == "F" else borders[action.stage - 1].returned
 
 
-def _stage_estimate(run: Run, index: int) -> StageEstimate:
+def stage_estimate(run: Run, index: int) -> StageEstimate:
     stage = run.figures.stages[index]
     return StageEstimate(
         device=run.names[index % len(run.names)],
@@ -306,7 +214,7 @@ def _stage_estimate(run: Run, index: int) -> StageEstimate:
     )
 
 
-def _transfers(run: Run, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
+def transfers_of(run: Run, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
     """Every tensor over every border, all micro-batches together."""
     graph, names = profile.graph, run.names
 

@@ -15,11 +15,11 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Device
 from autoshard.cost import op_seconds
+from autoshard.engine.stage_memory import StageBytes, StageMemory
 from autoshard.errors import PlanError
 from autoshard.plan import Stage
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.stage_memory import StageBytes, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
