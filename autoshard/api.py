@@ -231,7 +231,7 @@ def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | N
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
     stages are priced as processes of their own, as they run there.
     """
-    from autoshard.mesh_cost import Pricer
+    from autoshard.engine.pricer import Pricer
     from autoshard.runtime.collectives import count_processes
 
     plan = as_plan(plan, profile)

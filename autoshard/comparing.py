@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
 from autoshard.integrations.peer_maps import PeerMap, peer_maps
-from autoshard.mesh_cost import price
 from autoshard.plan import Plan
 from autoshard.planning import Request, candidates_of, place, plan_measured
 from autoshard.strategies.compare import Alternative, Candidate, Comparison, compare, value_of

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import DeviceEstimate, Estimate
-from autoshard.mesh_cost import price
 from autoshard.module_paths import above, is_below, join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, count_collectives
 from autoshard.sizes import format_bytes, format_seconds
-from autoshard.stage_reasons import otherwise_run, otherwise_staged, stage_sentences, stages_of
+from autoshard.strategies.stage_moves import otherwise_run, otherwise_staged, stage_sentences, stages_of
 
 MOST_ALTERNATIVES = 8
 

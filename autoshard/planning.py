@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.axes.groups import AxisGroups
     from autoshard.batching import BatchAxis
     from autoshard.capture.graph import ModelGraph
-    from autoshard.mesh_cost import Pricer
+    from autoshard.engine.pricer import Pricer
     from autoshard.profile.profile import Profile
     from autoshard.strategies.column_parallel import Prove
     from autoshard.strategies.compare import Candidate, Comparison
@@ -120,7 +120,7 @@ class Request:
     @cached_property
     def price(self) -> "Pricer":
         """What prices plans: once, though a strategy and the comparison ask for it."""
-        from autoshard.mesh_cost import Pricer
+        from autoshard.engine.pricer import Pricer
 
         return Pricer(self.profile, self.limited, processes=self.processes > 1 or None)
 
@@ -211,8 +211,8 @@ def largest_plan(
     `measured`: a workload -> the model, its inputs and its profile. `settings` are those of `plan_measured`; `tried` is
     told of every size. The search begins at the size in `workload`. Raises what planning raises for that.
     """
+    from autoshard.engine.pricer import price
     from autoshard.largest_size import largest
-    from autoshard.mesh_cost import price
 
     if vary not in ("batch_size", "sequence_length"):
         raise SpecError(f"{vary!r} can't be varied: batch_size or sequence_length can.")

@@ -7,7 +7,7 @@ import autoshard
 from autoshard.errors import PlanError, SpecError
 from autoshard.largest_size import largest
 from autoshard.workload import Workload
-from tests.test_mesh_cost import Net
+from tests.engine.test_mesh_cost import Net
 
 
 def curve(full, power=1, base=0.1):

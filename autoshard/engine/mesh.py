@@ -17,18 +17,18 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import TensorInfo
 from autoshard.capture.stages import stage_of_ops
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import check_devices, divided_bound, of_every_device, optimizer_seconds
-from autoshard.cut_collectives import Alike, count_alike
-from autoshard.cut_cost import Traced, Tracer, local_sizes
+from autoshard.engine.cut_collectives import Alike, count_alike
+from autoshard.engine.cuts import Traced, Tracer, local_sizes
+from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.pipelines import Run, device_estimate, run_schedule, stage_estimate, transfers_of
+from autoshard.engine.replicas import BUCKET_BYTES, rows_per_replica
 from autoshard.engine.stages import Figures, stage_figures
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, gap_above
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.part import Sizes, carriers_of_rows, part_of_batch, with_sizes
 from autoshard.profile.profile import Profile
-from autoshard.replica_cost import BUCKET_BYTES, rows_per_replica
 
 
 def needs_processes(plan: Plan, cluster: Cluster) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_reduce_seconds
+from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.stages import Border, Figures
 from autoshard.estimate import DeviceEstimate, Event, StageEstimate, Transfer
 from autoshard.profile.measure import optimizer_step_bytes

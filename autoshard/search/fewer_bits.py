@@ -6,8 +6,8 @@ The same devices are searched again with weights of 8 and of 4 bits, and what fi
 from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.pricer import price
 from autoshard.errors import AutoshardError
-from autoshard.mesh_cost import price
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.search.processes import Asked, plan_processes

@@ -16,9 +16,9 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.walk import where
 from autoshard.capture.graph import name_of
 from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
-from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile

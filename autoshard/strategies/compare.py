@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import divided_bound
+from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
-from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile

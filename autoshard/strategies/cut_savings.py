@@ -3,7 +3,7 @@
     an op of which a rank has the part f:  max(FLOPs (1 - a (1 - f)) / rate, bytes (1 - b (1 - f)) / bandwidth) + launch
 
 where a and b say how much of its FLOPs, and of the bytes it moves, is cut with the group: 1 for a product of cut
-matrices, less for what also reads tensors that every rank has whole. They are those of the estimate (`cut_cost`,
+matrices, less for what also reads tensors that every rank has whole. They are those of the estimate (`engine.cuts`,
 `profile.part`), so the sum over groups is what the estimate says, but for ops that two groups make smaller.
 """
 
@@ -19,7 +19,7 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import counted_flops, optimizer_seconds, roofline
-from autoshard.cut_cost import Collective, Traced, Tracer
+from autoshard.engine.cuts import Collective, Traced, Tracer
 from autoshard.module_paths import join
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes

@@ -8,7 +8,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.unproved import as_cut
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import op_seconds, optimizer_seconds
-from autoshard.cut_cost import Tracer
+from autoshard.engine.cuts import Tracer
 from autoshard.module_paths import join
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile

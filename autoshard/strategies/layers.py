@@ -13,8 +13,8 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import tensor_units
-from autoshard.cut_collectives import Alike, count_alike
-from autoshard.cut_cost import Traced
+from autoshard.engine.cut_collectives import Alike, count_alike
+from autoshard.engine.cuts import Traced
 from autoshard.engine.stages import weight_ops
 from autoshard.module_paths import above
 from autoshard.profile.measure import trained_sizes

@@ -12,13 +12,13 @@ import numpy as np
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.batching import BatchAxis
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import op_seconds, optimizer_seconds
-from autoshard.cut_cost import Tracer
+from autoshard.engine.cuts import Tracer
+from autoshard.engine.links import all_reduce_seconds
+from autoshard.engine.replicas import BUCKET_BYTES
 from autoshard.module_paths import above
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
-from autoshard.replica_cost import BUCKET_BYTES
 from autoshard.sharding import Cut, even_shares
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_task import Shares, Task, assumed_cuts, make_task, options_on

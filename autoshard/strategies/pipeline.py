@@ -18,9 +18,9 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.choices import check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cost import tensor_units
+from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
 from autoshard.flow import flow
-from autoshard.mesh_cost import Pricer
 from autoshard.module_paths import above, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile

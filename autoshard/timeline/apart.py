@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices, op_seconds, optimizer_seconds
-from autoshard.cut_cost import OUTSIDE, Collective, local_profile, trace_cuts
+from autoshard.engine.cuts import OUTSIDE, Collective, local_profile, trace_cuts
+from autoshard.engine.pricer import estimate_mesh
 from autoshard.estimate import DeviceEstimate, Estimate, Event, Transfer
 from autoshard.flow import flow
-from autoshard.mesh_cost import estimate_mesh
 from autoshard.module_paths import above
 from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes

@@ -19,8 +19,8 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
+from autoshard.engine.pricer import in_one_piece, price
 from autoshard.errors import ApplyError, AutoshardError, VerifyError
-from autoshard.mesh_cost import in_one_piece, price
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.profile.measure import profile_graph

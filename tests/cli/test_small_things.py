@@ -117,7 +117,7 @@ def test_what_is_lacking_is_said_in_units():
     model, x = nn.Linear(512, 512), torch.zeros(4, 512)
     plan = autoshard.plan(model, "1x8MiB", inputs=x, strategy="sequential")
     profile = autoshard.profile(model, x)
-    from autoshard.mesh_cost import Pricer
+    from autoshard.engine.pricer import Pricer
 
     small = Pricer(profile, parse_devices("1x256KiB"))
     with contextlib.suppress(SpecError), pytest.raises(PlanError, match=r"would need [\d.]+ [KM]iB more than it has"):

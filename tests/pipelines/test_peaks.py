@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.mesh_cost import estimate_mesh
+from autoshard.engine.pricer import estimate_mesh
 from autoshard.pipelines.lean import HandingStage, stage_class
 from autoshard.plan import Plan, Stage
 from autoshard.prove.batch import find_batch_axis

@@ -10,14 +10,14 @@ from itertools import combinations, permutations, product
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.cost import tensor_units
 from autoshard.engine.mesh import estimate_stages
+from autoshard.engine.pricer import price
+from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import AutoshardError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.flow import flow
-from autoshard.mesh_cost import price
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.planning import Request
 from autoshard.profile.units import find_units
-from autoshard.replica_cost import estimate_replicas
 from autoshard.schedules.orders import check_schedule
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse

@@ -9,13 +9,13 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
-from autoshard.mesh_cost import price
 from autoshard.planning import Request, candidates_of, compare, plan_measured
 from autoshard.strategies.compare import Alternative, Candidate, _best_of, devices_used, explained, lowest, value_of
 from autoshard.strategies.compare import compare as compare_candidates
 from autoshard.workload import Workload
-from tests.test_mesh_cost import BATCH, INPUTS, Net
+from tests.engine.test_mesh_cost import BATCH, INPUTS, Net
 
 OBJECTIVES = ("latency", "throughput", "memory")
 

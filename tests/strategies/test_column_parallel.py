@@ -15,9 +15,9 @@ from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked, find_groups
 from autoshard.axes.regions import Region
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.cut_cost import Collective, estimate_cuts
+from autoshard.engine.cuts import Collective, estimate_cuts
+from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import Pricer
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Action, Cut, Shard, even_shares

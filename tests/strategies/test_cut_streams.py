@@ -7,8 +7,8 @@ from torch import nn
 import autoshard
 from autoshard.capture.capture import capture
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import price
 from autoshard.profile.measure import profile_graph
 
 LAYERS, LAYER_BYTES = 8, 2 * 128 * 512 * 4  # two matrices

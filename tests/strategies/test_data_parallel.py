@@ -10,9 +10,9 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput
 from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.replica_cost import estimate_replicas
 from autoshard.strategies.data_parallel import data_parallel, gathered_blocks
 from autoshard.workload import Workload
 

@@ -13,7 +13,7 @@ from autoshard.axes.groups import find_groups
 from autoshard.axes.unproved import unproved
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
-from autoshard.cut_cost import Tracer, estimate_cuts
+from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.strategies.column_parallel import column_parallel

@@ -8,14 +8,14 @@ import pytest
 import autoshard
 from autoshard.axes.unproved import unproved
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.pricer import estimate_mesh
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import estimate_mesh
 from autoshard.module_paths import is_below
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.strategies.pipeline import hybrid
 from autoshard.workload import Workload
-from tests.test_mesh_cost import BATCH, INPUTS, Net, batch, groups  # noqa: F401 - a fixture
+from tests.engine.test_mesh_cost import BATCH, INPUTS, Net, batch, groups  # noqa: F401 - a fixture
 
 # ---- plans of a model
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.cut_cost import trace_cuts
+from autoshard.engine.cuts import trace_cuts
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
 from autoshard.profile.profile import ModuleProfile, Profile

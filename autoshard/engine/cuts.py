@@ -23,7 +23,7 @@ from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices, estimate, of_every_device
-from autoshard.cut_collectives import Collective
+from autoshard.engine.cut_collectives import Collective
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.module_paths import join, relative

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import check_devices
-from autoshard.cut_cost import Tracer, estimate_cuts, local_profile
+from autoshard.engine.cuts import Tracer, estimate_cuts, local_profile
 from autoshard.estimate import DeviceEstimate, Estimate, Streaming
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile

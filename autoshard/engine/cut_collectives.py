@@ -8,7 +8,7 @@ from numpy import ndarray
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
+from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

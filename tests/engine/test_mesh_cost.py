@@ -14,12 +14,12 @@ from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
-from autoshard.collective_cost import all_reduce_seconds
 from autoshard.cost import divided_bound, estimate
-from autoshard.cut_cost import estimate_cuts
+from autoshard.engine.cuts import estimate_cuts
+from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.mesh import estimate_stages
+from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece
 from autoshard.errors import PlanError
-from autoshard.mesh_cost import Pricer, estimate_mesh, in_one_piece
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.profile.part import part_of_batch
 from autoshard.strategies.column_parallel import column_parallel

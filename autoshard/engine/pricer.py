@@ -6,14 +6,14 @@ from functools import cached_property
 from autoshard.answer_cost import of_answer
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import estimate
-from autoshard.cut_cost import Tracer, estimate_cuts
-from autoshard.cut_stream_cost import estimate_cut_streams
+from autoshard.engine.cut_streams import estimate_cut_streams
+from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.mesh import estimate_stages, needs_processes
+from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.replica_cost import estimate_replicas
 from autoshard.stream_cost import estimate_streamed
 
 UNDIVIDED = (

@@ -22,8 +22,8 @@ from autoshard.axes.regions import element_of
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import check_devices, of_every_device, optimizer_seconds
+from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.plan import Plan

@@ -13,9 +13,9 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.collective_cost import all_gather_seconds, all_reduce_seconds
 from autoshard.cost import estimate
-from autoshard.cut_cost import estimate_cuts, local_profile, trace_cuts
+from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
+from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.prove.ranks import LoneRank
