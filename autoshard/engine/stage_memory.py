@@ -74,7 +74,7 @@ class StageMemory:
         self.holds_sent = schedule in ("interleaved", "zero-bubble")
         self.count, self.joined = len(stages), not processes and schedule != "1f1b"
         self.brings = not processes and not self.joined and whole.workload.training  # outputs to the last stage
-        moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths}, watched=not processes)
+        moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
         self.held = dict(staged.held) if processes else {n: (int(stage),) for n, stage in moves.tensor_device.items()}
         segments = segments_of(graph, staged, stages, processes=processes)
         self.runs_again = segments >= 0

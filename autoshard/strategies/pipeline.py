@@ -78,7 +78,7 @@ def pipeline(
     if processes:
         return plan
     moves = flow(profile.graph, {path: str(i) for i, stage in enumerate(plan.stages) for path in stage.paths})
-    return replace(plan, aligned=moves.aligned, unfolded=moves.unfolded, written_back=moves.written_back)
+    return replace(plan, aligned=moves.aligned, written_back=moves.written_back)
 
 
 def hybrid(
