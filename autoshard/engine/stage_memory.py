@@ -104,7 +104,9 @@ class StageMemory:
         )
         died = np.where(self.outputs, end + 1, rows.died)
         with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held)
-        self.lasting = self.outputs | (self.passing & with_outputs & (died > end))
+        kept = {graph.values[value].storage for value in graph.lasting}  # tables on attributes, one for all parts
+        kept -= {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
+        self.lasting = self.passing & (died > end) & (~rows.copied | with_outputs) & ~_among(rows.storage, kept)
         self.graded = _among(rows.storage, {graph.values[value].storage for value in graph.outputs
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))
