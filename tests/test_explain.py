@@ -153,6 +153,9 @@ def test_a_pipeline_says_which_stage_binds_it_and_what_its_neighbours_would_cost
 def test_a_stage_boundary_elsewhere_is_priced_as_the_plan_it_would_be(staged):
     plan, profile, cluster = staged
     first, second = plan.stages
+    first, second = (replace(first, paths=(*first.paths, *second.paths[:-1])), replace(second, paths=second.paths[-1:]))
+    on_first = dict.fromkeys(first.paths, "cuda:0")
+    plan = replace(plan, stages=(first, second), placements={**plan.placements, **on_first})
     *left, last = first.paths
     found = explain(plan, profile, cluster, last)
     moved = replace(

@@ -141,7 +141,8 @@ class StageMemory:
         live = self.moves.timeline(str(stage), device.block_bytes, passing)
         made = self.moves.timeline(str(stage), device.block_bytes, new)
         being_made = np.bincount(np.ceil(rows.born[new]).astype(np.int64), nbytes[new], end + 1).astype(np.int64)
-        received, sent, returned = self._exchanged(stage, rounded)
+        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
+        received, sent, returned = self._exchanged(stage, rounded, set(rows.storage[kept].tolist()))
         outputs, brought = here & self.outputs, 0
         if self.brings:
             outputs, brought = outputs & (stage == self.count - 1), int(nbytes[self.outputs & ~here].sum())
@@ -153,13 +154,11 @@ class StageMemory:
         return replace(
             found,
             parameter=found.parameter + total(self.lent),
-            forward=int(live[:begin].max(initial=0)) + received,
-            kept=total(passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin))
-            + (received + sent) * training
-            + brought,
+            forward=int(live[:begin].max(initial=0)) + received * (1 if training else 2),  # of the next one, too
+            kept=total(kept) + (received + sent) * training + brought,
             first_backward=int((live + made)[begin:].max(initial=0)) + received + sent + returned,
             backward=int(later[begin:].max(initial=0)) + received + sent + returned,
-            lasting=total(self.lasting & ~self.outputs | outputs) + brought,
+            lasting=total(self.lasting & ~self.outputs | outputs) + brought + sent * (self.holds_sent or not training),
             outputs=total(outputs) + brought,
             unsaved=total(self.unsaved & outputs),
             leaving=0 if self.processes else total(self.leaving),
@@ -167,8 +166,11 @@ class StageMemory:
             returning=0 if self.processes else total((self.leaving | self.arriving) & self.graded),
         )
 
-    def _exchanged(self, stage: int, rounded: Callable[[int], int]) -> tuple[int, int, int]:
-        """Bytes that a process receives for one micro-batch, of those that it sends on, and of gradients both ways."""
+    def _exchanged(self, stage: int, rounded: Callable[[int], int], kept: set[int]) -> tuple[int, int, int]:
+        """Bytes that a process receives for one micro-batch, sends on, and of gradients both ways.
+
+        Of what it sends that is counted which is not kept anyway. What is sent stays until its backward is done; without one, or where schedules hold it, to the end of the pass.
+        """
         if not self.processes or self.count == 1:
             return 0, 0, 0
         graph, own = self.graph, free_storages(self.graph)
@@ -179,7 +181,7 @@ class StageMemory:
                 continue
             ends = (one.source < stage <= one.readers[-1]) + (one.source <= stage < one.readers[-1])
             received += rounded(row.nbytes) * (one.source < stage <= one.readers[-1])
-            sent += rounded(row.nbytes) * (one.source == stage and self.holds_sent)
+            sent += rounded(row.nbytes) * (one.source == stage and (self.holds_sent or row.storage not in kept))
             returned += rounded(row.nbytes) * ends * (row.requires_grad and graph.backward_begin < len(graph.ops))
         return received, sent, returned
 
