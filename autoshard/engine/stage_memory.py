@@ -169,8 +169,8 @@ class StageMemory:
     def _exchanged(self, stage: int, rounded: Callable[[int], int], kept: set[int]) -> tuple[int, int, int]:
         """Bytes that a process receives for one micro-batch, sends on, and of gradients both ways.
 
-        Of what it sends that is counted which is not kept anyway. What is sent stays until its backward is done; without
-        one, or where schedules hold it, to the end of the pass.
+        Of what it sends only that is counted which is not kept anyway. It stays until its backward is done; without one,
+        or where schedules hold it, to the end of the pass.
         """
         if not self.processes or self.count == 1:
             return 0, 0, 0
