@@ -169,7 +169,7 @@ class StageMemory:
     def _exchanged(self, stage: int, rounded: Callable[[int], int], kept: set[int]) -> tuple[int, int, int]:
         """Bytes that a process receives for one micro-batch, sends on, and of gradients both ways.
 
-        Of what it sends only that is counted which is not kept anyway. It stays until its backward is done; without one,
+        Of what it sends only that counts which is not kept anyway. It stays until its backward is done; without one,
         or where schedules hold it, to the end of the pass.
         """
         if not self.processes or self.count == 1:
