@@ -103,10 +103,9 @@ class StageMemory:
             rows.storage, {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
         )
         died = np.where(self.outputs, end + 1, rows.died)
-        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held)
-        kept = {graph.values[value].storage for value in graph.lasting}  # tables on attributes, one for all parts
-        kept -= {graph.values[value].storage for value in (*graph.outputs, *graph.state)}
-        self.lasting = self.passing & (died > end) & (~rows.copied | with_outputs) & ~_among(rows.storage, kept)
+        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held and not self.brings)
+        caches = _among(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
+        self.lasting = self.outputs | (self.passing & (died > end) & (with_outputs | caches))
         self.graded = _among(rows.storage, {graph.values[value].storage for value in graph.outputs
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))

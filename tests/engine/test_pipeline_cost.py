@@ -102,4 +102,4 @@ def test_peaks_are_those_of_the_run_in_one_process(schedule, recompute):
     checked = autoshard.verify(model, plan, inputs=inputs)
     assert checked.ok, checked.first_difference
     for peak in checked.peaks:
-        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.05)
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.06)
