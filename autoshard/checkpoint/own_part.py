@@ -4,7 +4,7 @@
     rank 1   embed  meta       layers.0  meta       layers.1 ◀── file     head ◀── file
 
 Nobody reads what another process's stages have, and nobody gives it memory. Small buffers are read by all. Replicas
-that share their parameters are `shards`.
+that share their parameters each read the rows that they have.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,7 @@ from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
-from autoshard.checkpoint.shards import ShardLoader
-from autoshard.checkpoint.targets import check_complete, memory_like
+from autoshard.checkpoint.targets import FileLoader, check_complete, check_shardable, memory_like
 from autoshard.errors import CheckpointError
 from autoshard.packed import repacked
 from autoshard.plan import Plan
@@ -41,14 +40,13 @@ def load_own_part(
     sources: Mapping[str, Source],
     *,
     progress: Progress | None = None,
-    threads: int | None = None,
 ) -> ReadReport:
     """Read this process's tensors to its device and apply the plan; all processes call it.
 
     Raises what `load_applied` raises, on other processes `RankError`; the model is then as it was.
     """
     if shards(plan):
-        return _load_shards(model, plan, checkpoint, sources, progress, threads)
+        return _load_shards(model, plan, checkpoint, sources, progress)
     ranks, tensors = ProcessRanks.of(), named_tensors(model)
     log: list[Undo] = []
     report, error = None, None
@@ -58,7 +56,7 @@ def load_own_part(
             if problem is not None:
                 raise problem
             assert device is not None
-            report = _fill(tensors, plan, ranks, device, checkpoint, sources, log, progress, threads, model)
+            report = _fill(tensors, plan, ranks, device, checkpoint, sources, log, progress, model)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
@@ -72,17 +70,15 @@ def load_own_part(
 
 
 def _load_shards(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, sources: Mapping[str, Source], progress: Progress | None,
-    threads: int | None,
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, sources: Mapping[str, Source], progress: Progress | None
 ) -> ReadReport:  # fmt: skip
     """Shard the model while it is on meta, and read what this rank then has."""
-    loader, error = None, None
+    loader, error = FileLoader(checkpoint, sources, progress, sharded=True), None
     try:
-        loader = ShardLoader.of(model, checkpoint, sources, progress, threads)
+        check_shardable(model, sources)
     except CheckpointError as found:
         error = found
     agree(ProcessRanks.of(), Mark(), error)
-    assert loader is not None
     apply_plan(model, plan, loader=loader)
     assert loader.report is not None
     return loader.report
@@ -90,7 +86,7 @@ def _load_shards(
 
 def _fill(
     tensors: Mapping[str, torch.Tensor], plan: Plan, ranks: ProcessRanks, device: torch.device, checkpoint: Checkpoint,
-    sources: Mapping[str, Source], log: list[Undo], progress: Progress | None, threads: int | None, model: nn.Module,
+    sources: Mapping[str, Source], log: list[Undo], progress: Progress | None, model: nn.Module,
 ) -> ReadReport:  # fmt: skip
     staged = plan.mesh is not None and plan.mesh.pipeline > 1
     own = own_names(plan, ranks, tensors) if staged else set(tensors)
@@ -108,4 +104,4 @@ def _fill(
 
     replace_all(tensors, memory, log)
     targets = [Target(source=name, tensor=tensors[name]) for name in sources if is_read(name)]
-    return read_into(checkpoint, sources, targets, progress=progress, threads=threads)
+    return read_into(checkpoint, sources, targets, progress=progress)

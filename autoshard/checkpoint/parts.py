@@ -8,7 +8,7 @@
 Optimizer state that has the shape of its parameter is laid out as the parameter is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -136,8 +136,3 @@ def _cut_parts(part: torch.Tensor, cut: CutTensor, rank: int, first: int = 0) ->
             place += stop - at
             at = stop
     return tuple(found)
-
-
-def shapes_of(held: Mapping[str, Held]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the whole."""
-    return {name: one.shape for name, one in held.items()}

@@ -24,7 +24,7 @@ from autoshard.packed import is_packed, stored_tensors
 from autoshard.runtime.pinned import Uploads, has_streams
 
 Progress = Callable[[int, int], None]
-DEFAULT_THREADS = 4
+THREADS = 4
 """While one waits for the disk, others copy."""
 SHOWN_SECONDS = 0.1
 PACKED_ELEMENTS = 1 << 19
@@ -45,7 +45,6 @@ def read_into(
     targets: Sequence[Target],
     *,
     progress: Progress | None = None,
-    threads: int | None = None,
 ) -> ReadReport:
     """Fill every target from the files; values are cast to the target's dtype, on its device.
 
@@ -71,7 +70,7 @@ def read_into(
             _fill(checkpoint, name, sources[name], by_source[name], uploads)
         return nbytes[name]
 
-    with ThreadPoolExecutor(threads or DEFAULT_THREADS, thread_name_prefix="autoshard-reader") as pool:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="autoshard-reader") as pool:
         left: set[Future[int]] = {pool.submit(fill, name) for name in names}
         try:
             while left:

@@ -3,17 +3,19 @@
     placed     meta ──▶ memory on the device of each tensor ──read──▶ filled ──▶ hooks
                         or, on the CPU and as the file has it, a mapping of the file: nothing to read
     cut        meta ──▶ memory for the part of each rank here ──read──▶ filled ──▶ scales and actions
+    sharded    meta ──▶ cut, if it is ──▶ sharded ──▶ memory for the rows of this rank ──read──▶ filled
 
 Nothing is read that no device here needs. If anything fails, the model is on meta again.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Source, Target
+from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
 from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
 from autoshard.errors import ApplyError, CheckpointError, first_line
@@ -27,7 +29,8 @@ from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.resting import resting, streamed_module
-from autoshard.runtime.slices import Undo, replace_all, runs_of
+from autoshard.runtime.sharded import is_sharded, rows_of
+from autoshard.runtime.slices import Undo, replace_all, runs_of, runs_within
 from autoshard.sizes import format_bytes
 
 
@@ -39,7 +42,6 @@ def load_applied(
     *,
     mapped: bool = False,
     progress: Progress | None = None,
-    threads: int | None = None,
 ) -> ReadReport:
     """Fill a model whose parameters are on meta from a checkpoint, in place, and apply a plan; None: all on the CPU.
 
@@ -49,7 +51,7 @@ def load_applied(
     and what `apply_plan` raises; the model is then as it was.
     """
     if plan is not None and plan.cuts:
-        loader = _CutLoader(checkpoint, sources, progress, threads)
+        loader = FileLoader(checkpoint, sources, progress)
         apply_plan(model, plan, loader=loader)
         assert loader.report is not None
         return loader.report
@@ -72,7 +74,7 @@ def load_applied(
     try:
         replace_all(tensors, memory, log)
         targets = [Target(source=name, tensor=tensors[name]) for name in sources if name not in in_file]
-        report = read_into(checkpoint, sources, targets, progress=progress, threads=threads)
+        report = read_into(checkpoint, sources, targets, progress=progress)
         if plan is not None:
             apply_plan(model, plan)
     except BaseException:
@@ -125,46 +127,95 @@ def memory_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.
 
 @dataclass(slots=True)
 class FileLoader:
-    """What fills a model that is being applied is read from; `report`: what was read, once it was."""
+    """Fills a model that is cut, or sharded, while it is on meta; see `runtime.cuts.Loader`.
+
+    Attributes:
+        sharded: parameters get memory, and values, when they are sharded, not when they are cut.
+        report: what was read, once it was.
+    """
 
     checkpoint: Checkpoint
     sources: Mapping[str, Source]
     progress: Progress | None
-    threads: int | None
+    sharded: bool = False
     report: ReadReport | None = None
 
-    def read(self, sources: Mapping[str, Source], targets: list[Target]) -> None:
-        """Fill the targets."""
-        self.report = read_into(self.checkpoint, sources, targets, progress=self.progress, threads=self.threads)
-
-
-@dataclass(slots=True)
-class _CutLoader(FileLoader):
-    """Fills a model while it is being cut; see `runtime.cuts.Loader`."""
-
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return allocate_named("a part of the model", shape, dtype, device)
-
-    def fill(self, model: nn.Module, record: CutRecord) -> None:
-        check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
-        tensors = named_tensors(model)
-        in_file = record.kept.in_file
-        names = [name for name in self.sources if name not in in_file]
-        self.read(self.sources, [target for name in names for target in targets_of(name, tensors[name], record)])
+        return allocate_named("a part of the model", shape, dtype, META if self.sharded else device)
 
     def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-        return mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
+        return {} if self.sharded else mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
+
+    def fill(self, model: nn.Module, record: CutRecord) -> None:
+        if self.sharded:
+            return
+        check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
+        tensors, names = named_tensors(model), [name for name in self.sources if name not in record.kept.in_file]
+        self._read(self.sources, [target for name in names for target in targets_of(name, tensors[name], record)])
 
     def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
-        raise AssertionError("parts of a cut model are filled while it is cut")
+        sources, targets = dict(self.sources), list[Target]()
+        tensors = named_tensors(model)
+        for name in self.sources:
+            if is_sharded(tensors[name]):
+                sources[name], target = _sharded(name, tensors[name], sources[name], record)
+                targets += [target] if target.tensor.numel() else []
+            else:
+                targets += targets_of(name, tensors[name], record)
+        self._read(sources, targets)
+
+    def _read(self, sources: Mapping[str, Source], targets: list[Target]) -> None:
+        self.report = read_into(self.checkpoint, sources, targets, progress=self.progress)
 
 
-def targets_of(name: str, tensor: torch.Tensor, record: CutRecord) -> Iterator[Target]:
+def check_shardable(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    """Raise `CheckpointError` for a model on meta that can't be filled when it is sharded."""
+    check_complete(model, {name for name, tensor in named_tensors(model).items() if tensor.is_meta}, sources)
+    packed = next((name for name in sources if sources[name].pack is not None), None)
+    if packed is not None:
+        raise CheckpointError(f"{packed} is quantised, and can't be divided by rows. Load the model in its own dtype.")
+
+
+def targets_of(name: str, tensor: torch.Tensor, record: CutRecord | None) -> Iterator[Target]:
     """Yield what the ranks in this process have of a tensor."""
-    cut = record.tensors.get(name)
-    parts = dict(enumerate(tensor.parts)) if isinstance(tensor, RankTensor) else {record.ranks.rank or 0: tensor}
+    cut = record.tensors.get(name) if record is not None else None
+    own = (record.ranks.rank or 0) if record is not None else 0
+    parts = dict(enumerate(tensor.parts)) if isinstance(tensor, RankTensor) else {own: tensor}
     for rank, part in parts.items():
         if cut is None:
             yield Target(source=name, tensor=part)
         else:
             yield Target(source=name, tensor=part, dim=cut.dim, runs=runs_of(cut, rank))
+
+
+def _sharded(name: str, tensor: Any, source: Source, record: CutRecord | None) -> tuple[Source, Target]:
+    """What of a source is read for the shard of this rank, and where to."""
+    begin, end = rows_of(tensor)
+    local = tensor.to_local()
+    cut = record.tensors.get(name) if record is not None else None
+    if cut is None or record is None:
+        return source, Target(source=name, tensor=local, dim=0, runs=((begin, end),))
+    runs = runs_of(cut, record.ranks.rank or 0)
+    if cut.dim == 0:
+        return source, Target(source=name, tensor=local, dim=0, runs=runs_within(runs, begin, end))
+    return _rows(source, begin, end), Target(source=name, tensor=local, dim=cut.dim, runs=runs)
+
+
+def _rows(source: Source, begin: int, end: int) -> Source:
+    """A source of which only these rows are made."""
+    shape = (end - begin, *source.shape[1:])
+    if source.compute is not None:
+        entries, function = source.compute
+        return replace(source, shape=shape, compute=(entries, _narrowed(function, begin, end)))
+    pieces = []
+    for piece in source.pieces:
+        region = piece.region or tuple((0, size) for size in source.shape)
+        first, last = max(begin, region[0][0]), min(end, region[0][0] + region[0][1])
+        if first < last:
+            views = (*piece.views, ("narrow", 0, first - region[0][0], last - first))
+            pieces.append(Piece(entry=piece.entry, views=views, region=((first - begin, last - first), *region[1:])))
+    return replace(source, shape=shape, pieces=tuple(pieces))
+
+
+def _narrowed(function: Callable[..., torch.Tensor], begin: int, end: int) -> Callable[..., torch.Tensor]:
+    return lambda *values: function(*values).narrow(0, begin, end - begin)

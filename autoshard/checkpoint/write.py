@@ -132,6 +132,8 @@ def replacing(path: Path, *, carry_over: bool = True) -> Iterator[Path]:
     inside = path.is_dir() and (os.path.ismount(path) or not os.access(path.parent, os.W_OK))
     if inside:
         _check_no_weights(path)
+    elif path.is_dir() and Path(os.path.realpath(".")).is_relative_to(path):
+        raise CheckpointError(f"{path} is, or holds, the working directory, and can't be replaced. Start from another.")
     folder, lock = _start(path / path.name if inside else path)
     try:
         yield folder
@@ -244,7 +246,6 @@ def _link(source: str, target: str, follow_symlinks: bool = True) -> str:
 
 
 def _commit(folder: Path, path: Path) -> None:
-    here = _working_directory(path)
     try:
         folder.rename(path)
     except OSError as error:
@@ -253,18 +254,6 @@ def _commit(folder: Path, path: Path) -> None:
         _swap(folder, path)
     _sync(path.parent)
     shutil.rmtree(folder, ignore_errors=True)  # now the old one, if any; the next save would remove what is left
-    if here is not None:
-        with contextlib.suppress(OSError):  # it was inside, and is not any more
-            os.chdir(here)
-
-
-def _working_directory(path: Path) -> str | None:
-    """The working directory, if it is one that is about to be exchanged."""
-    try:
-        here = os.getcwd()
-    except OSError:
-        return None
-    return here if Path(here).is_relative_to(path) else None
 
 
 def _swap(one: Path, other: Path) -> None:

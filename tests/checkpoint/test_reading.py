@@ -108,7 +108,7 @@ def test_runs_along_any_dimension_equal_slices(tmp_path, data):
         runs = runs_of(axis, degree, rank, size)
         shape[dim] = sum(stop - start for start, stop in runs)
         targets.append(Target(source="w", tensor=torch.full(shape, 77, dtype=dtype), dim=dim, runs=runs))
-    report = read_into(checkpoint, sources, targets, threads=data.draw(st.sampled_from([1, 3])))
+    report = read_into(checkpoint, sources, targets)
     needed = set()
     for rank, target in zip(ranks, targets, strict=True):
         index = torch.from_numpy(kept(axis, even_shares(size, degree), rank).copy())
