@@ -56,24 +56,16 @@ def save_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
 
     path = Path(path)
     ranks = _ranks()
-    problem: Exception | None = None
-    content = Content(tensors={}, blobs={})
-    try:
+    with _agreed(ranks):
         content = _content(model, optimizer, state, ranks)
         _check_place(path)
-    except Exception as error:
-        problem = error
-    _settle(ranks, problem)
     with contextlib.ExitStack() as stack:
         folder = _shared_folder(stack, path, ranks)
-        try:
-            with _explained(ranks, path, "written"), torch.no_grad():
-                writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=1)
-                dcp.save({}, storage_writer=writer, planner=SaveParts(content), no_dist=ranks is None)
-        except Exception as error:
-            problem = error
-        _settle(ranks, problem)  # nobody exchanges anything unless all have written
-    _settle(ranks, None)  # nobody reads before the exchange
+        with _agreed(ranks), _explained(ranks, path, "written"), torch.no_grad():
+            writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=1)
+            dcp.save({}, storage_writer=writer, planner=SaveParts(content), no_dist=ranks is None)
+    with _agreed(ranks):  # nobody reads before the exchange
+        pass
 
 
 def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer: Optimizer | None) -> Any:
@@ -93,26 +85,15 @@ def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
         return planner.blobs
 
     own = f"{RANDOM}{0 if ranks is None else ranks.rank}"
-    problem: Exception | None = None
-    saved: Mapping[str, Any] = {}
-    try:
+    with _agreed(ranks):
         saved = _read_metadata(reader, path)
-    except Exception as error:
-        problem = error
-    _settle(ranks, problem)
     blobs = read(Content(tensors={}, blobs={key: b"" for key in (EXTRA, own) if key in saved}))
     # Nothing is written into the model before all is known to fit.
-    extra: dict[str, Any] = {}
-    wanted = Content(tensors={}, blobs={})
-    made: dict[torch.Tensor, dict[str, Any]] = {}
-    try:
+    with _agreed(ranks):
         extra = _unpacked(blobs[EXTRA], path)
         wanted, made = _wanted(model, optimizer, saved, path)
         if optimizer is not None:
             check_groups(model, optimizer, extra["groups"], path)
-    except Exception as error:
-        problem = error
-    _settle(ranks, problem)
     read(wanted)
     if optimizer is not None:
         restore_groups(optimizer, extra["groups"])
@@ -127,8 +108,14 @@ def _ranks() -> ProcessRanks | None:
     return ProcessRanks.of() if count_processes() > 1 else None
 
 
-def _settle(ranks: ProcessRanks | None, problem: Exception | None) -> None:
-    """Raise on all ranks if one of them has a problem."""
+@contextlib.contextmanager
+def _agreed(ranks: ProcessRanks | None) -> Iterator[None]:
+    """Raise on all ranks if the block raises on one of them."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
     if ranks is not None:
         agree(ranks, Mark(), problem)
     if problem is not None:
@@ -148,22 +135,24 @@ def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks 
     """The directory that all ranks write to, made by rank 0, which exchanges it at the end."""
     if ranks is None:
         return stack.enter_context(replacing(path, carry_over=False))
-    problem: Exception | None = None
     said: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            said = [str(stack.enter_context(replacing(path, carry_over=False)))]
-        except (OSError, CheckpointError) as error:
-            problem = error if isinstance(error, CheckpointError) else CheckpointError(f"can't write {path}: {error}")
-    _settle(ranks, problem)
+    with _agreed(ranks):
+        if ranks.rank == 0:
+            try:
+                said = [str(stack.enter_context(replacing(path, carry_over=False)))]
+            except OSError as error:
+                raise CheckpointError(f"can't write {path}: {error}") from error
     try:
         dist.broadcast_object_list(said, src=0, group=ranks.group)
     except RuntimeError as error:
         raise lost(ranks, error) from error
     folder = Path(said[0])
-    _settle(ranks, None if folder.is_dir() else CheckpointError(
-        f"rank {ranks.rank} does not see {path.parent} as rank 0 does. Save to a directory that all machines share."
-    ))  # fmt: skip
+    with _agreed(ranks):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"rank {ranks.rank} does not see {path.parent} as rank 0 does. Save to a directory that all machines "
+                "share."
+            )
     return folder
 
 

@@ -38,6 +38,14 @@ def has_streams(device: torch.device) -> bool:
     return is_accelerator(device) and hasattr(torch.get_device_module(device.type), "Stream")
 
 
+@dataclass(slots=True)
+class _Slot:
+    """A pinned buffer, and what is recorded behind the last copy out of it."""
+
+    memory: torch.Tensor
+    event: Any = None
+
+
 class Uploads:
     """Copies to some devices; many threads may send, each through buffers of its own."""
 
@@ -62,27 +70,29 @@ class Uploads:
         module = torch.get_device_module(into.device.type)
         with module.stream(stream):
             for target, part in _chunks(into, value):
-                buffer, event = self._next(module, into.device)
-                staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
+                slot = self._free_slot()
+                staged = slot.memory[: part.nbytes].view(part.dtype).view(part.shape)
                 staged.copy_(part)
                 if target.dtype != part.dtype or not target.is_contiguous():  # else torch would do that on the host
                     staged = staged.to(into.device, non_blocking=True)
                 target.copy_(staged, non_blocking=True)
-                event.record(stream)
+                slot.event = module.Event()
+                slot.event.record(stream)
         return True
 
-    def _next(self, module: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
+    def _free_slot(self) -> "_Slot":
         """The buffer of this thread that was used longest ago, when nothing is copied out of it any more."""
-        if not hasattr(self.local, "buffers"):
-            self.local.buffers = {}
-        buffers = self.local.buffers.setdefault(device, [])
-        if len(buffers) < 2:
-            memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_accelerator(device))
-            buffers.append((memory, module.Event()))
+        if not hasattr(self.local, "slots"):
+            self.local.slots = []
+        slots: list[_Slot] = self.local.slots
+        if len(slots) < 2:
+            pinned = any(map(is_accelerator, self.streams))
+            slots.append(_Slot(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)))
         else:
-            buffers.append(buffers.pop(0))
-        buffers[-1][1].synchronize()
-        return buffers[-1]
+            slots.append(slots.pop(0))
+        if slots[-1].event is not None:
+            slots[-1].event.synchronize()
+        return slots[-1]
 
     def finish(self) -> None:
         """Wait for all copies; what is queued on the devices later sees them."""
@@ -180,7 +190,8 @@ class CopyAhead:
             copy = torch.empty_like(home, device=self.device)
         else:
             copy = torch.empty_strided(home.shape, strides, dtype=home.dtype, device=self.device)
-        self.uploads.send(copy, home)
+        if not self.uploads.send(copy, home):
+            copy.copy_(home)
         return copy
 
 

@@ -15,9 +15,8 @@ parameters (a view, what autograd saves) stays what it is.
 
 import contextlib
 import itertools
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,19 +243,16 @@ class Streams:
         """Which run of the model this is, None outside of any: between two runs, other code may write to parameters."""
         return self.copies.runs if self.copies is not None and self.copies.in_run else None
 
-    def calls(self) -> "list[tuple[Streamer, str, Any]]":
-        """The calls of streamed modules in progress in this thread, the innermost last."""
+    def calls(self) -> list[tuple[Streamer, str, int | None]]:
+        """The calls of streamed modules in progress in this thread and the run of each, the innermost last."""
         if not hasattr(self.local, "calls"):
             self.local.calls = []
         return self.local.calls
 
     def drop_interrupted(self) -> None:
-        """End calls of this thread that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
+        """End calls of earlier runs that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
         calls = self.calls()
-        if not calls:
-            return
-        frames = {id(frame) for frame in _frames()}
-        while calls and id(calls[-1][2]) not in frames:
+        while calls and calls[-1][2] != self.run:
             streamer, path, _ = calls.pop()
             streamer.leave(path)
 
@@ -265,13 +261,6 @@ class Streams:
         self.calls().clear()
         for streamer in self.streamers.values():
             streamer.close()
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class Enter:
@@ -289,7 +278,7 @@ class Enter:
             self.streams.drop_interrupted()
             streamer = self.streams.streamer_of(self.path, module)
             streamer.enter(self.path, self.streams.run)
-        self.streams.calls().append((streamer, self.path, sys._getframe(1)))
+        self.streams.calls().append((streamer, self.path, self.streams.run))
 
 
 class Leave:
