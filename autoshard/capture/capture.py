@@ -7,7 +7,7 @@ to run, "invented" where it is not. The level used and what stopped the ones abo
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
-from autoshard.capture.run import MODULE_PATH, Run, record_run
+from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.tape import Tape
 from autoshard.capture.user_code import NOWHERE, calling_line, place
 from autoshard.errors import CaptureError, SpecError
@@ -90,6 +90,7 @@ def record_forward(
     failing: Guard | None = None,
     ranks: Ranks = "all",
     most_ops: int | None = None,
+    at_end: Callable[[Find], None] | None = None,
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
@@ -97,11 +98,11 @@ def record_forward(
     and the tape says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
     what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
-    more of them the run is stopped. Raises as `capture` does, or `TooManyOps`.
+    more of them the run is stopped. `at_end`: as of a `Run`. Raises as `capture` does, or `TooManyOps`.
     """
     tape = Tape(grad, failing, most_ops)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
-              small_floats=small_floats, ranks=ranks)  # fmt: skip
+              small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
     try:
         graph = _at(run, "fake", ())
     except VALUE_ERRORS:

@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from autoshard.packed import stored_bytes
 from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
 from autoshard.workload import Workload
 
+Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"
 """The attribute of an error that tells the module in which it came up."""
 
@@ -52,7 +53,8 @@ class Run:
     """What is run: a model, its arguments and what for; `composite` keeps composite ops whole.
 
     `observer` is told of every call of a module; `tape`, of a forward, of more (see there).
-    `small_floats`: most elements of floats made by the code that keep their values.
+    `small_floats`: most elements of floats made by the code that keep their values. `at_end` is called while the model
+    is as the forward has left it, with what finds the values of tensors.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class Run:
     tape: Tape | None = None
     small_floats: int = SMALL_FLOATS
     ranks: Ranks = "all"
+    at_end: Callable[[Find], None] | None = None
 
 
 def record_run(
@@ -141,6 +144,8 @@ def _recorded(
             stack.enter_context(saved_tensor_hooks(recorder))
         seen = _run_model(run, recorder, args, kwargs, decode)
         kept = carried.found(model)
+        if run.at_end is not None:
+            run.at_end(recorder.ledger.find)
         return _graph_of(
             recorder, seen, kept, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
             training=training, sites=sources.found() if isinstance(sources, Sites) else (),

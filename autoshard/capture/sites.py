@@ -52,6 +52,8 @@ class Sites(DeviceSources):
             recorder.tape.measured(args[0])
         if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
             recorder.tape.sliced(args[0], args[1])
+        if recorder.tape is not None and func is torch.Tensor.register_hook:
+            recorder.tape.hooked = recorder.tape.hooked or calling_line()
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         body = opened(func)

@@ -113,6 +113,7 @@ class Tape:
         left_out: ops whose values could have been known, but for their size.
         slices: parts of tensors as the code wrote them.
         sizes: values of which Python asked how large they are.
+        hooked: the line that hung a hook on the gradients of a tensor first, "" if none did.
         failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
     """
@@ -133,6 +134,7 @@ class Tape:
         self.left_out = 0
         self.sizes: set[int] = set()
         self.slices: list[Slices] = []
+        self.hooked = ""
 
     def begin(self, recorder: Recorder) -> None:
         """A run begins; what was noted of another one, which failed, is forgotten."""

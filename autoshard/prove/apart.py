@@ -20,22 +20,18 @@ from autoshard.axes.samples import SHARED, Samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput, with_rows
-from autoshard.capture.capture import record_forward
-from autoshard.capture.fake import SMALL_FLOATS, Ranks
-from autoshard.capture.graph import ModelGraph, Op, maker_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Reading, Tape, TooManyOps
-from autoshard.errors import CaptureError
-from autoshard.prove.padded import Padded, marked, masked
-from autoshard.prove.parts import Mixed
-from autoshard.prove.rows import NotRun, enlarged, is_mask, owner_of, starts
-from autoshard.runtime.chunks import PLAIN, bind
+from autoshard.prove.padded import Padded
+from autoshard.prove.parts import LEFT, Mixed
+from autoshard.prove.recorded import ROWS, Left, Recorded, record_rows
+from autoshard.prove.rows import NotRun, is_mask, owner_of, starts
+from autoshard.runtime.chunks import PLAIN
 
 if TYPE_CHECKING:
     from autoshard.prove.batch import Question
 
-ROWS = 3
-"""Rows of the runs that are followed."""
 MANY_ROWS = (1024, 254, 64, 16)
 """Rows of the run beside it: code may look whether there are many. Fewer if not all is known. From 3, all are a prime
 number away, by which no number that is not a multiple of the rows is likely to be divided."""
@@ -53,11 +49,10 @@ class Apart:
     """What was found of the outputs: the samples of each, by path, and how one that several decide is merged."""
 
     outputs: Mapping[str, tuple[Samples, BatchOutput | None]]
+    recorded: Recorded
 
     def permits(self, how: BatchOutput) -> bool:
         """Whether an output may be made of those of parts in this way."""
-        if how.path not in self.outputs:  # inside of an object
-            return how.how in ("cat", "same")
         item, merge = self.outputs[how.path]
         if how.how == "same":
             return item.shared
@@ -103,8 +98,10 @@ class Run:
         self, question: "Question", batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]]
     ) -> None:
         self.question, self.batch, self.padded, self.absent = question, batch, padded, absent
-        self.graph, self.tape = self._recorded(ROWS)
+        left = Left(question.model)
+        self.graph, self.tape = self._recorded(ROWS, at_end=left.note)
         self.other, other_tape, rows = self._larger()
+        self.recorded = Recorded(graph=self.graph, left=left, other=self.other, rows=rows)
         self._check_sequence(self.other, rows)
         uneven = first_uneven(self.graph, self.other, (ROWS, rows))
         if uneven is not None:
@@ -124,7 +121,7 @@ class Run:
     def _check_raises(self, guard: Guard) -> None:
         """Refuse an error that somebody catches, to do something else instead."""
         try:
-            self._recorded(ROWS, guard)
+            self._recorded(ROWS, failing=guard)
         except NotRun:
             return
         file, line = guard.place[0] if guard.place else ("torch", 0)
@@ -177,27 +174,11 @@ class Run:
             raise stopped
         return (*self._recorded(ROWS + 1), ROWS + 1)
 
-    def _recorded(
-        self, rows: int, failing: Guard | None = None, ranks: Ranks = "all", most_ops: int | None = None
-    ) -> tuple[ModelGraph, Tape]:
-        question = self.question
-        bound = masked(
-            enlarged(question.bound, self.batch.inputs, self.batch.size, rows), self.batch, self.padded, rows
+    def _recorded(self, rows: int, **options: Any) -> tuple[ModelGraph, Tape]:
+        graph, tape, self.paths = record_rows(
+            self.question, self.batch, rows, padded=self.padded, absent=self.absent, **options
         )
-        bound = marked(bound, self.batch, self.padded, self.absent, rows)
-        args, kwargs = question.call(bound)
-        by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
-        self.paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
-        try:
-            return record_forward(
-                question.model, args, kwargs, grad=question.workload.training, real=True,
-                small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
-                failing=failing, ranks=ranks, most_ops=most_ops,
-            )  # fmt: skip
-        except TooManyOps:
-            raise
-        except CaptureError as error:
-            raise NotRun(str(error)) from error
+        return graph, tape
 
     # ---- refusals
 
@@ -233,6 +214,15 @@ class Run:
                 raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {rows}")
         if not self.question.workload.training:
             return
+        if self.tape.hooked:
+            raise Mixed(
+                f"its forward hangs a hook on gradients at {self.tape.hooked}, which may mix rows. {INDEPENDENT}"
+            )
+        for op in self.graph.ops:
+            if name_of(op) == "embedding" and op.node is not None and True in (*op.node.args[3:4],):
+                raise self.refuse(
+                    op, "mixes its rows: it divides gradients by how often the batch has a row of its table"
+                )
         for path, module in self.question.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
@@ -268,6 +258,9 @@ class Run:
         for index, value in walk.written:
             name = next((one.name for one in graph.tensors if one.storage == graph.values[value].storage), "an input")
             raise self.refuse(graph.ops[index], f"mixes its rows: it writes into {name} what depends on the batch")
+        for place, value in self.recorded.left.tensors.items():
+            if graph.values[value].op >= 0 and walk.of(value).apart and not walk.of(value).shared:
+                raise Mixed(f"{place} {LEFT}")
         for value in graph.lasting:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
             if not known and not walk.of(value).apart:
@@ -353,7 +346,7 @@ class Run:
                     place, ignored, skipped = labels
                     merge = replace(merge, weights=self.paths[place], ignored=ignored, skipped=skipped)
             found[path] = item, merge
-        return Apart(outputs=found)
+        return Apart(outputs=found, recorded=self.recorded)
 
 
 def _check_switches(runs: Mapping[Padded, Run], choices: Sequence[tuple[str, int]]) -> None:

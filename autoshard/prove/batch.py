@@ -29,6 +29,7 @@ from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
 from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.frozen import frozen_modules
 from autoshard.prove.parts import Checked, Division, Mixed, check_parts
+from autoshard.prove.recorded import Recorded, check_left, record_twice, ways_in, written_in
 from autoshard.prove.rows import NotRun, are_alike, enlarged, is_mask, shortened, unlabelled, varied
 from autoshard.prove.sample import on_cpu
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
@@ -37,8 +38,6 @@ from autoshard.workload import Workload
 
 ROWS = (3, 1)
 """Rows of the parts that are compared with the whole."""
-TOKENS = 4
-"""What other dimensions of inputs are shortened to where the model is large."""
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
@@ -218,70 +217,68 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
 
 
 def _proved(question: Question, batch: BatchAxis, apart: Apart | None) -> BatchAxis:
-    """Run the numbers, and take of what they allow what ops do. Raises `Mixed` or `NotRun`."""
-    graph, training = question.graph, question.workload.training
-    heavy = is_heavy(graph)
-    dtypes = (torch.float32, torch.float64) if heavy and apart is not None else (torch.float64, torch.float32)
-    stopped: NotRun | Mixed | None = None
-    for bound in [_ended(question, batch), question.bound] if heavy else [question.bound]:
-        asked = replace(question, bound=nested.map_tensors(bound, on_cpu))
-        for dtype in dtypes:
-            try:
-                return _compared(asked, copy_model(question.model, graph, dtype, training), batch, apart)
-            except NotRun as error:  # code that asks for single precision, or for inputs of a size
-                stopped = stopped or error
-            except Mixed as error:
-                stopped = error
-                if dtype is torch.float64:  # the rounding of single precision may be all that differs
-                    break
-        if isinstance(stopped, Mixed):
-            break
+    """What is made of parts, and how: by recordings, then by numbers if the model can be run. Raises `Mixed`, `NotRun`.
+
+    A model that is too large to be run is divided by what its ops do alone.
+    """
+    recorded = record_twice(question, batch) if apart is None else apart.recorded
+    if is_heavy(question.graph):
+        if apart is not None:
+            check_left(recorded, question.workload.training)
+        ways = ways_in(recorded, batch, _weighing(question, batch, question.bound), apart)
+        return _found(question, batch, Checked(ways=ways, written=written_in(recorded), draws=False), apart, recorded)
+    stopped: NotRun | None = None
+    for dtype in (torch.float64, torch.float32):
+        try:
+            trial = copy_model(question.model, question.graph, dtype, question.workload.training)
+            return _found(question, batch, _compared(question, trial, batch, apart), apart, recorded)
+        except NotRun as error:  # code that asks for single precision
+            stopped = stopped or error
     assert stopped is not None
     raise stopped
 
 
-def _compared(question: Question, trial: Trial, batch: BatchAxis, apart: Apart | None) -> BatchAxis:
+def _compared(question: Question, trial: Trial, batch: BatchAxis, apart: Apart | None) -> Checked:
     """Compare the whole with parts, for the first kind of rows that the model takes."""
+    question = replace(question, bound=nested.map_tensors(question.bound, on_cpu))
     stopped: NotRun | None = None
     for number, bound in enumerate(_kinds(question, batch)):
         tell("divided batches", number)
+        args, kwargs = question.call(bound)
+        division = Division(
+            trial=trial, batch=_with_rows(batch, sum(ROWS)), args=args, kwargs=kwargs, rows=ROWS,
+            labels=_weighing(question, batch, bound), believed=True,
+        )  # fmt: skip
         try:
-            one = check_parts(_division(question, trial, _with_rows(batch, sum(ROWS)), bound, apart))
+            return check_parts(division if apart is None else replace(division, believed=False, permits=apart.permits))
         except NotRun as error:
             stopped = stopped or error
-            continue
-        return _found(question, trial, batch, one, apart)
     raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
 
 
-def _found(question: Question, trial: Trial, batch: BatchAxis, one: Checked, apart: Apart | None) -> BatchAxis:
+def _weighing(question: Question, batch: BatchAxis, bound: Mapping[str, Any]) -> dict[str, int]:
+    """What losses may be weighted by: labels, and masks, with what in them does not count."""
+    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
+    return {**question.labels, **masks}
+
+
+def _found(question: Question, batch: BatchAxis, one: Checked, apart: Apart | None, recorded: Recorded) -> BatchAxis:
     """The batch with all that a plan says of it."""
-    if apart is not None and one.hooked:
-        raise Mixed(f"its forward hangs a hook on gradients at {one.hooked}, which may mix rows. {INDEPENDENT}")
-    compared = f"compared in parts with random values, {'forward and backward' if trial.training else 'forward'}"
-    proof = f"{ASSUMED} (assume_independent_rows)" if apart is None else f"checked op by op, {compared}"
+    proof = f"{ASSUMED} (assume_independent_rows)" if apart is None else "checked op by op"
+    if not is_heavy(question.graph) and apart is not None:
+        directions = "forward and backward" if question.workload.training else "forward"
+        proof += f", compared in parts with random values, {directions}"
     if one.draws:
         proof += "; it draws random numbers, which were taken to be the same for all rows"
-
+    flags = {*flags_of(question.model)} & {*recorded.left.flags}
     return replace(
         batch,
         outputs=tuple(replace(way, axis=with_rows(way.axis, batch.size)) for way in one.ways.values()),
         written=tuple(sorted(one.written)),
-        flags=() if apart is None else tuple(sorted({*flags_of(question.model)} & {*flags_of(trial.model)})),
+        flags=() if apart is None else tuple(sorted(flags)),
         frozen=frozen_modules(question.model, question.given, question.graph, question.workload),
         proof=proof,
     )
-
-
-def _division(
-    question: Question, trial: Trial, batch: BatchAxis, bound: Mapping[str, Any], apart: Apart | None
-) -> Division:
-    """A call divided into parts, with what its losses may be weighted by: labels, and masks."""
-    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
-    args, kwargs = question.call(bound)
-    labels = {**question.labels, **masks}
-    division = Division(trial=trial, batch=batch, args=args, kwargs=kwargs, rows=ROWS, labels=labels, believed=True)
-    return division if apart is None else replace(division, believed=False, permits=apart.permits)
 
 
 def _kinds(question: Question, batch: BatchAxis) -> Iterator[dict[str, Any]]:
@@ -292,23 +289,6 @@ def _kinds(question: Question, batch: BatchAxis) -> Iterator[dict[str, Any]]:
     other = unlabelled(varied(same, inputs, count), inputs, labels)
     kinds = [shortened(other, inputs, count), other, unlabelled(same, inputs, labels)]
     yield from (kind for kind in kinds if kind is not None and not are_alike(kind, inputs, count))
-
-
-def _ended(question: Question, batch: BatchAxis) -> dict[str, Any]:
-    """The call with the first few of its tokens: along dimensions that are neither the batch nor one of a parameter."""
-    graph, walk = question.graph, question.walk
-    taken = {(item.path, item.dim) for item in batch.inputs}
-    fixed = {axis for tensor in graph.tensors if tensor.kind == "parameter" for axis in walk.axes.get(tensor.value, ())}
-    made = dict(question.bound)
-    for value, paths in zip(graph.inputs, question.paths, strict=True):
-        tensor = nested.tensor_at(made, paths[0])
-        assert tensor is not None
-        for dim, axis in enumerate(walk.axes.get(value, ())):
-            if tensor.shape[dim] > TOKENS and (paths[0], dim) not in taken and axis not in fixed:
-                tensor = tensor.narrow(dim, 0, TOKENS)
-        for path in paths:
-            made = nested.replace_at(made, path, tensor)
-    return made
 
 
 def _with_rows(batch: BatchAxis, rows: int) -> BatchAxis:

@@ -8,17 +8,15 @@ themselves, and not in the tenth digit.
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
-from autoshard.batching import BatchAxis, BatchOutput
-from autoshard.capture.user_code import calling_line, place
+from autoshard.batching import BatchAxis, BatchOutput, with_rows
+from autoshard.capture.user_code import place
 from autoshard.errors import PlanError
 from autoshard.prove.copied import Trial
 from autoshard.prove.differences import difference
@@ -31,6 +29,11 @@ from autoshard.runtime.merging import merge, of_rows
 NOISE = 1e-6
 """The same relative to the largest gradient of all, for those that are zero but for rounding."""
 
+LEFT = (
+    "is set by every forward, and each part of the batch would set its own. Return it from the forward, beside the "
+    "output or in the loss, or make it a buffer"
+)
+
 
 class Mixed(Exception):
     """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
@@ -40,25 +43,13 @@ class Mixed(Exception):
 class Result:
     """What a run gave: its nested output, buffers that it wrote with what was in them then, and how often it drew.
 
-    `left`: the tensors that it put into attributes of modules; `hooked`: where it hung hooks on gradients.
+    `left`: the tensors that it put into attributes of modules.
     """
 
     output: Any
     written: Mapping[str, torch.Tensor]
     draws: int
     left: Mapping[str, torch.Tensor]
-    hooked: str
-
-
-class Hooks(TorchFunctionMode):
-    """Sees at which line a forward hangs a hook on the gradients of what it computes."""
-
-    found = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.Tensor.register_hook:
-            self.found = self.found or calling_line()
-        return func(*args, **(kwargs or {}))
 
 
 def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
@@ -73,10 +64,8 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
         numpy.random.seed(0)
     cast = _cast(trial.dtype)
     args, kwargs = nested.map_tensors((args, kwargs), cast)
-    hooks = Hooks()
-    watched = hooks if trial.training else nullcontext()
     draws = steady_draws(trial.most_elements, trial.dtype)
-    with torch.set_grad_enabled(trial.training), trial.weights, draws as drawn, watched:
+    with torch.set_grad_enabled(trial.training), draws as drawn:
         output = model(*args, **kwargs)
     written = {}
     with torch.no_grad():
@@ -84,8 +73,7 @@ def run(trial: Trial, args: tuple, kwargs: dict[str, Any]) -> Result:
             if name in before and not _identical(buffer, before[name]):
                 written[name] = buffer.detach().clone()
                 buffer.copy_(before[name])
-    return Result(output=output, written=written, draws=drawn.count, left=new_tensors(model, there),
-                  hooked=hooks.found)  # fmt: skip
+    return Result(output=output, written=written, draws=drawn.count, left=new_tensors(model, there))
 
 
 def _any(how: BatchOutput) -> bool:
@@ -120,14 +108,12 @@ class Division:
 class Checked:
     """What agreed: for each output the way in which it is made of those of parts.
 
-    `written`: buffers that are written, by the whole and by the parts alike; `draws`: how often random numbers were.
-    `hooked`: as of a `Result`.
+    `written`: buffers that are written, by the whole and by the parts alike; `draws`: whether random numbers were.
     """
 
     ways: dict[str, BatchOutput]
     written: tuple[str, ...]
-    draws: int
-    hooked: str
+    draws: bool
 
 
 def check_parts(division: Division) -> Checked:
@@ -156,9 +142,9 @@ def check_parts(division: Division) -> Checked:
     if trial.training and not division.believed:
         ways = tuple(found.values())
         merged = merge(replace(division.batch, outputs=ways), outputs, division.parts(ways))
-        with trial.weights, steady_draws(trial.most_elements, trial.dtype):  # a backward may run modules again
+        with steady_draws(trial.most_elements, trial.dtype):  # a backward may run modules again
             _check_gradients(trial.model, whole.output, merged)
-    return Checked(ways=found, written=tuple(written), draws=whole.draws, hooked=whole.hooked)
+    return Checked(ways=found, written=tuple(written), draws=whole.draws > 0)
 
 
 def _check_again(first: Result, second: Result) -> None:
@@ -178,10 +164,7 @@ def _refuse_left(whole: Result, results: Sequence[Result]) -> None:
             own = result.left.get(name)
             same = own is not None and own.shape == tensor.shape and not difference(tensor, own)
             if tensor.requires_grad or not same:
-                raise Mixed(
-                    f"{name} is set by every forward, and each part of the batch would set its own. Return it from "
-                    "the forward, beside the output or in the loss, or make it a buffer"
-                )
+                raise Mixed(f"{name} {LEFT}")
 
 
 def _refuse_without_numbers(output: Any) -> None:
@@ -218,12 +201,15 @@ def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
 
 def find_output(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> BatchOutput:
     """The first permitted way in which one tensor is made of those of the parts. Raises `Mixed` if there is none."""
-    possible = list(ways(path, whole, pieces, division))
+    shapes = {sum(division.rows): whole.shape}
+    shapes |= {rows: piece.shape for rows, piece in zip(division.rows, pieces, strict=True)}
+    floating = whole.is_floating_point() or whole.is_complex()
+    possible = ways(path, shapes, floating, division.batch, division.labels)
     for how in possible:
         if division.permits(how) and _is_made(whole, pieces, how, division):
             return how
-    if division.believed and (by_shape := _by_shape(whole, pieces, possible)) is not None:
-        return by_shape
+    if division.believed and (likely := by_shape(possible)) is not None:
+        return likely
     name = path or "its output"
     if not all(map(division.permits, possible)):
         raise Mixed(f"{name} is not made of what parts give as its ops would")
@@ -243,36 +229,42 @@ def _is_made(whole: torch.Tensor, pieces: list[torch.Tensor], how: BatchOutput, 
     return not difference(whole, made[how.path])
 
 
-def _by_shape(whole: torch.Tensor, pieces: list[torch.Tensor], possible: Sequence[BatchOutput]) -> BatchOutput | None:
-    """The way in which a tensor is made of those of the parts by its shapes: one after the other, or the mean."""
-
-    def fits(way: BatchOutput) -> bool:
-        beside = [(*one.shape[: way.dim], *one.shape[way.dim + 1 :]) for one in (whole, *pieces)]
-        return way.how != "cat" or len(set(beside)) == 1
-
-    return next((way for how in ("cat", "mean", "weighted") for way in possible if way.how == how and fits(way)), None)
+def by_shape(possible: Sequence[BatchOutput]) -> BatchOutput | None:
+    """The likeliest of the ways that shapes allow: one after the other, or the mean."""
+    return next((way for how in ("cat", "mean", "weighted") for way in possible if way.how == how), None)
 
 
-def ways(path: str, whole: torch.Tensor, pieces: list[torch.Tensor], division: Division) -> Iterator[BatchOutput]:
-    """Ways to make an output that its shapes allow, the likeliest first."""
-    yield from (hint for hint in division.batch.outputs if hint.path == path)
-    if all(piece.shape == whole.shape for piece in pieces):
+def ways(
+    path: str, shapes: Mapping[int, Sequence[int]], floating: bool, batch: BatchAxis, labels: Mapping[str, int]
+) -> list[BatchOutput]:
+    """Ways to make an output that its shapes allow, by how many rows it is of, the likeliest first."""
+    hints = {(one.path, one.dim, with_rows(one.axis, 1)) for one in batch.outputs}
+    allowed = _allowed(path, shapes, floating, labels)
+    return sorted(allowed, key=lambda way: (path, way.dim, with_rows(way.axis, 1)) not in hints)
+
+
+def _allowed(
+    path: str, shapes: Mapping[int, Sequence[int]], floating: bool, labels: Mapping[str, int]
+) -> Iterator[BatchOutput]:
+    first, *others = shapes.items()
+    if all(tuple(shape) == tuple(first[1]) for _, shape in others):
         yield BatchOutput(path=path, how="same")
         yield BatchOutput(path=path, how="sum")
-        if whole.is_floating_point() or whole.is_complex():
+        if floating:
             yield BatchOutput(path=path, how="mean")
-            for weights, ignored in division.labels.items():
+            for weights, ignored in labels.items():
                 for skipped in (0, 1):
                     yield BatchOutput(path=path, how="weighted", weights=weights, ignored=ignored, skipped=skipped)
-    total = sum(division.rows)
-    for dim, size in enumerate(whole.shape):
-        if size % total == 0 and all(
-            piece.dim() == whole.dim() and piece.shape[dim] * total == size * own
-            for piece, own in zip(pieces, division.rows, strict=True)
+    rows, whole = first
+    for dim, size in enumerate(whole):
+        beside = [*whole[:dim], *whole[dim + 1 :]]
+        if size % rows == 0 and all(
+            len(shape) == len(whole) and shape[dim] * rows == size * own and [*shape[:dim], *shape[dim + 1 :]] == beside
+            for own, shape in others
         ):
-            beside = size // total
-            for major in (major for major in range(1, beside + 1) if beside % major == 0):
-                axis = f"{major}x*{total}x{beside // major}".removeprefix("1x").removesuffix("x1")
+            each = size // rows
+            for major in (major for major in range(1, each + 1) if each % major == 0):
+                axis = f"{major}x*{rows}x{each // major}".removeprefix("1x").removesuffix("x1")
                 yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
 
 

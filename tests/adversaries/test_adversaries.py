@@ -72,7 +72,7 @@ PINNED: dict[str, Pins] = {
         "HooksOnParameters": {COLUMN: "whole"},
         "CountsGradients": {COLUMN: "whole"},
         "BoundedTable": dict.fromkeys(DIVISIONS, "refused: embedding_renorm_ in table"),
-        "FrequentWords": dict.fromkeys(DIVISIONS, "refused: the gradient of table.weight"),
+        "FrequentWords": dict.fromkeys(DIVISIONS, "refused: embedding in table"),
         "GrowsWithCalls": dict.fromkeys(DIVISIONS, "refused: its output [4, 5, 16] is not made of what parts"),
         "LossOverParameters": {COLUMN: "whole"},
         "SumOverBatch": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: sum in the model itself")},

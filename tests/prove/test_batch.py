@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.prove.batch import find_batch_axis
-from autoshard.prove.stand_ins import StandIns
 from autoshard.runtime.chunks import split
 from autoshard.runtime.merging import merge
 from autoshard.workload import Workload
@@ -609,21 +608,6 @@ def test_a_large_model_whose_rows_mix_is_refused():
     with torch.device("meta"):
         model = Mixing(width=4096, depth=3, vocabulary=1000)
     assert "can't be divided" in refused(model, {"input_ids": tokens(4, 64)})
-
-
-def test_a_stand_in_takes_no_memory_and_keeps_rows_apart():
-    weights = StandIns()
-    weight = weights.make((1 << 20, 1 << 20), torch.float32)
-    with weights:
-        x = torch.randn(3, 1 << 20)
-        made = F.linear(x, weight)
-        assert made.shape == (3, 1 << 20)
-        assert torch.equal(F.linear(x[1:2], weight), made[1:2])
-        assert not torch.equal(made[0], made[1])
-        assert F.linear(x, weight.t().contiguous()).shape == made.shape
-        assert weights.holds(weight.to(torch.float64))
-        table = weights.make((1 << 20, 8), torch.float32)
-        assert torch.equal(F.embedding(torch.tensor([5, 7]), table)[1], F.embedding(torch.tensor([7]), table)[0])
 
 
 def test_stated_rows_survive_writing_and_reading():
