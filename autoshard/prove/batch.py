@@ -26,18 +26,25 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.errors import CaptureError, PlanError
 from autoshard.progress import tell
 from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
-from autoshard.prove.copied import Trial, copy_model, is_heavy
 from autoshard.prove.frozen import frozen_modules
-from autoshard.prove.parts import Checked, Division, Mixed, check_parts
+from autoshard.prove.parts import Checked, Division, Mixed, Trial, check_parts
 from autoshard.prove.recorded import Recorded, check_left, record_twice, ways_in, written_in
 from autoshard.prove.rows import NotRun, are_alike, enlarged, is_mask, shortened, unlabelled, varied
-from autoshard.prove.sample import on_cpu
+from autoshard.prove.sample import on_cpu, random_copy
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.runtime.flags import flags_of
 from autoshard.workload import Workload
 
 ROWS = (3, 1)
 """Rows of the parts that are compared with the whole."""
+LARGE_ELEMENTS = 1 << 25
+"""Models with more elements than this in their parameters are not run."""
+HEAVY_FLOPS = 1 << 31
+"""Nor those with more work than this in a forward."""
+MORE_ROWS = 50
+"""Rows that are run where there was one, with some to spare."""
+LEAST_ROOM = 1 << 22
+"""Elements that a tensor may always have."""
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
@@ -230,12 +237,26 @@ def _proved(question: Question, batch: BatchAxis, apart: Apart | None) -> BatchA
     stopped: NotRun | None = None
     for dtype in (torch.float64, torch.float32):
         try:
-            trial = copy_model(question.model, question.graph, dtype, question.workload.training)
-            return _found(question, batch, _compared(question, trial, batch, apart), apart, recorded)
+            return _found(question, batch, _compared(question, _trial(question, dtype), batch, apart), apart, recorded)
         except NotRun as error:  # code that asks for single precision
             stopped = stopped or error
     assert stopped is not None
     raise stopped
+
+
+def is_heavy(graph: ModelGraph) -> bool:
+    """Whether a model takes too much memory or time to be run at plan time."""
+    elements = sum(torch.Size(tensor.shape).numel() for tensor in graph.tensors)
+    return elements > LARGE_ELEMENTS or sum(op.flops for op in graph.ops) > HEAVY_FLOPS
+
+
+def _trial(question: Question, dtype: torch.dtype) -> Trial:
+    """The model with random parameters in one floating-point type; buffers keep values that they have."""
+    largest = max((torch.Size(value.shape).numel() for value in question.graph.values), default=0)
+    return Trial(
+        model=random_copy(question.model, dtype, keep_buffers=True), dtype=dtype, training=question.workload.training,
+        most_elements=max(LEAST_ROOM, MORE_ROWS * largest),
+    )  # fmt: skip
 
 
 def _compared(question: Question, trial: Trial, batch: BatchAxis, apart: Apart | None) -> Checked:

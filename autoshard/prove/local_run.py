@@ -9,7 +9,7 @@ from autoshard.capture.capture import calls_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.nested import flat_tensors
 from autoshard.prove.ranks import LoneRank
-from autoshard.prove.shrink import Arguments, on_meta
+from autoshard.prove.shapes import Arguments, on_meta
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut
 from autoshard.workload import Workload

@@ -26,7 +26,7 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.capture.tape import Tape
 from autoshard.errors import AutoshardError
 from autoshard.prove.expected import numbers_in
-from autoshard.prove.shrink import Arguments
+from autoshard.prove.shapes import Arguments
 from autoshard.workload import Workload
 
 LONGEST = 128

@@ -18,7 +18,6 @@ from autoshard import nested
 from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.user_code import place
 from autoshard.errors import PlanError
-from autoshard.prove.copied import Trial
 from autoshard.prove.differences import difference
 from autoshard.prove.draws import steady_draws
 from autoshard.prove.rows import NotRun
@@ -37,6 +36,20 @@ LEFT = (
 
 class Mixed(Exception):
     """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A copy of a model with random values, and how its floats are stored.
+
+    `training`: whether it is run with a backward. `most_elements`: no tensor has more, if sizes are those of the
+    recorded run.
+    """
+
+    model: nn.Module
+    dtype: torch.dtype
+    training: bool
+    most_elements: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from autoshard.prove.other_runs import Seen, other_runs
 from autoshard.prove.ranks import LoneRank
 from autoshard.prove.sample import Sample, sample_block
 from autoshard.prove.search import Length, NotFound, Question, Scales, find_scales
-from autoshard.prove.shrink import Arguments, as_fake, elements_of, on_meta
+from autoshard.prove.shapes import Arguments, as_fake, elements_of, on_meta
 from autoshard.prove.stubs import outside_of
 from autoshard.prove.trial import Outcome, Watch, run_watched
 from autoshard.runtime.cuts import apply_cuts

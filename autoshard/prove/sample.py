@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.observe import TensorSpec, fill_specs
-from autoshard.nested import tensors_in
+from autoshard.nested import flat_tensors, tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +36,38 @@ def sample_block(
     the parameters that have gradients in this block or in one like it. Raises whatever copying raises: a block that
     can't be copied can't be proved.
     """
-    generator = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = random_like(tensor, generator)
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = random_like(value, generator)
-    block = copy.deepcopy(module, memo)
+    block = random_copy(module)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in trained)
+    generator = torch.Generator().manual_seed(0)
     made = tuple(fill_specs(call, lambda spec: _tensor(spec, generator)) for call in calls)
     for call, paths in zip(made, tracked, strict=False):
         for path, tensor in tensors_in(call):
             tensor.requires_grad_(path in paths and (tensor.is_floating_point() or tensor.is_complex()))
     return Sample(block=block, calls=made)
+
+
+def random_copy(module: nn.Module, dtype: torch.dtype | None = None, *, keep_buffers: bool = False) -> nn.Module:
+    """Copy a module with random values in place of its own, in one floating-point type if it is given.
+
+    `keep_buffers`: buffers, and tensors in attributes, keep values that they have.
+    """
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+
+    def add(tensor: torch.Tensor, known: bool) -> None:
+        if id(tensor) not in memo:
+            made = own_copy(tensor) if known and not tensor.is_meta else random_like(tensor, generator)
+            if dtype is not None and made.is_floating_point():
+                made.data = made.data.to(dtype)
+            memo[id(tensor)] = made
+
+    for parameter in module.parameters():
+        add(parameter, known=False)
+    for part in module.modules():
+        for tensor in flat_tensors(list(vars(part).values())):  # buffers, and what a forward left somewhere
+            add(tensor, known=keep_buffers)
+    return copy.deepcopy(module, memo)
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.nested import tensor_at
-from autoshard.prove.shrink import on_meta
+from autoshard.prove.shapes import on_meta
 
 
 def outside_of(model: nn.Module, graph: ModelGraph, elements: Iterable[str]) -> nn.Module:
