@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils.hooks
 
 from autoshard import nested
 from autoshard.capture.graph import SiteCall
@@ -27,6 +28,8 @@ _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """Methods that read values without running an op."""
 
 
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+"""Nothing recorded has a history: code that asks for one is answered as where gradients are wanted."""
 _SIZES = frozenset({
     "shape", "nbytes", "size", "numel", "nelement", "__len__", "stride", "storage", "untyped_storage",
 })  # fmt: skip
@@ -52,8 +55,12 @@ class Sites(DeviceSources):
             recorder.tape.measured(args[0])
         if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
             recorder.tape.sliced(args[0], args[1])
-        if recorder.tape is not None and func is torch.Tensor.register_hook:
-            recorder.tape.hooked = recorder.tape.hooked or calling_line()
+        if recorder.tape is not None and recorder.tape.grad and not recorder.busy:
+            if func is torch.Tensor.register_hook:
+                recorder.tape.hooked = recorder.tape.hooked or calling_line()
+                return torch.utils.hooks.RemovableHandle({})
+            if func == _REQUIRES_GRAD and args[0].is_floating_point():
+                return torch.is_grad_enabled()
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         body = opened(func)

@@ -22,12 +22,13 @@ from autoshard.axes.walk import where
 from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
-from autoshard.capture.tape import Reading, Tape, TooManyOps
+from autoshard.capture.tape import Opaque, Reading, Ref, Tape, TooManyOps
 from autoshard.prove.padded import Padded
-from autoshard.prove.parts import LEFT, Mixed
+from autoshard.prove.parts import Mixed, left_by_parts
 from autoshard.prove.recorded import ROWS, Left, Recorded, record_rows
 from autoshard.prove.rows import NotRun, is_mask, owner_of, starts
 from autoshard.runtime.chunks import PLAIN
+from autoshard.runtime.merging import of_rows
 
 if TYPE_CHECKING:
     from autoshard.prove.batch import Question
@@ -212,6 +213,11 @@ class Run:
         for path, leaf in mine.items():
             if isinstance(leaf, PLAIN) and path in its and its[path] != leaf and leaf == leaf:
                 raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {rows}")
+        for path, leaf in mine.items():
+            if not isinstance(leaf, (Ref, Opaque)) and (what := of_rows(leaf)):
+                raise Mixed(f"the output {path} is {what}")
+        for path, kind in self.graph.sealed:
+            raise Mixed(f"the output {path} is a {kind}, in which nobody knows what belongs to the rows of a part")
         if not self.question.workload.training:
             return
         if self.tape.hooked:
@@ -260,7 +266,7 @@ class Run:
             raise self.refuse(graph.ops[index], f"mixes its rows: it writes into {name} what depends on the batch")
         for place, value in self.recorded.left.tensors.items():
             if graph.values[value].op >= 0 and walk.of(value).apart and not walk.of(value).shared:
-                raise Mixed(f"{place} {LEFT}")
+                raise left_by_parts(place, self.question.model)
         for value in graph.lasting:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
             if not known and not walk.of(value).apart:

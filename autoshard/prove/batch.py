@@ -231,7 +231,7 @@ def _proved(question: Question, batch: BatchAxis, apart: Apart | None) -> BatchA
     recorded = record_twice(question, batch) if apart is None else apart.recorded
     if is_heavy(question.graph):
         if apart is not None:
-            check_left(recorded, question.workload.training)
+            check_left(question.model, recorded, question.workload.training)
         ways = ways_in(recorded, batch, _weighing(question, batch, question.bound), apart)
         return _found(question, batch, Checked(ways=ways, written=written_in(recorded), draws=False), apart, recorded)
     stopped: NotRun | None = None

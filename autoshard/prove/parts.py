@@ -28,14 +28,19 @@ from autoshard.runtime.merging import merge, of_rows
 NOISE = 1e-6
 """The same relative to the largest gradient of all, for those that are zero but for rounding."""
 
-LEFT = (
-    "is set by every forward, and each part of the batch would set its own. Return it from the forward, beside the "
-    "output or in the loss, or make it a buffer"
-)
-
 
 class Mixed(Exception):
     """The parts together do not give what the whole gives; the message says what differs, or what the parts raised."""
+
+
+def left_by_parts(place: str, model: nn.Module) -> Mixed:
+    """The error for a tensor that a forward leaves in an attribute; `place`: "path.attribute" and the path inside."""
+    module = max((path for path, _ in model.named_modules() if place.startswith(f"{path}.")), key=len, default="")
+    return Mixed(
+        f"{place.removeprefix(f'{module}.')} in {module or 'the model itself'} is set by every forward, and each part "
+        "of the batch would set its own. Return it from the forward, beside the output or in the loss, or make it a "
+        "buffer"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +155,7 @@ def check_parts(division: Division) -> Checked:
     outputs = [result.output for result in results]
     _refuse_without_numbers(whole.output)
     found = find_outputs(whole.output, outputs, division)
-    _refuse_left(whole, results)
+    _refuse_left(trial.model, whole, results)
     written = _check_written(whole, results, division.believed)
     if trial.training and not division.believed:
         ways = tuple(found.values())
@@ -170,14 +175,14 @@ def _check_again(first: Result, second: Result) -> None:
             raise Mixed(f"{path or 'its output'} is another in a second call, by what the first one leaves in {places}")
 
 
-def _refuse_left(whole: Result, results: Sequence[Result]) -> None:
+def _refuse_left(model: nn.Module, whole: Result, results: Sequence[Result]) -> None:
     """Refuse a forward that leaves in attributes of modules what parts would each make of their own rows."""
     for name, tensor in whole.left.items():
         for result in results:
             own = result.left.get(name)
             same = own is not None and own.shape == tensor.shape and not difference(tensor, own)
             if tensor.requires_grad or not same:
-                raise Mixed(f"{name} {LEFT}")
+                raise left_by_parts(name, model)
 
 
 def _refuse_without_numbers(output: Any) -> None:

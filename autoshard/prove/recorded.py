@@ -19,7 +19,7 @@ from autoshard.capture.run import Find
 from autoshard.capture.tape import Tape, TooManyOps
 from autoshard.errors import CaptureError
 from autoshard.prove.padded import Padded, marked, masked
-from autoshard.prove.parts import LEFT, Mixed, by_shape, ways
+from autoshard.prove.parts import Mixed, by_shape, left_by_parts, ways
 from autoshard.prove.rows import NotRun, enlarged
 from autoshard.runtime.chunks import bind
 from autoshard.runtime.flags import flags_of
@@ -145,7 +145,7 @@ def ways_in(
     return found
 
 
-def check_left(recorded: Recorded, training: bool) -> None:
+def check_left(model: nn.Module, recorded: Recorded, training: bool) -> None:
     """Refuse what a second call, or a part, would find other than the first one did, where nothing is run twice.
 
     Raises `Mixed`.
@@ -153,6 +153,6 @@ def check_left(recorded: Recorded, training: bool) -> None:
     graph, left = recorded.graph, recorded.left
     for place, value in left.tensors.items():
         if training and graph.values[value].op >= 0 and graph.values[value].dtype.is_floating_point:
-            raise Mixed(f"{place} {LEFT}")
+            raise left_by_parts(place, model)
     for name in left.counted:
         raise Mixed(f"{name} is another number after a forward, and each part of the batch would change it")

@@ -63,11 +63,11 @@ PINNED: dict[str, Pins] = {
         "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: unbind in the model itself"),
         "ReturnsObject": {
             COLUMN: "refused: the output 1 is a Holder, in which a tensor would be that of a rank",
-            DATA: "refused: a Holder", PIPELINE: "refused: a Holder",
+            **dict.fromkeys(DIVISIONS, "refused: the output 1 is a Holder"),
         },
         "ReturnsSet": {
             COLUMN: "refused: the output deque is a deque, in which a tensor would be that of a rank",
-            DATA: "refused: a frozenset", PIPELINE: "refused: a frozenset",
+            **dict.fromkeys(DIVISIONS, "refused: the output deque is a deque"),
         },
         "HooksOnParameters": {COLUMN: "whole"},
         "CountsGradients": {COLUMN: "whole"},
@@ -93,7 +93,7 @@ PINNED: dict[str, Pins] = {
         "MeanInThread": "refused: runs tensor operations",
         "CacheIsWritten": "refused: changes input cache in place",
         "ReportInWords": dict.fromkeys(DIVISIONS, "refused: decides what to do by values of all rows (max in"),
-        "FeaturesOfHook": {COLUMN: "whole", DATA: "refused: RuntimeError", PIPELINE: "refused: RuntimeError"},
+        "FeaturesOfHook": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: features.0 in the model itself")},
     },
 }  # fmt: skip
 
@@ -200,7 +200,7 @@ LEFT: Pins = {
     "ModuleDict": dict.fromkeys(DIVISIONS, "refused: keeps what mixes its rows (slice in the model itself)"),
     "Pooled": "refused: layers.0 was called in another thread",
     "OtherThread": "refused: runs tensor operations",
-    "FeaturesOfHook": dict.fromkeys(DIVISIONS, "refused: RuntimeError"),
+    "FeaturesOfHook": dict.fromkeys(DIVISIONS, "refused: features.0 in the model itself"),
 }
 
 
@@ -244,3 +244,20 @@ def test_nothing_is_left_behind(trace: Trace, strategy: str, pin: str) -> None:
     assert (found, part in message) == (kind, True), f"{found}: {message}"
     if message:
         assert not unhelpful(trace.build, trace_inputs(), message), message
+
+
+@pytest.mark.parametrize(
+    "name", ["HookedGradient", "FrequentWords", "GrowsWithCalls", "ReturnsObject", "MovingAverage"]
+)
+def test_models_too_large_to_be_run_are_refused_by_what_is_recorded(name, monkeypatch):
+    monkeypatch.setattr("autoshard.prove.batch.LARGE_ELEMENTS", -1)
+    case = {**BATCHES, **CARRIED}[name]
+    with autoshard.simulate("2x64MiB") as devices, pytest.raises(autoshard.PlanError, match="can't be divided"):
+        planned(case, DATA, devices)
+
+
+@pytest.mark.parametrize("name", sorted(DIVIDED))
+def test_models_too_large_to_be_run_are_divided_by_what_is_recorded(name, monkeypatch):
+    monkeypatch.setattr("autoshard.prove.batch.LARGE_ELEMENTS", -1)
+    with autoshard.simulate("2x64MiB") as devices:
+        assert divides(planned(DIVIDED[name], DATA, devices))

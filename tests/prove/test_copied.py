@@ -28,7 +28,7 @@ class Keeping(nn.Module):
 def test_a_model_that_kept_what_it_made_with_gradients():
     model, x = Keeping(), torch.randn(4, 6)
     kept = model(x)  # only leaves can be copied deeply
-    with pytest.raises(PlanError, match=r"kept\.made\.0 is set by every forward"):
+    with pytest.raises(PlanError, match=r"kept\.made\.0 in the model itself is set by every forward"):
         find_batch_axis(model, x, Workload())
     assert model.kept["made"][-1] is kept
 
@@ -49,7 +49,7 @@ class Cached(nn.Module):
 def test_a_history_that_two_forwards_share_is_told():
     model, x = Cached(), torch.randn(4, 6)
     assert find_batch_axis(model.eval(), x, Workload())
-    with pytest.raises(PlanError, match="table is set by every forward"):
+    with pytest.raises(PlanError, match="table in the model itself is set by every forward"):
         find_batch_axis(model.train(), x, Workload(mode="training"))
     model = Cached().eval()
     with pytest.raises(PlanError, match=r"the backward of parts fails: .*second time"):
