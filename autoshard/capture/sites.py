@@ -6,7 +6,7 @@ What a function calls itself is part of it, but for those that `torch_private.op
 function have no place (`autograd.Function.apply`).
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ class Sites(DeviceSources):
         if recorder.tape is not None and recorder.tape.grad and not recorder.busy:
             if func is torch.Tensor.register_hook:
                 recorder.tape.hooked = recorder.tape.hooked or calling_line()
-                return torch.utils.hooks.RemovableHandle({})
+                return torch.utils.hooks.RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:

@@ -60,7 +60,7 @@ PINNED: dict[str, Pins] = {
         "ChangesItsInput": "refused: changes input x in place",
         "ChangesItsInputLast": "refused: changes input x in place",
         "ReturnsNumbers": dict.fromkeys(DIVISIONS, "refused: the output rows is 3 for 3 rows and 1024 for 1024"),
-        "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: unbind in the model itself"),
+        "ReturnsLists": dict.fromkeys(DIVISIONS, "refused: the output shapes.0.0 is 5, which may be that"),
         "ReturnsObject": {
             COLUMN: "refused: the output 1 is a Holder, in which a tensor would be that of a rank",
             **dict.fromkeys(DIVISIONS, "refused: the output 1 is a Holder"),
