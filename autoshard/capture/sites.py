@@ -15,6 +15,7 @@ import torch
 import torch.utils.hooks
 
 from autoshard import nested
+from autoshard.capture import user_code
 from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
@@ -57,7 +58,7 @@ class Sites(DeviceSources):
             recorder.tape.sliced(args[0], args[1])
         if recorder.tape is not None and recorder.tape.grad and not recorder.busy:
             if func is torch.Tensor.register_hook:
-                recorder.tape.hooked = recorder.tape.hooked or calling_line()
+                recorder.tape.hooked = recorder.tape.hooked or user_code.calling_line()
                 return torch.utils.hooks.RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()
