@@ -91,6 +91,7 @@ def record_forward(
     ranks: Ranks = "all",
     most_ops: int | None = None,
     at_end: Callable[[Find], None] | None = None,
+    histories: bool = False,
 ) -> tuple[ModelGraph, Tape]:
     """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
 
@@ -98,9 +99,10 @@ def record_forward(
     and the tape says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
     what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
-    more of them the run is stopped. `at_end`: as of a `Run`. Raises as `capture` does, or `TooManyOps`.
+    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `Tape`. Raises as `capture` does, or
+    `TooManyOps`.
     """
-    tape = Tape(grad, failing, most_ops)
+    tape = Tape(grad, failing, most_ops, histories)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
     try:

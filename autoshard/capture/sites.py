@@ -56,7 +56,7 @@ class Sites(DeviceSources):
             recorder.tape.measured(args[0])
         if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
             recorder.tape.sliced(args[0], args[1])
-        if recorder.tape is not None and recorder.tape.grad and not recorder.busy:
+        if recorder.tape is not None and recorder.tape.histories and not recorder.busy:
             if func is torch.Tensor.register_hook:
                 recorder.tape.hooked = recorder.tape.hooked or user_code.calling_line()
                 return torch.utils.hooks.RemovableHandle(OrderedDict())

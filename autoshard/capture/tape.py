@@ -116,10 +116,14 @@ class Tape:
         hooked: the line that hung a hook on the gradients of a tensor first, "" if none did.
         failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
+        histories: code that asks whether a tensor has a history is told so, and hooks on gradients are noted only.
     """
 
-    def __init__(self, grad: bool, failing: Guard | None = None, most_ops: int | None = None) -> None:
+    def __init__(
+        self, grad: bool, failing: Guard | None = None, most_ops: int | None = None, histories: bool = False
+    ) -> None:
         self.grad = grad
+        self.histories = histories
         self.failing = failing
         self.most_ops = most_ops
         self._start()

@@ -89,9 +89,10 @@ def record_rows(
     args, kwargs = question.call(bound)
     by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
     paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
+    training = question.workload.training
     try:
         graph, tape = record_forward(
-            question.model, args, kwargs, grad=question.workload.training, real=True,
+            question.model, args, kwargs, grad=training, histories=training, real=True,
             small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many rows
             **options,
         )  # fmt: skip
