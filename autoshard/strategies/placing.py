@@ -8,9 +8,9 @@ The chain adds up what may be live together; the estimate walks the recorded run
 or less, than the chain says is taken off what it may hold in the next round.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -50,7 +50,9 @@ _FEW = 0.05
 """Part of the smallest device up to which these are all counted."""
 _BETTER = 1e-3
 """A deeper cut must promise so much: of plans that cost the same the one with cuts between larger modules is taken."""
-_POLISHES, _FEWEST_POLISHES, _POLISHED_OPS = 60, 10, 12_000
+_PATIENCE = 3
+"""Checked assignments without anything better around them after which no more is looked for, once something fits."""
+_POLISHES, _FEWEST_POLISHES, _POLISHED_OPS = 100, 10, 12_000
 """Assignments next to the best one that are checked: so many at most, if not so few at least; ops, times these."""
 
 
@@ -78,7 +80,7 @@ class Posed:
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
-    """What is asked. `known`: assignment -> what was checked."""
+    """What is asked. `known`: assignment -> what was checked. `wanted`: devices that sequential fills, by the chain."""
 
     profile: Profile
     cluster: Cluster
@@ -86,7 +88,8 @@ class _Task:
     chain: Chain
     strategy: str
     objective: Objective
-    known: dict[tuple[int, ...], Checked] = field(default_factory=dict)
+    known: dict[tuple[int, ...], Checked]
+    wanted: set[int] = field(default_factory=set)
 
     def solve(self, posed: Sequence[Posed], room: Room) -> Solution | None:
         """The best in this room, for all units; None if nothing fits."""
@@ -105,7 +108,7 @@ class _Task:
         """The figure to minimise; passes are taken to overlap for throughput, whatever the model does."""
         solution = found.solution if isinstance(found, Checked) else found
         if self.strategy == "sequential":
-            return float(len(set(solution.assignment)))
+            return float(self.wanted != set(solution.assignment))
         if self.strategy == "balanced_low_0":  # to a percent of the model
             held = np.array(solution.cost.memory_bytes)
             if isinstance(found, Checked):
@@ -144,6 +147,10 @@ def place(
             objective=objective, known=known,
         )  # fmt: skip
         room = Room(has, has - budget)
+        if strategy == "sequential":
+            finest = next(iter([*levels(posed_chain, room)][-1:]), [])
+            solution = task.solve(finest, room)
+            task.wanted = set() if solution is None else set(solution.assignment)
         for posed in levels(posed_chain, room):
             room, best = _rounds(task, posed, room, best)
             if any_will_do and best is not None and best.estimate.fits:
@@ -194,46 +201,57 @@ def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) 
 
 
 def _polished(task: _Task, best: Checked) -> Checked:
-    """Move single units over the cuts, or to a device that is empty, while that is better by the exact estimate.
+    """Move neighbouring units over a cut, or to a device that is empty, while that is better by the exact estimate.
 
     For small models, of which activations may be the larger part.
     """
-    tied = {unit for tie in task.chain.ties for unit in tie if not task.chain.duplicate_ties} | set(task.chain.pins)
     checks = min(_POLISHES, _POLISHED_OPS // max(len(task.profile.graph.ops), 1))
-    while checks >= _FEWEST_POLISHES:
-        start = best
-        for assignment in _neighbours(best, task.chain.num_devices, tied, task.objective == "memory"):
-            if assignment not in task.known and checks:
-                checks -= 1
-                cost = cost_of(task.chain, assignment)
-                found = task.check(Solution(assignment=assignment, cost=cost, value=0.0))
-                if task.rank(found) < task.rank(best):
-                    best = found
-        if best is start:
+    expanded: set[tuple[int, ...]] = set()
+    patience = _PATIENCE if checks >= _FEWEST_POLISHES else 0
+    while patience and checks:
+        others = [found for assignment, found in task.known.items() if assignment not in expanded]
+        if not others:
             break
+        start = min(others, key=task.rank)
+        expanded.add(start.solution.assignment)
+        patience -= best.estimate.fits
+        for assignment in _neighbours(task, start):
+            if assignment in task.known or not checks:
+                continue
+            checks -= 1
+            solution = Solution(assignment=assignment, cost=cost_of(task.chain, assignment), value=0.0)
+            found = task.check(solution)
+            if task.rank(found) < task.rank(best):
+                best, patience = found, _PATIENCE
+                break
     return best
 
 
-def _neighbours(best: Checked, devices: int, fixed: Collection[int], memory: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the assignments with two devices swapped, and those with one unit beside a cut, or at an end, elsewhere.
+def _neighbours(task: _Task, best: Checked) -> Iterator[tuple[int, ...]]:
+    """Yield assignments with 1, 2, 4, … units at an end of a stage on the device beside it, or on an empty one.
 
-    Elsewhere is on the other side or on an empty device; where memory is what is wanted, or what lacks, a unit of the
-    fullest device goes there.
+    Where memory is what is wanted, or what lacks, from the fullest device. Then those with two devices swapped.
     """
-    assignment = best.solution.assignment
-    empty = [device for device in range(devices) if device not in assignment][:1]
-    fullest = best.estimate.devices.index(best.estimate.fullest)
-    for one, other in combinations(range(devices), 2):
+    assignment, figures, chain = best.solution.assignment, best.estimate, task.chain
+    fixed = set(chain.pins) | {unit for tie in chain.ties for unit in tie if not chain.duplicate_ties}
+    from_fullest = task.objective == "memory" or not figures.fits
+    fullest = figures.devices.index(figures.fullest)
+    kinds = StageCosts(chain).kinds(np.array([device.memory_bytes for device in figures.devices]))
+    empty = [kind for kind in ([d for d in kind if d not in assignment] for kind in kinds) if kind]
+    cuts = [0, *(u for u in range(1, len(assignment)) if assignment[u] != assignment[u - 1]), len(assignment)]
+    for begin, end in pairwise(cuts):
+        if from_fullest and assignment[begin] != fullest:
+            continue
+        before, after = assignment[max(begin - 1, 0)], assignment[min(end, len(assignment) - 1)]
+        for size in (2**power for power in range((end - begin).bit_length())):
+            for low, high, near in ((begin, begin + size, before), (end - size, end, after)):
+                for other in (near, *(kind[0] for kind in empty)):
+                    if fixed.isdisjoint(range(low, high)):
+                        yield (*assignment[:low], *[other] * (high - low), *assignment[high:])
+    for one, other in combinations([kind[0] for kind in kinds], 2):
         if not fixed:
             swap = {one: other, other: one}
             yield tuple(swap.get(device, device) for device in assignment)
-    for unit, device in enumerate(assignment):
-        if unit in fixed or ((memory or not best.estimate.fits) and device != fullest):
-            continue
-        beside = {assignment[at] for at in (unit - 1, unit + 1) if 0 <= at < len(assignment)}
-        at_end = unit in (0, len(assignment) - 1) or len(beside) > 1
-        for other in [*sorted(beside - {device}), *(empty if at_end else [])]:
-            yield (*assignment[:unit], other, *assignment[unit + 1 :])
 
 
 def levels(chain: Chain, room: Room) -> Iterator[list[Posed]]:
