@@ -124,6 +124,6 @@ def test_shards_of_launch_plans_are_read_alone(tmp_path, mesh):
     whole, text = sum(tensor.nbytes for tensor in state.values()), launched.plan_for(mesh, 4, precision="full")
     parts = 2 if mesh.startswith("dp") else 4
     for held, apart in run_ranks(loaded_by, 4, str(tmp_path), text):
-        assert held == pytest.approx(whole / parts, rel=0.1) and apart < 5e-5
+        assert held == pytest.approx(whole / parts, rel=0.1) and apart < 1e-4
     for read in run_ranks(read_by, 4, str(tmp_path), text):
         assert read == pytest.approx(whole / parts, rel=0.1)

@@ -157,7 +157,7 @@ def test_steps_are_those_of_one_process(mesh, recompute):
     text = plan_for(mesh, MESHES[mesh], recompute=recompute, precision="full")
     for found in run_ranks(trained, MESHES[mesh], text):
         assert found["losses"] < 1e-5 and found["norms"] < 1e-5 and found["gradients"] < 1e-5, found
-        assert found["values"] < 5e-5, found  # AdamW divides by the root of small gradients
+        assert found["values"] < 1e-4, found  # AdamW divides by the root of small gradients
         parts = math.prod(int(degree[-1]) for degree in mesh.split(",") if not degree.startswith("dp"))
         assert found["kept"] == pytest.approx(1 / parts, abs=0.05)  # norms are in no part
 
