@@ -211,7 +211,8 @@ def _check_plain(whole: Any, outputs: Sequence[Any]) -> None:
         if leaves.keys() != others.keys():
             raise Mixed(f"the output {min(leaves.keys() ^ others.keys())} is not there for every number of rows")
         for path, leaf in leaves.items():
-            what = of_rows(leaf)
+            shared = leaf is others[path] and not isinstance(leaf, PLAIN)
+            what = "" if shared else of_rows(leaf)
             if what or (isinstance(leaf, PLAIN) and leaf != others[path]):
                 name = f"the output {path}" if path else "its output"
                 raise Mixed(f"{name} is {what or f'{leaf!r}, and another value in parts'}")

@@ -64,8 +64,7 @@ class _Join:
             if isinstance(leaves[0], torch.Tensor):
                 self.made[same] = _joined(self.batch, self.known.get(path), path, leaves, self.parts)
             else:
-                shared = all(leaf is leaves[0] for leaf in leaves) or isinstance(leaves[0], Unmerged)
-                self.made[same] = leaves[0] if shared else Unmerged(path, type(leaves[0]).__name__)
+                self.made[same] = _object(path, leaves)
         return self.made[same]
 
 
@@ -166,7 +165,9 @@ def of_rows(leaf: Any) -> str:
         return ""
     if isinstance(leaf, (bool, int, float, complex, slice, range)):
         return f"{leaf!r}, which may be that of the rows of a part"
-    return ""
+    if isinstance(leaf, (*PLAIN, Unmerged)) or next(tensors_within(leaf), None) is not None:
+        return ""
+    return f"a {type(leaf).__name__}, in which nobody knows what belongs to the rows of a part"
 
 
 def _same(path: str, leaves: list[Any]) -> Any:
@@ -177,3 +178,16 @@ def _same(path: str, leaves: list[Any]) -> Any:
     if any(type(leaf) is not type(first) or (leaf != first and leaf == leaf) for leaf in leaves):
         raise ValueError(f"{path} is {first!r} in one and something else in another")
     return first
+
+
+def _object(path: str, leaves: list[Any]) -> Any:
+    """An object that is the same in all parts, else one that says that each made its own.
+
+    Raises ValueError for one without any tensor, of which nothing was compared: a count of its part's rows, perhaps.
+    """
+    first = leaves[0]
+    if all(leaf is first for leaf in leaves):
+        return first
+    if of_rows(first):
+        raise ValueError(f"{path or 'the output'} is {of_rows(first)}")
+    return first if isinstance(first, Unmerged) else Unmerged(path, type(first).__name__)

@@ -230,6 +230,7 @@ def test_inputs_with_other_rows_are_refused():
         ([(torch.zeros(2), "a"), (torch.zeros(2), "b")], "1 is 'a' in one and something else"),
         ([(torch.zeros(2), 2)] * 2, "1 is 2, which may be that of the rows of a part"),
         ([(torch.zeros(2), True)] * 2, "1 is True, which may be"),
+        ([(torch.zeros(2), {2}), (torch.zeros(2), {2})], "1 is a set, in which nobody knows"),
         (
             [torch.zeros(4), torch.zeros(4)],
             "the output of the model has .4, 4. in dimension 0 for parts of .2, 2. rows",

@@ -182,7 +182,7 @@ def test_three_steps_equal_one_process():
 def test_unequal_shares_count_by_their_rows():
     for made in run_ranks(train_on_ranks, 3, ["words", "pictures"], (7, 3, 2)):
         for name, (losses, gradients, same, _) in made.items():
-            assert losses < 1e-6 and gradients < 1e-6 and same, (name, losses, gradients)
+            assert losses < 1e-5 and gradients < 1e-6 and same, (name, losses, gradients)
 
 
 def habits():
