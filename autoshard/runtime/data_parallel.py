@@ -182,7 +182,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(Marked(record, known)))
-    _offer_no_sync(model, functools.partial(no_sync, model))
+    _offer_no_sync(model, functools.partial(no_sync, model, used))
 
 
 def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:

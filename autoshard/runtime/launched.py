@@ -13,7 +13,8 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
-from autoshard.runtime.sharded import STORED, shards_stages
+from autoshard.runtime.sharded import STORED
+from autoshard.runtime.sharded_stages import shards_stages
 
 
 def is_cut_here(plan: Plan) -> bool:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.module_paths import is_below
 from autoshard.packed import own_attributes
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
@@ -137,13 +138,6 @@ def shards(plan: Plan) -> bool:
     return mesh is not None and (mesh.sharded or (bool(plan.launch) and plan.workload.training))
 
 
-def shards_stages(plan: Plan) -> bool:
-    """Whether fully_shard is put on the stages of a plan: with sharded replicas, and where it lowers precision."""
-    mesh = plan.mesh
-    trained = bool(plan.launch) and plan.workload.training
-    return mesh is not None and mesh.pp > 1 and trained and (mesh.sharded or bool(policy_of(plan)))
-
-
 def forget_whole(replaced: Sequence[Replaced]) -> None:
     """Free the memory of the whole parameters, once all ranks have sharded theirs."""
     for one in replaced:
@@ -244,6 +238,16 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
     for path in plan.gathered:
         if path not in modules:
             raise PlanError(f"the plan gathers {path!r} as one, which this {type(model).__name__} does not have.")
+    block_of: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = next((path for path in plan.gathered if is_below(name, path)), "")
+        other = block_of.setdefault(id(parameter), block)
+        if other != block:
+            raise PlanError(
+                f"{name} is a parameter of {other or block} and of {block if other else 'what is outside of it'}, and "
+                "layers are gathered one by one. Plan with --mesh of pp and tp, and --precision full or pure, where "
+                "parameters stay whole."
+            )
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ApplyError(f"{name} has a gradient, which can't be sharded with it. Call zero_grad() before apply.")
@@ -282,8 +286,10 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
 
 
 @contextlib.contextmanager
-def no_sync(model: Any) -> Iterator[None]:
+def no_sync(model: Any, used: "Used") -> Iterator[None]:
     """Inside, backward keeps whole gradients in this process; they are in the mean of the next one outside."""
+    if not used.accumulates:
+        used.accumulate()
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -380,6 +386,7 @@ class Used:
         own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
         if not own:
             return
+        self.accumulates = False
         counts = torch.tensor([float(index in self.seen) for index in own], device=self.parameters[own[0]].device)
         for index, used in zip(own, self.ranks.all_reduce(counts).tolist(), strict=True):
             if not used:

@@ -21,6 +21,13 @@ from autoshard.runtime.sharded import Sharing, policy_of, shard, unshard, unshar
 _METHOD = "autoshard_run_inside"
 
 
+def shards_stages(plan: Plan) -> bool:
+    """Whether fully_shard is put on the stages of a plan: with sharded replicas, and where it lowers precision."""
+    mesh = plan.mesh
+    trained = bool(plan.launch) and plan.workload.training
+    return mesh is not None and mesh.pp > 1 and trained and (mesh.sharded or bool(policy_of(plan)))
+
+
 def shard_stages(model: nn.Module, record: PipelineRecord, sharing: Sharing) -> list[Any]:
     """Let this rank keep its part of each parameter of its stages; returns handles. All ranks call it."""
     from torch.distributed.fsdp import register_fsdp_forward_method

@@ -32,10 +32,9 @@ from autoshard.runtime.sharded import (
     Sharing,
     check_shardable,
     forget_whole,
-    shards_stages,
     whole_of,
 )
-from autoshard.runtime.sharded_stages import lower, shard_stages, unshard_stages, withdraw
+from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
 from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16

@@ -3,6 +3,7 @@
 Every process computes its own samples. What they train is held against one process that has all samples.
 """
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -170,6 +171,26 @@ def test_mixed_precision_keeps_float32_and_computes_in_bfloat16(mesh):
     for found in run_ranks(trained, 2, text, torch.bfloat16):
         assert found["stored"] == {torch.float32}
         assert found["losses"] < 0.01 and found["gradients"] < 0.05, found
+
+
+def accumulated(text):
+    """Which tables have a gradient after two parts, each of which used another one."""
+    plan, model = Plan.from_json(text), decoder()
+    model.tables = nn.ModuleList(nn.Embedding(WORDS, 4) for _ in range(3))
+    autoshard.apply(model, dataclasses.replace(plan, fingerprint=""))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    usual = type(model).forward
+    model.forward = lambda ids, table: usual(model, ids, ids) + model.tables[table](ids).sum()
+    with model.no_sync():
+        model(samples(), 0).backward()
+    model(samples(), 1).backward()
+    optimizer.step()
+    return [table.weight.grad is not None for table in model.tables]
+
+
+@sharded_replicas
+def test_what_one_part_of_an_accumulation_used_keeps_its_gradient():
+    assert run_ranks(accumulated, 2, plan_for("fsdp=2", 2, recompute="none")) == [[True, True, False]] * 2
 
 
 def backward_flops(text):

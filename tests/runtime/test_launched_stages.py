@@ -214,5 +214,9 @@ def test_what_stages_are_not_trained_with_is_refused():
     assert "Plan with --schedule 1f1b or interleaved" in refused(apart.to_json())
     with pytest.raises(PlanError, match=re.escape("zero-bubble")):
         plan_for("decoder", "fsdp=2,pp=2", schedule="zero-bubble")
+    sharing = decoder()
+    sharing.layers[2].shift = sharing.layers[0].shift
+    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
+        sharded.check_shardable(sharing, plan)
     with pytest.raises(PlanError, match="more stages than the model has layers"):
         plan_for("albert", "fsdp=2,pp=2")
