@@ -166,7 +166,7 @@ class Outputs(Blocks):
         (lambda x: x.shape, "the output 1.0 is 3 for 3 rows and"),
         (lambda x: 2, "the output 1 is 2, which may be that of the rows of a part"),
         (lambda x: {len(x)}, "1 is a set, in which nobody knows"),
-        (lambda x: {f"of {len(x)}": 0}, "is not there for every number of rows"),
+        (lambda x: {f"of {len(x)}": 0}, "is 0, which may be that of the rows of a part"),
         (lambda x: f"of {len(x)}", "the output 1 is 'of 3' for 3 rows and"),
     ],
 )
