@@ -316,6 +316,7 @@ def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
         found = plan_measured(
             model, inputs, profile(model, inputs, workload=plan.workload), cluster_for(launched.of_first_replica(plan)),
             strategy="column-parallel", objective="memory", inside_blocks=plan.mesh.pp > 1,
+            divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
     return plan

@@ -20,7 +20,9 @@ from autoshard.workload import Workload
 
 PLAN_VERSION = 2
 PLAN_FORMAT = "autoshard plan"
-PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled")
+_USUAL = {"kept_layers": 0, "sequence_parallel": True}
+"""Fields of plans for processes that are written where they are something else."""
+PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel")
 """Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
@@ -158,6 +160,7 @@ class Plan:
             single device, both with the precision, recomputation and compilation that they name; "" for all others.
         micro_batch: samples that a replica computes at once, 0 where nobody chose.
         recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
+        sequence_parallel: ranks that share matrices divide the tokens between them in training, where that is sound.
         kept_layers: the last layers, so many, keep all of their activations nevertheless.
         precision: of training, a key of `engine.precision.PRECISIONS`; else the dtype of weights; "" as the model is.
         compiled: the modules are to be compiled.
@@ -189,6 +192,7 @@ class Plan:
     micro_batch: int = 0
     recompute: str = "none"
     kept_layers: int = 0
+    sequence_parallel: bool = True
     precision: str = ""
     compiled: bool = False
 
@@ -316,8 +320,9 @@ class Plan:
         if not self.launch:
             for name in PROCESS_FIELDS:
                 del data[name]
-        elif not self.kept_layers:
-            del data["kept_layers"]
+        else:
+            for name in [name for name, usual in _USUAL.items() if data[name] == usual]:
+                del data[name]
         if self.streamed:  # so do plans that keep everything in place
             data["streamed"] = dict(data.pop("streamed"))
         else:

@@ -13,7 +13,8 @@ from autoshard.workload import Workload
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
              "batch": None, "stages": [], "layers": [], "target": "", "launch": "", "micro_batch": 0,
-             "recompute": "none", "kept_layers": 0, "precision": "", "compiled": False}  # fmt: skip
+             "recompute": "none", "kept_layers": 0, "precision": "", "compiled": False,
+             "sequence_parallel": True}  # fmt: skip
 
 
 def read_plan(text: str) -> Plan:
@@ -47,7 +48,8 @@ def read_plan(text: str) -> Plan:
     expect(
         data["recompute"] in ("none", "selective", "full"), "recompute", "none, selective or full", data["recompute"]
     )
-    expect(isinstance(data["compiled"], bool), "compiled", "true or false", data["compiled"])
+    for name in ("compiled", "sequence_parallel"):
+        expect(isinstance(data[name], bool), name, "true or false", data[name])
     for name in ("micro_batch", "kept_layers"):
         expect(_is_int(data[name]) and data[name] >= 0, name, "a number", data[name])
     count: Any = data["num_microbatches"]

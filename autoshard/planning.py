@@ -46,6 +46,7 @@ class Request:
         assume_independent_rows: take the user's word that rows of the batch don't mix.
         processes: how many of torch.distributed run, 0 if all devices are used from one.
         inside_blocks: cut only what lies inside of a block, so that each block may be in a stage of its own.
+        divides_tokens: between cuts, divide tokens over the ranks where that is sound.
         everything: price also what can't be carried out now, however large the model is.
     """
 
@@ -63,6 +64,7 @@ class Request:
     assume_independent_rows: bool = False
     processes: int = field(default_factory=count_processes)
     inside_blocks: bool = False
+    divides_tokens: bool = False
     everything: bool = False
 
     @property
@@ -409,6 +411,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
     `asked`: this strategy, not the best one: cut where one device would be faster, too, and keep modules on the CPU or
     on disk between calls where the devices have no room, which takes processes.
     """
+    from autoshard.axes.tokens import divide_tokens
     from autoshard.strategies.column_parallel import column_parallel
     from autoshard.strategies.cut_streams import cut_and_stream
     from autoshard.strategies.written_cuts import as_written
@@ -416,7 +419,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
 
     _check_caller(request)
     profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
-    objective, processes = request.objective, request.processes
+    objective, processes, divides = request.objective, request.processes, request.divides_tokens
     even = not processes  # one process runs all ranks on the same local shapes
     if request.tp_plan is not None:
         return as_written(profile, cluster, found, prove, request.tp_plan, objective=objective, even=even)
@@ -424,9 +427,10 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
     def cut(devices: Cluster) -> Plan:
         price = request.price if devices is cluster else None
         degree = processes if processes > 1 and processes == len(devices.devices) else None  # all of them run
-        return column_parallel(
+        plan = column_parallel(
             profile, devices, found, prove, objective=objective, degree=degree, even=even, asked=asked, price=price
         )
+        return dataclasses.replace(plan, cuts=divide_tokens(request.composite, found, plan.cuts)) if divides else plan
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
     try:

@@ -17,7 +17,8 @@ from typing import Literal
 import numpy
 
 ActionKind = Literal[
-    "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length"
+    "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length", "scatter",
+    "collect", "whole", "divide", "join"
 ]  # fmt: skip
 
 
@@ -55,6 +56,12 @@ class Action:
     restore   the module        arguments that it hands on, and that were changed for it, leave as they came
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
+    scatter   result            as reduce, and this rank's part of dimension `dim` is kept; backward: all parts
+    collect   argument          all parts of dimension `dim`; backward: as scatter
+    whole     argument          all parts of dimension `dim`; backward: this rank's part
+    divide    argument          this rank's part of dimension `dim`; backward: all parts
+    join      result            all parts of dimension `dim`; backward: this rank's part
+                                Without gradients scatter is reduce, and the others are nothing
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """
@@ -105,9 +112,9 @@ def result_of(path: str, dims: int) -> str:
 def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     """All-reduces and all-gathers of one forward in which the place of every action is passed once."""
     listed = list(actions)
-    sums = sum(action.kind in ("reduce", "mean", "lookup") for action in listed)
+    sums = sum(action.kind in ("reduce", "mean", "lookup", "scatter") for action in listed)
     added = sum(action.gathered for action in listed)
-    return sums - added, added + sum(action.kind == "gather" for action in listed)
+    return sums - added, added + sum(action.kind in ("gather", "collect", "whole", "join") for action in listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,28 @@ class Places:
                 note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], leaf)))
         return tuple(self._checked(found)), summed
 
+    def sum_at(self, leaf: Leaf, op: int) -> list[Action]:
+        """The actions of the sums over a leaf that one op makes."""
+        few = self._little_sums(leaf)
+        return [
+            action
+            for one in self.walk.contractions if one.op == op and leaf in leaves(one.axis)
+            for action, _ in self._reduction(one, leaf, op in few)
+        ]  # fmt: skip
+
+    def entering_at(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[Action]:
+        """The actions on a value before some ops read it, at modules as large as can be. Raises `Unplaceable`."""
+        return self._checked({
+            action: {call for other, call in found if other == action}
+            for found in (self._entering(kind, value, ops, dim, axis, False),) for action, _ in found
+        })  # fmt: skip
+
+    def entries_of(self, leaf: Leaf, value: int) -> list[Action]:
+        """The actions that a leaf has where a value enters its cut, wherever they may have been put."""
+        readers = self._crossings(leaf)[0].get(value, [])
+        found = (self._entering("enter", value, readers, 0, "", smallest) for smallest in (False, True))
+        return [action for actions in found for action, _ in actions]
+
     def sent_bytes(self, leaf: Leaf) -> tuple[int, int, int]:
         """Bytes in one forward: of what is summed over ranks, of what each gives to be added up by all (see
         `_little_sums`), of what is put together."""

@@ -17,7 +17,7 @@ def print_cuts(console: Console, plan: Plan, profile: Profile) -> None:
     """Print what is cut and into which shares, and what stays whole."""
     ndims = {tensor.name: len(tensor.shape) for tensor in profile.graph.tensors}
     print_section(console, "Cut")
-    for cut in plan.cuts:
+    for cut in filter(lambda cut: cut.shards, plan.cuts):  # others divide tokens
         rows = [(s.name, s.dim, ndims.get(join(cut.blocks[0], s.name), 1), is_part(s.axis)) for s in cut.shards]
         label = fold_paths(cut.blocks) if cut.blocks != ("",) else ""
         print_item(console, after(label, *members(rows)), f"{shares(cut)}{'; ' + cut.proof if cut.proof else ''}")

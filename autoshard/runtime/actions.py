@@ -19,9 +19,11 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
-from autoshard.runtime.steps import Memo, Step, add_once, bias_beside
+from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
 from autoshard.sharding import DROPOUTS, Action
 
+ARGUMENTS = ("enter", "slice", "collect", "whole", "divide")
+"""Kinds of actions on what a call is given."""
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
     nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
@@ -138,8 +140,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         if lengths:
             at_functions[name] = name, [*(step for step in listed if step not in lengths), Lengths(lengths)]
     handles: list[Any] = []
-    before = [step for step in at_call if step.action.kind in ("enter", "slice")]
-    after = [step for step in at_call if step.action.kind not in ("enter", "slice")]
+    before = [step for step in at_call if step.action.kind in ARGUMENTS]
+    after = [step for step in at_call if step.action.kind not in ARGUMENTS]
     if before:
         handles.append(module.register_forward_pre_hook(Before(before), with_kwargs=True))
     if at_functions:
@@ -159,7 +161,7 @@ def _at_module(module: nn.Module, action: Action) -> bool:
     """Whether an action at a function call can as well be carried out at the call of the layer that makes it."""
     if _SINGLE.get(type(module)) != action.function or action.occurrence not in (-1, 0):
         return False
-    if action.kind in ("enter", "slice"):
+    if action.kind in ARGUMENTS:
         return action.argument == "0.0" and getattr(module, "padding_mode", "zeros") == "zeros"
     return not action.argument and action.addend in ("", "0.2")
 
@@ -169,7 +171,7 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 
     "0.1" or "1.mask"  ->  both of them        "1.mask.0"  ->  with the rest of the path
     """
-    if action.kind not in ("enter", "slice"):
+    if action.kind not in ARGUMENTS:
         return (action.argument,)
     names = [
         name
@@ -188,7 +190,7 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
-    if action.kind in ("slice", "gather", "lookup", "dropout", "length") and not action.axis:
+    if action.kind in ("slice", "gather", "lookup", "dropout", "length", *ALONG) and not action.axis:
         problem = "says no axis"
     elif action.kind in ("lookup", "dropout", "length") and not action.function:
         problem = "names no function"
@@ -196,7 +198,7 @@ def check(action: Action, where: str) -> None:
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"
     elif action.kind == "dropout" and action.function not in DROPOUTS:
         problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))} can be drawn in parts"
-    elif action.addend and (action.kind != "reduce" or not action.function):
+    elif action.addend and (action.kind not in ("reduce", "scatter") or not action.function):
         problem = "has an addend without being the sum of a function's results"
     elif action.gathered and action.kind not in ("reduce", "mean"):
         problem = "is to be gathered and added without being a sum"

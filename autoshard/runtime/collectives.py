@@ -16,7 +16,7 @@ the sum over ranks. That alone says what each function does in backward:
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -168,6 +168,23 @@ class ProcessRanks:
         self._call(gather, parts, part.view(-1))
         return parts.view(self.size, *part.shape)
 
+    def add_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Sum over ranks, of which this rank keeps its part along a dimension that they divide evenly."""
+        parts = tensor.movedim(dim, 0).contiguous()
+        own = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
+        # Its name since torch 2.13, and before.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._call(scatter, own, parts)
+        return own.movedim(0, dim).contiguous()
+
+    def own_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part along a dimension."""
+        return tensor.chunk(self.size, dim)[self.rank].contiguous()
+
+    def whole_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Put parts of equal size together along a dimension."""
+        return self._gathered(tensor).movedim(0, dim).flatten(dim, dim + 1)
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous tensor with that of rank `source`."""
         self._call(dist.broadcast, tensor, group_src=source)
@@ -262,6 +279,30 @@ class _Gather(torch.autograd.Function):
         shape = [1] * part.dim()
         shape[ctx.dim] = -1
         return part * owned.to(part.dtype).view(shape), None, None, None, None, None, None
+
+
+ALONG: Mapping[str, tuple[str, str]] = {
+    "scatter": ("add_along", "whole_along"), "collect": ("whole_along", "add_along"),
+    "divide": ("own_along", "whole_along"), "join": ("whole_along", "own_along"), "whole": ("whole_along", "own_along"),
+}  # fmt: skip
+"""Actions on divided tokens: what they do, and what their backward does."""
+
+
+class _Along(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:
+        ctx.back = ranks, dim, kind
+        return getattr(ranks, ALONG[kind][0])(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ranks, dim, kind = ctx.back
+        return getattr(ranks, ALONG[kind][1])(gradient, dim), None, None, None
+
+
+def along(tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:
+    """Carry out an action on divided tokens."""
+    return _Along.apply(tensor, ranks, dim, kind)
 
 
 def tracked(tensor: torch.Tensor) -> bool:

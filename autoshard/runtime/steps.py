@@ -9,7 +9,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
-from autoshard.runtime.collectives import Axis, Ranks, enter, leave, reduce, tracked
+from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, enter, leave, reduce, tracked
 from autoshard.sharding import Action, LocalLength
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -25,9 +25,10 @@ class Memo:
     `given`: (as it was changed, as it was) of arguments that a module hands on.
     """
 
-    __slots__ = ("entered", "given")
+    __slots__ = ("collected", "entered", "given")
 
     def __init__(self) -> None:
+        self.collected: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -42,6 +43,13 @@ class Memo:
             known = self.entered[id(tensor)] = tensor, enter(tensor, ranks), tensor._version
         return known[1]
 
+    def collect(self, tensor: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
+        """Return all tokens of a tensor of which this rank has a part."""
+        known = self.collected.get(id(tensor))
+        if known is None or known[0] is not tensor or known[2] != tensor._version:
+            known = self.collected[id(tensor)] = tensor, along(tensor, ranks, dim, "collect"), tensor._version
+        return known[1]
+
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a module was given where it hands a tensor on."""
         for changed, given in reversed(self.given):
@@ -52,6 +60,7 @@ class Memo:
     def forget(self) -> None:
         """The forward is over."""
         self.entered.clear()
+        self.collected.clear()
         self.given.clear()
 
     def __deepcopy__(self, memo: dict) -> "Memo":
@@ -84,7 +93,21 @@ class Step:
             return self._changed(arguments, self._slice)
         if self.action.kind == "length":
             return self._shortened(arguments)
+        if self.action.kind in ALONG and torch.is_grad_enabled():
+            return self._changed(arguments, self._moved)
         return arguments
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Divide tokens over ranks, or put them together: the same tensor once in a forward, whoever reads it."""
+        kind, dim, degree = self.action.kind, self.action.dim, self.ranks.size
+        if kind in ("scatter", "divide") and tensor.shape[dim] % degree:
+            raise ApplyError(
+                f"{self.where} has {tensor.shape[dim]} tokens, which {degree} ranks can't divide. Pad sequences to a "
+                f"multiple of {degree}, or apply dataclasses.replace(plan, sequence_parallel=False)."
+            )
+        if kind != "collect":
+            return along(tensor, self.ranks, dim, kind)
+        return self.memo.collect(tensor, self.ranks, dim)
 
     def _shortened(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Give a function the length of what this rank has, where code says that of the whole; -1 stays."""
@@ -139,7 +162,7 @@ class Step:
         """Act on the result of a call."""
         if self.action.kind == "restore":
             return map_tensors(result, self.memo.original)
-        if self.action.kind not in ("reduce", "mean", "gather", "leave"):
+        if self.action.kind not in ("reduce", "mean", "gather", "leave", "scatter", "join"):
             return result
         if not self.action.argument and isinstance(result, torch.Tensor):
             return self._after(result)
@@ -156,6 +179,10 @@ class Step:
             return self._axis_of(tensor).gather(tensor, self.action.dim)
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
+        if self.action.kind in ALONG:
+            if torch.is_grad_enabled():
+                return self._moved(tensor)
+            return reduce(tensor, self.ranks, self.fresh) if self.action.kind == "scatter" else tensor
         if self.action.kind == "mean":
             return reduce(tensor * self.weight, self.ranks, fresh=True, gathered=self.action.gathered)
         return reduce(tensor, self.ranks, self.fresh, self.action.gathered)

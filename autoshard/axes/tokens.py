@@ -1,0 +1,310 @@
+"""Sequence parallelism: between the cuts of tensor parallelism each rank has a part of the tokens.
+
+    x ─▶ norm ─▶ collect ─▶ attention, cut ─▶ scatter ─▶ + x ─▶ norm ─▶ collect ─▶ MLP, cut ─▶ scatter ─▶ + ─▶ next
+        part          whole, on all ranks        part                      whole                   part
+
+Blocks of which one's output is the next one's input are a chain: the first divides its input, the last puts its output
+together. It is sound where every op between works on each token by itself: the walk over the axes says so, op by op.
+Sums over ranks become a sum of which each rank keeps its tokens; what enters a cut is put together before.
+
+Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), section 4.2.2.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.axes.axis import Leaf, leaves, resolve
+from autoshard.axes.batch import BatchWalk
+from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.places import Lookup, Places, Unplaceable
+from autoshard.axes.regions import OUTSIDE, Region
+from autoshard.capture.graph import Call, ModelGraph, name_of
+from autoshard.module_paths import is_below, relative
+from autoshard.sharding import Action, Cut
+
+_DRAWS = ("bernoulli", "rand", "normal", "multinomial", "exponential")
+"""Beginnings of names of ops whose result is another one for each element that is drawn."""
+
+
+def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """Return the cuts with tokens divided over the ranks between them, or as they are where nothing allows it.
+
+    `graph`: captured with `composite=True`; `found`: its axis groups; `cuts`: some of them, over the same ranks.
+    """
+    lookup = Lookup(graph)
+    made = list(cuts)
+    for region in found.regions:
+        own = [cut for cut in made if cut.blocks == region.paths]
+        if region.path == OUTSIDE or len(region.paths) < 2 or not own:
+            continue
+        groups = [group for cut in own if (group := _group_of(found, cut)) is not None]
+        if len(groups) != len(own):
+            continue
+        changed = _divided(graph, lookup, region, groups, own)
+        instead = dict(zip(own, changed, strict=False))
+        made = [instead.get(cut, cut) for cut in made] + changed[len(own) :]
+    return tuple(made)
+
+
+def _group_of(found: AxisGroups, cut: Cut) -> AxisGroup | None:
+    """The group that a cut was made of."""
+    names = {(shard.name, shard.dim) for shard in cut.shards}
+    return next(
+        (
+            group for group in found.groups
+            if group.blocks == cut.blocks and {(one.name, one.dim) for one in group.shards} == names
+        ),
+        None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stream:
+    """What goes through a block: the input and the output of its call, with the dimension of the tokens."""
+
+    call: Call
+    given: int
+    made: int
+    dim: int
+    leaf: Leaf
+
+
+def _divided(
+    graph: ModelGraph, lookup: Lookup, region: Region, groups: Sequence[AxisGroup], cuts: Sequence[Cut]
+) -> list[Cut]:
+    """The cuts of one region with its tokens divided, then those of the tokens; none where that can't be."""
+    walk = BatchWalk(graph)
+    for index in region.ops:
+        walk.run(graph.ops[index])
+    walk.resolve_all()
+    for stream in _streams(graph, region, walk, cuts[0].degree):
+        zone = _Zone(graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream)
+        chains = _chains(graph, lookup, region, stream)
+        if zone.follow() and len(chains) < len(region.paths):
+            try:
+                return _cuts(zone, cuts, chains)
+            except Unplaceable:
+                continue
+    return []
+
+
+def _streams(graph: ModelGraph, region: Region, walk: BatchWalk, degree: int) -> Iterator[_Stream]:
+    """Dimensions that an input of the block and its output have in common, the last of them first: not the width."""
+    calls = [call for call in graph.calls if call.path == region.path]
+    if len(calls) != 1:
+        return
+    (call,) = calls
+    for made in call.outputs:
+        for given in call.inputs:
+            shapes = graph.values[given].shape, graph.values[made].shape
+            if shapes[0] != shapes[1] or len(shapes[0]) < 3 or not graph.values[made].dtype.is_floating_point:
+                continue
+            for dim in range(len(shapes[0]) - 2, 0, -1):
+                axes = [resolve(walk.axes[value][dim]) for value in (given, made) if value in walk.axes]
+                leaf = axes[0][0] if len(axes) == 2 and axes[0] == axes[1] and len(axes[0]) == 1 else None
+                if isinstance(leaf, Leaf) and leaf.size % degree == 0:
+                    yield _Stream(call=call, given=given, made=made, dim=dim, leaf=leaf)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Zone:
+    """Follows which values of a block are divided, and where others begin and end.
+
+    Attributes:
+        divided: value -> the dimension of its tokens.
+        collected: divided values that ops on a rank's columns read, with those ops.
+        gathered: divided values that ops read which do not work on each token by itself, with those ops.
+        met: whole values with tokens that are read beside divided ones, with those ops.
+        scattered: ops that sum over ranks, whose results are divided.
+        summed: whole parameters that divided tokens meet; entered: other such values without tokens, with those ops.
+    """
+
+    graph: ModelGraph
+    lookup: Lookup
+    region: Region
+    groups: Sequence[AxisGroup]
+    walk: BatchWalk
+    stream: _Stream
+    divided: dict[int, int] = field(default_factory=dict)
+    collected: dict[int, list[int]] = field(default_factory=dict)
+    gathered: dict[int, list[int]] = field(default_factory=dict)
+    met: dict[int, list[int]] = field(default_factory=dict)
+    scattered: set[int] = field(default_factory=set)
+    summed: dict[int, str] = field(default_factory=dict)
+    entered: dict[int, list[int]] = field(default_factory=dict)
+
+    def follow(self) -> bool:
+        """Follow all ops of the block; False where its output is not divided, or it is not worth it."""
+        leaf = self.stream.leaf
+        self.divided[self.stream.given] = self.stream.dim
+        mixing = {op for op, axis, _ in self.walk.blocks if leaf in leaves(axis)}
+        mixing |= {one.op for one in self.walk.contractions if leaf in leaves(one.axis)}
+        mixing |= {op for op, _ in self.walk.draws}
+        mixing |= {index for index in self.region.ops if name_of(self.graph.ops[index]).startswith(_DRAWS)}
+        partial, sums = self._cut_ops()
+        carried: set[int] = set()
+        for index in self.region.ops:
+            op = self.graph.ops[index]
+            ours = [value for value in dict.fromkeys(op.inputs) if value in self.divided]
+            if ours and (index in sums or not set(ours).issuperset(op.mutates)):
+                return False
+            if index in sums:
+                if self._scatters(op.outputs, sums[index]):
+                    self.scattered.add(index)
+                    carried.add(index)
+                continue
+            if index not in partial and ours and index not in mixing and self._carries_on(index):
+                carried.add(index)
+                continue
+            if ours and op.mutates:
+                return False
+            for value in ours:
+                (self.collected if index in partial else self.gathered).setdefault(value, []).append(index)
+        whole = {value for value in self.summed if not carried.issuperset(self.lookup.readers[value])}
+        return not whole and not self._leaving() and 0 < len(self.scattered) >= len(self.gathered)
+
+    def _leaving(self) -> bool:
+        """Whether a divided value leaves the block that is not its output, or its output is whole."""
+        inside, stream = set(self.region.ops), self.stream
+        others = [value for value in self.divided if value not in (stream.made, stream.given)]
+        return stream.made not in self.divided or any(
+            value in stream.call.outputs or value in self.graph.outputs
+            or not inside.issuperset(self.lookup.readers.get(value, ()))
+            for value in others
+        )  # fmt: skip
+
+    def _cut_ops(self) -> tuple[set[int], dict[int, int]]:
+        """Ops that work on a rank's part of the columns, and those that sum over ranks, with what they add once."""
+        sums: dict[int, int] = {}
+        parts: set[int] = set()
+        for group in self.groups:
+            for one in group.walk.contractions:
+                if group.leaf in leaves(one.axis):
+                    sums[one.op] = one.addend
+            parts |= {
+                value for value, axes in group.walk.axes.items() if any(group.leaf in leaves(axis) for axis in axes)
+            }
+        found: set[int] = set()
+        for index in self.region.ops:
+            op = self.graph.ops[index]
+            if index not in sums and not parts.isdisjoint((*op.inputs, *op.outputs)):
+                found.add(index)
+                parts.update(op.outputs)
+        return found, sums
+
+    def place(self, value: int) -> int:
+        """The dimension that the ranks divide in pieces: the only one with tokens, its first factor; -1 for none."""
+        dims = self.walk.cut_dims(value, self.stream.leaf)
+        axis = resolve(self.walk.axes[value][dims[0]]) if len(dims) == 1 else ()
+        return dims[0] if axis[:1] == (self.stream.leaf,) else -1
+
+    def _scatters(self, outputs: Sequence[int], addend: int) -> bool:
+        """Note the results of a sum as divided, if they can be."""
+        places = [self.place(value) for value in outputs]
+        parameters = self._parameters([addend] if addend >= 0 else [])
+        if min(places) < 0 or parameters is None:
+            return False
+        self.divided.update(zip(outputs, places, strict=True))
+        self.summed.update(parameters)
+        return True
+
+    def _carries_on(self, index: int) -> bool:
+        """Note what an op makes of divided tokens as divided, if each token is its own business."""
+        op, leaf = self.graph.ops[index], self.stream.leaf
+        places = [self.place(value) for value in op.outputs]
+        others = [value for value in dict.fromkeys(op.inputs) if value not in self.divided]
+        whole = [value for value in others if self.walk.cut_dims(value, leaf)]
+        parameters = self._parameters(value for value in others if value in self.lookup.tensors)
+        beside = any(self.place(value) < 0 or value in self.lookup.tensors for value in whole)
+        if not places or min(places) < 0 or parameters is None or beside:
+            return False
+        for value in whole:
+            self.met.setdefault(value, []).append(index)
+        for value in others:
+            if value not in whole and value not in parameters and value in self.lookup.differentiable:
+                self.entered.setdefault(value, []).append(index)
+        self.divided.update(zip(op.outputs, places, strict=True))
+        self.summed.update(parameters)
+        return True
+
+    def _parameters(self, values: Iterable[int]) -> dict[int, str] | None:
+        """Trainable tensors among some, by name in the block; None where one is used outside of it, too."""
+        found: dict[int, str] = {}
+        for value in values:
+            if value not in self.lookup.differentiable:
+                continue
+            names = [name for name in self.lookup.tensors.get(value, ()) if is_below(name, self.region.path)]
+            if not names or not set(self.lookup.readers[value]) <= set(self.region.ops):
+                return None
+            found[value] = relative(names[0], self.region.path)
+        return found
+
+
+def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) -> list[tuple[str, str]]:
+    """(first, last) block of each chain: what one makes, the next is given, and nobody else reads it."""
+    place_given = stream.call.inputs.index(stream.given)
+    place_made = stream.call.outputs.index(stream.made)
+    calls = {call.path: call for call in graph.calls if call.path in region.paths}
+    chains: list[list[str]] = []
+    before: Call | None = None
+    for path in sorted(region.paths, key=lambda one: calls[one].begin):
+        call = calls[path]
+        value = before.outputs[place_made] if before is not None else -1
+        goes_on = value >= 0 and len(call.inputs) > place_given and call.inputs[place_given] == value
+        read = lookup.readers.get(value, ())
+        if goes_on and all(call.begin <= op < call.end for op in read) and value not in graph.outputs:
+            chains[-1].append(path)
+        else:
+            chains.append([path])
+        before = call
+    return [(chain[0], chain[-1]) for chain in chains]
+
+
+def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -> list[Cut]:
+    """The cuts without the actions that are others now, and the cut of the tokens."""
+    graph, stream, region, degree = zone.graph, zone.stream, zone.region, cuts[0].degree
+    axis = f"*{degree}x{stream.leaf.size // degree}"
+    left = {cut: list(cut.actions) for cut in cuts}
+    actions: list[Action] = []
+    entered = {value for value in zone.collected if value in zone.lookup.differentiable}
+    for group, cut in zip(zone.groups, cuts, strict=True):
+        places = Places(zone.lookup, region, group.walk, frozenset())
+        for index in sorted(zone.scattered):
+            for action in places.sum_at(group.leaf, index):
+                if action not in left[cut]:
+                    raise Unplaceable("a sum is somewhere else")
+                left[cut].remove(action)
+                dim = zone.divided[graph.ops[index].outputs[0]]
+                actions.append(replace(action, kind="scatter", dim=dim, axis=axis, gathered=False))
+        left[cut] = [
+            action for action in left[cut] if action.kind != "enter" or not _enters(places, group, action, entered)
+        ]
+        if any(action.kind == "restore" for action in left[cut]):
+            raise Unplaceable("a block hands on what it is given")
+    places = Places(zone.lookup, region, zone.groups[0].walk, frozenset())
+    for value, readers in zone.collected.items():
+        actions += places.entering_at("collect", value, readers, zone.divided[value], axis)
+    for value, readers in zone.gathered.items():
+        actions += places.entering_at("whole", value, readers, zone.divided[value], axis)
+    for value, readers in zone.entered.items():
+        actions += places.entering_at("enter", value, readers, 0, "")
+    for value, readers in zone.met.items():
+        actions += places.entering_at("divide", value, readers, zone.place(value), axis)
+    tokens = Cut(
+        blocks=region.paths, size=degree, shares=(1,) * degree, shards=(), actions=tuple(dict.fromkeys(actions)),
+        summed=tuple(zone.summed.values()), training=cuts[0].training, title="tokens between cuts",
+    )  # fmt: skip
+    given = stream.call.input_paths[stream.call.inputs.index(stream.given)]
+    made = stream.call.output_paths[stream.call.outputs.index(stream.made)]
+    begin = Action(kind="divide", module="", argument=given, dim=stream.dim, axis=axis)
+    end = Action(kind="join", module="", argument=made, dim=stream.dim, axis=axis)
+    ends = [
+        replace(tokens, blocks=(path,), summed=(), actions=(action,))
+        for first, last in chains for path, action in ((first, begin), (last, end))
+    ]  # fmt: skip
+    return [*(replace(cut, actions=tuple(left[cut])) for cut in cuts), tokens, *ends]
+
+
+def _enters(places: Places, group: AxisGroup, action: Action, entered: set[int]) -> bool:
+    """Whether an action is about a value that is collected instead."""
+    return any(action in places.entries_of(group.leaf, value) for value in entered)
