@@ -252,7 +252,8 @@ def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) 
         value = before.outputs[place_made] if before is not None else -1
         goes_on = value >= 0 and len(call.inputs) > place_given and call.inputs[place_given] == value
         read = lookup.readers.get(value, ())
-        if goes_on and all(call.begin <= op < call.end for op in read) and value not in graph.outputs:
+        asked = any(one == value and not is_below(graph.calls[row].path, path) for one, row in graph.measured)
+        if goes_on and not asked and all(call.begin <= op < call.end for op in read) and value not in graph.outputs:
             chains[-1].append(path)
         else:
             chains.append([path])
@@ -302,7 +303,28 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
         replace(tokens, blocks=(path,), summed=(), actions=(action,))
         for first, last in chains for path, action in ((first, begin), (last, end))
     ]  # fmt: skip
+    _check_sizes(zone, tokens)
     return [*(replace(cut, actions=tuple(left[cut])) for cut in cuts), tokens, *ends]
+
+
+def _check_sizes(zone: _Zone, tokens: Cut) -> None:
+    """Raise `Unplaceable` where code asks how large a divided tensor is: it would see a rank's tokens only.
+
+    A module that is given all of them may ask.
+    """
+    calls, region = zone.graph.calls, zone.region
+    whole = {(action.module, action.argument) for action in tokens.actions if action.kind in ("collect", "whole")}
+    for value, asking in zone.graph.measured:
+        row = asking
+        while value in zone.divided and calls[row].path != region.path and is_below(calls[row].path, region.path):
+            call, module = calls[row], relative(calls[row].path, region.path)
+            given = {path for path, seen in zip(call.input_paths, call.inputs, strict=True) if seen == value}
+            if any((module, path) in whole for path in given):
+                break
+            row = call.parent
+        else:
+            if value in zone.divided and is_below(calls[asking].path, region.path):
+                raise Unplaceable(f"{calls[asking].path} asks how many tokens there are")
 
 
 def _enters(places: Places, group: AxisGroup, action: Action, entered: set[int]) -> bool:

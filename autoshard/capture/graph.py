@@ -237,6 +237,7 @@ class ModelGraph:
         functions: forward calls of torch functions with several tensor arguments, where ops alone don't tell them.
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
+        measured: in composite graphs, (value, call) where Python asked how large a tensor is.
         lasting: values that ops made and that are there after the run, other than `gradients`: outputs, tables kept on
             attributes, the gradient of a leaf that the model made.
         carried: (storage, time) of what modules keep on attributes: the one that the forward before this left them, as
@@ -269,6 +270,7 @@ class ModelGraph:
     gradients: tuple[tuple[str, int], ...] = ()
     functions: tuple[Function, ...] = ()
     sites: tuple[SiteCall, ...] = ()
+    measured: frozenset[tuple[int, int]] = frozenset()
     nodes: tuple[GradNode, ...] = ()
     lasting: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()

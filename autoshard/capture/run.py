@@ -149,6 +149,7 @@ def _recorded(
         return _graph_of(
             recorder, seen, kept, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
             training=training, sites=sources.found() if isinstance(sources, Sites) else (),
+            measured=frozenset(sources.measured) if isinstance(sources, Sites) else frozenset(),
         )  # fmt: skip
 
 

@@ -47,13 +47,18 @@ class Sites(DeviceSources):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         self._found: list[SiteCall] = []
+        self.measured: set[tuple[int, int]] = set()
         self._counts: Counter[tuple[int, str]] = Counter()  # calls of a function by (module call, name)
 
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recorder = self._recorder
         name = getattr(func, "__name__", str(func))
-        if recorder.tape is not None and not recorder.busy and args and _tells_size(func, name):
-            recorder.tape.measured(args[0])
+        if not recorder.busy and args and _tells_size(func, name):
+            if recorder.tape is not None:
+                recorder.tape.measured(args[0])
+            value = recorder.ledger.find(args[0]) if isinstance(args[0], torch.Tensor) else None
+            if value is not None and recorder.calls.running:
+                self.measured.add((value, recorder.calls.running[-1]))
         if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
             recorder.tape.sliced(args[0], args[1])
         if recorder.tape is not None and recorder.tape.histories and not recorder.busy:

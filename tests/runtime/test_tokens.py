@@ -98,7 +98,15 @@ class Flat(Block):
 
     def forward(self, x, bias):
         x = x + self.attention(self.first(x))
-        return x + self.mlp(self.second(x).view(-1, WIDTH)).view(x.shape)
+        return x + self.mlp(self.second(x).view(-1, WIDTH)).view(SAMPLES, -1, WIDTH)
+
+
+class Counting(Block):
+    """Code that would see a rank's tokens where it means all of them."""
+
+    def forward(self, x, bias):
+        x = x + self.attention(self.first(x)) / x.shape[1]
+        return x + self.mlp(self.second(x))
 
 
 class Net(nn.Module):
@@ -115,7 +123,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-KINDS = {kind.__name__: kind for kind in (Block, ShiftedNorms, NormsBehind, InPlace, Mixing, Dropping, Flat)}
+KINDS = {kind.__name__: kind for kind in (Block, ShiftedNorms, NormsBehind, InPlace, Mixing, Dropping, Flat, Counting)}
 IDS = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % 24
 
 
@@ -168,6 +176,7 @@ EXPECTED = {
     "Mixing": {"scatter": 2, "collect": 2, "divide": 2, "whole": 1, "join": 1},
     "Dropping": {"scatter": 2, "collect": 2, "divide": 2, "whole": 1, "join": 1},
     "Flat": {"scatter": 1, "collect": 1, "divide": 2, "whole": 1, "join": 1},
+    "Counting": {"scatter": 0, "collect": 0, "divide": 0, "join": 0},
 }
 
 
