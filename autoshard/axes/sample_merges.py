@@ -125,7 +125,7 @@ class Merges:
         if not divides or merged[0].how != "sum" or None in numbers or rest or 0 in numbers:
             return None
         mine, other = (Fraction(number) for number in numbers if number is not None)
-        return Merged(how="mean") if other / mine == Fraction(self.walk.rows + 1, self.walk.rows) else None
+        return Merged(how="mean") if other / mine == Fraction(self.walk.other_rows, self.walk.rows) else None
 
     def _per_label(self, op: Op) -> Merged | None:
         """A sum by how many labels count: `(labels != -100).sum()`, or `mask.bool().sum()`."""
@@ -255,7 +255,7 @@ def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
     source = op.inputs[0]
     item, counts = walk.of(source), walk.rules.counts.get(source, ())
     mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
-    if not item.shared or not mine or Fraction(other, mine) != Fraction(walk.rows + 1, walk.rows):
+    if not item.shared or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
         return False
     if any(longer and flag for longer, flag in zip(counts, item.varies, strict=True)):
         return False

@@ -28,7 +28,7 @@ class SampleWalk:
     """The samples of all values of a graph.
 
     Attributes:
-        other: the same forward with a larger batch, which runs the same ops.
+        other: the same forward with a larger batch, which runs the same ops; `rows`, `other_rows`: of how many.
         samples: what is known of each value now; `cause`: the op that first mixed samples in it.
         merges: how values that several samples decide are made of those of parts, where that is known.
         sized: ops that make tensors whose sizes depend on values of the batch, which Python may look at.
@@ -36,10 +36,12 @@ class SampleWalk:
         written: (op, value) of parameters, buffers and inputs that were written with what depends on the batch.
     """
 
-    def __init__(self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Samples], rows: int) -> None:
+    def __init__(
+        self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Samples], rows: tuple[int, int]
+    ) -> None:
         self.graph = graph
         self.other = other
-        self.rows = rows
+        self.rows, self.other_rows = rows
         self.samples: dict[int, Samples] = dict(inputs)
         self.cause: dict[int, int] = {}
         self.sized: list[int] = []

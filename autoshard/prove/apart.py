@@ -104,13 +104,13 @@ class Run:
         self.other, other_tape, rows = self._larger()
         self.recorded = Recorded(graph=self.graph, left=left, other=self.other, rows=rows)
         self._check_sequence(self.other, rows)
-        uneven = first_uneven(self.graph, self.other, (ROWS, rows))
+        uneven = first_uneven(self.graph, self.other, (ROWS, rows)) if rows > ROWS + 1 else None
         if uneven is not None:
             what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
             raise self.refuse(self.graph.ops[uneven], what)
         self._check_slices(other_tape)
         self._check_tape(other_tape, rows)
-        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch, ROWS), ROWS)
+        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch, ROWS), (ROWS, rows))
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
         self._follow()
