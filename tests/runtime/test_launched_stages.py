@@ -204,6 +204,14 @@ def test_training_goes_on_from_a_checkpoint_of_sharded_stages(mesh, tmp_path):
     assert max(run_ranks(went_on, 2 ** mesh.count("="), plan_for("decoder", mesh), str(tmp_path / "last"))) == 0.0
 
 
+@sharded_replicas
+def test_layers_that_share_parameters_are_refused():
+    sharing, plan = decoder(), Plan.from_json(plan_for("decoder", "fsdp=2,pp=2"))
+    sharing.layers[2].shift = sharing.layers[0].shift
+    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
+        sharded.check_shardable(sharing, plan)
+
+
 def test_what_stages_are_not_trained_with_is_refused():
     text = plan_for("decoder", "fsdp=2,pp=2")
     plan = Plan.from_json(text)
@@ -214,9 +222,5 @@ def test_what_stages_are_not_trained_with_is_refused():
     assert "Plan with --schedule 1f1b or interleaved" in refused(apart.to_json())
     with pytest.raises(PlanError, match=re.escape("zero-bubble")):
         plan_for("decoder", "fsdp=2,pp=2", schedule="zero-bubble")
-    sharing = decoder()
-    sharing.layers[2].shift = sharing.layers[0].shift
-    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
-        sharded.check_shardable(sharing, plan)
     with pytest.raises(PlanError, match="more stages than the model has layers"):
         plan_for("albert", "fsdp=2,pp=2")
