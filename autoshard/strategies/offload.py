@@ -9,6 +9,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -153,11 +154,13 @@ class _Task:
         """Yield the bytes of the model for each device, without and with the CPU as one of those that compute."""
         chain = self.chain
         rates = np.array([self._rate(name) for name in self.computing]) / times_computed(self.profile)
-        total = float(chain.resident_bytes.sum() + chain.transient_bytes.sum())
+        weights = float(chain.resident_bytes.sum())
         room = np.where(rates > 0, np.maximum(chain.capacity_bytes, 0), 0).astype(float)
         on_cpu = np.array([name == "cpu" and not rate for name, rate in zip(self.computing, rates, strict=True)])
-        computed = total / np.maximum(chain.seconds.sum(axis=1), 1e-30)
-        for rate in (rates, rates + on_cpu * computed):
+        computed = on_cpu / np.maximum(chain.seconds.sum(axis=1), 1e-30)
+        totals = (weights, weights + float(chain.transient_bytes.sum()))  # with little room slots are what lacks
+        for with_cpu, total in product((0.0, 1.0), totals):
+            rate = rates + with_cpu * total * computed
             if rate.any():
                 yield room + max(total - room.sum(), 0.0) / rate.sum() * rate
 
