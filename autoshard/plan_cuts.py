@@ -41,7 +41,8 @@ def read_cuts(data: Any, ranks: int) -> tuple[Cut, ...]:
         expect(cut.size > 1, f"{where}.size", "more than one slice", cut.size)
         good = len(cut.shares) == ranks and all(share > 0 for share in cut.shares) and sum(cut.shares) == cut.size
         expect(good, f"{where}.shares", f"{ranks} positive shares of {cut.size} slices", cut.shares)
-        expect(len(cut.shards) + len(cut.actions) > 0, f"{where}.shards", "what is cut", cut.shards)
+        tokens = any(action.kind in ("divide", "collect", "join") for action in cut.actions)
+        expect(len(cut.shards) > 0 or tokens, f"{where}.shards", "what is cut", cut.shards)
         names = [join(block, shard.name) for block in cut.blocks for shard in cut.shards]
         twice = sorted(seen.intersection(names)) or sorted({name for name in names if names.count(name) > 1})
         expect(not twice, f"{where}.shards", "tensors that nothing else cuts", twice[:1])

@@ -215,10 +215,11 @@ def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> 
 def with_slots(moves: Flow, modules: Sequence[Streamed], graph: ModelGraph) -> Flow:
     """Return the same flow in which parameters of streamed modules take memory only while they are in a slot.
 
-    In the long run, that is from the end of the call before the last one on the device to the end of their own call:
+    That is from the end of the call before the last one on the device, or from the begin of a pass, to the end of their
+    own call:
 
-        calls       | a | b | c | a | b | c |
-        in slots    a,b | b,c | c,a | a,b | …        each line is the end of a call
+        calls       | a   | b   | c   |
+        in slots    | a,b | b,c | c   |        each line is the end of a call
 
     When one goes and a larger one comes, what the call was given is still there: so much more counts for its last op.
     """
@@ -228,14 +229,14 @@ def with_slots(moves: Flow, modules: Sequence[Streamed], graph: ModelGraph) -> F
         calls = sorted((call, i) for i, m in enumerate(modules) if m.device == device for call in m.calls)
         ends = [end for (_, end), _ in calls]
         for place, (_, index) in enumerate(calls):
-            free = ends[place - SLOTS] if len(calls) > SLOTS else 0
-            if place < SLOTS and len(calls) > SLOTS:  # brought at the end of the pass before
-                spans.setdefault(index, []).extend([(0, ends[place]), (free, moves.steps + 1)])
-            else:
-                spans.setdefault(index, []).append((free, ends[place] if free else moves.steps + 1))
-            after = modules[calls[(place + SLOTS) % len(calls)][1]]
+            free = ends[place - SLOTS]
+            begin = free if place >= SLOTS else 0  # the first ones are brought as the pass begins
+            spans.setdefault(index, []).append((begin, ends[place] if len(calls) > SLOTS else moves.steps + 1))
+            if place + SLOTS >= len(calls):
+                continue
+            after = modules[calls[place + SLOTS][1]]
             more = held_bytes(after.storages, graph, 1) - held_bytes(modules[index].storages, graph, 1)
-            if more > 0 and len(calls) > SLOTS:
+            if more > 0:
                 rows.append((after.storages[0], moves.devices.index(device), more, ends[place] - 1, ends[place]))
     rows += [
         (storage, moves.devices.index(modules[index].device), graph.storages[storage].nbytes, begin, end)

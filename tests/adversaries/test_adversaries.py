@@ -67,7 +67,7 @@ PINNED: dict[str, Pins] = {
         },
         "ReturnsSet": {
             COLUMN: "refused: the output deque is a deque, in which a tensor would be that of a rank",
-            **dict.fromkeys(DIVISIONS, "refused: the output deque is a deque"),
+            **dict.fromkeys(DIVISIONS, "refused: the batch of ReturnsSet can't be divided: the output set is"),
         },
         "HooksOnParameters": {COLUMN: "whole"},
         "CountsGradients": {COLUMN: "whole"},

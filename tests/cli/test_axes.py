@@ -148,7 +148,7 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
     for words in (
         "column-parallel, for memory: 2 of 2 devices used",
         "\nCut\n",
-        "blocks.0-2: up rows; down columns\n    96 slices, 48 on each device; equal on 2 ranks",
+        "blocks.0-2: up rows; down columns\n    96 slices, 48 on each device; followed op by op, equal on 2 ranks with",
         "blocks.0-2.mixer: a, b, c rows; d columns\n    2 slices, 1 on each device",
         "\nWhole on every device\n  sorted\n    ",
         "6 all-reduces, 1 all-gather",
