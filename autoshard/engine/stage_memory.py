@@ -73,7 +73,7 @@ class StageMemory:
         self.whole, self.graph, self.staged, self.processes = whole, graph, staged, processes
         self.holds_sent = schedule in ("interleaved", "zero-bubble")
         self.count, self.joined = len(stages), not processes and schedule != "1f1b"
-        self.brings = not processes and not self.joined and whole.workload.training  # outputs to the last stage
+        steps = not processes and not self.joined and whole.workload.training
         moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
         self.held = dict(staged.held) if processes else {n: (int(stage),) for n, stage in moves.tensor_device.items()}
         segments = segments_of(graph, staged, stages, processes=processes)
@@ -103,9 +103,13 @@ class StageMemory:
             rows.storage, {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
         )
         died = np.where(self.outputs, end + 1, rows.died)
-        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held and not self.brings)
+        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held)
         caches = _among(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
-        self.lasting = self.outputs | (self.passing & (died > end) & (with_outputs | caches))
+        lasts = (
+            self.outputs if steps else self.outputs | with_outputs | caches
+        )  # in steps the others go with their part
+        self.lasting = self.outputs | (self.passing & (died > end) & lasts)
+        self.brings = steps and len(set(rows.device[self.outputs].tolist())) > 1  # outputs to the last stage
         self.graded = _among(rows.storage, {graph.values[value].storage for value in graph.outputs
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))
