@@ -273,9 +273,11 @@ def test_outputs_of_several_stages():
     workload = autoshard.Workload(mode="training", batch_size=8, optimizer="none")
     model = Coding()
     batch = find_batch_axis(model, inputs, workload)
-    found = verify(model, elsewhere(pipeline(model, inputs, batch, schedule="1f1b", workload=workload)), inputs)
+    plan = elsewhere(pipeline(model, inputs, batch, schedule="1f1b", workload=workload))
+    paths = [("embed", "head", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3"), ("blocks.4", "blocks.5")]
+    stages = tuple(replace(stage, paths=own) for stage, own in zip(plan.stages, paths, strict=True))
+    placements = {path: plan.devices[i].name for i, own in enumerate(paths) for path in own}
+    found = verify(model, replace(plan, stages=stages, placements=placements), inputs)
     assert found.ok, found.first_difference
     for peak in found.peaks:
-        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.2), (
-            peak.name
-        )  # what is read behind its stage counts there too long
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.1), peak.name

@@ -24,6 +24,8 @@ _ALL = 64
 """Partitions up to which all are looked at."""
 _LIMITS = (1.0, 1.05, 1.2, 1.6)
 """Limits on the slowest stage, in parts of the least, under which the sum of stages is made least."""
+_ROUNDS = 4
+"""Rounds of moving single cuts where several stages share a device."""
 _AS_EMPTY = 1.002
 """Where memory is the objective, stages recompute if they hold less by more than this factor."""
 
@@ -137,9 +139,19 @@ class StageCuts:
 
     # ---- bytes
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, bool], tuple[Array, Array]]:
+        return {}
+
     def _bytes(self, stage: int, again: bool) -> tuple[Array, Array]:
         """[n + 1, n + 1] bytes that a stage keeps, and the most it has while it runs, from one cut to another."""
-        line, spans, keep = self.line, self.line.spans, self.keep[stage]
+        key = self.keep[stage], again
+        if key not in self._known:
+            self._known[key] = self._made_bytes(*key)
+        return self._known[key]
+
+    def _made_bytes(self, keep: int, again: bool) -> tuple[Array, Array]:
+        line, spans = self.line, self.line.spans
         came = np.where(np.arange(line.size + 1) > 0, line.sends[1], 0.0)[:, None]
         kept = spans["kept"] + came
         passing = spans["transient"] + came * (not line.training)
@@ -308,15 +320,16 @@ class StageCuts:
         """
         found = [one for cuts in self.partitions() if (one := self.found(cuts)) is not None]
         best = min(found, key=self.value, default=None) if self.per_device > 1 else None
-        while best is not None:
+        for _ in range(_ROUNDS if best is not None else 0):
+            assert best is not None
             moved = [self.found((*best.cuts[:at], best.cuts[at] + step, *best.cuts[at + 1 :]))
                      for at in range(1, self.count) for step in (-1, 1)
                      if best.cuts[at - 1] < best.cuts[at] + step < best.cuts[at + 1]]  # fmt: skip
             least = min((one for one in moved if one is not None), key=self.value, default=best)
-            if self.value(least) >= self.value(best) * (1 - 1e-9):
-                return [*found, best]
+            if self.value(least) >= self.value(best) * (1 - 1e-3):
+                break
             best = least
-        return found
+        return found if best is None else [*found, best]
 
     def value(self, found: Found) -> float:
         """The figure that is minimised."""
