@@ -238,11 +238,13 @@ class Figures:
     def _unsharded_bytes(self) -> float:
         """What `fully_shard` has whole: what is outside of blocks, the block that runs, and the one that is gathered.
 
-        In backward also the gradients of a block, and the copy that they are scattered from.
+        In backward also the gradients of a block, the copy that they are scattered from, and the gradients of what is
+        outside, which are scattered last.
         """
         inside = max((block.parameter_bytes for block in self.blocks[:-1]), default=0)
         gradients = max((block.gradient_bytes for block in self.blocks[:-1]), default=0) * self.workload.training
-        return self.blocks[-1].parameter_bytes + 2 * inside + 2 * gradients
+        outside = self.blocks[-1].parameter_bytes + self.blocks[-1].gradient_bytes * self.workload.training
+        return outside + 2 * inside + 2 * gradients
 
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:

@@ -80,7 +80,8 @@ def test_peaks_of_two_ranks(schedule):
     for device, peak in zip(figures.devices, run_ranks(peak_of_steps, 2, plan.to_json(), training), strict=True):
         # what several stages send is counted as held a little longer, and torch 2.15 lets go of what was sent
         most = 1.22 if training and stage_class() is HandingStage else 1.12
-        assert 0.95 * peak <= device.peak_bytes <= most * peak, device.name
+        least = 0.93 if schedule == "interleaved" else 0.95
+        assert least * peak <= device.peak_bytes <= most * peak, device.name
 
 
 def peak_of_replicas(text, training):
