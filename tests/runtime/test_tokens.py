@@ -14,6 +14,7 @@ from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.workload import Workload
 from tests.ranks import run_ranks
+from tests.torch_releases import sharded_replicas
 
 WIDTH, TOKENS, SAMPLES = 16, 6, 2
 
@@ -180,6 +181,7 @@ EXPECTED = {
 }
 
 
+@sharded_replicas
 @pytest.mark.parametrize("name", KINDS)
 def test_steps_are_those_of_one_process(name):
     """Sums in another order: 1e-5 in float32. Lengths that can't be divided are for evaluation."""
@@ -200,6 +202,7 @@ def with_odd_length(text):
     return ""
 
 
+@sharded_replicas
 def test_steps_of_lengths_that_ranks_cannot_divide_are_refused():
     text = plan_of("Block")
     (said, _) = run_ranks(with_odd_length, 2, text)
