@@ -128,10 +128,10 @@ class Places:
 
     def entering_at(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[Action]:
         """The actions on a value before some ops read it, at modules as large as can be. Raises `Unplaceable`."""
-        return self._checked({
-            action: {call for other, call in found if other == action}
-            for found in (self._entering(kind, value, ops, dim, axis, False),) for action, _ in found
-        })  # fmt: skip
+        found: dict[Action, set[int]] = {}
+        for action, call in self._entering(kind, value, ops, dim, axis, False):
+            found.setdefault(action, set()).add(call)
+        return self._checked(found)
 
     def entries_of(self, leaf: Leaf, value: int) -> list[Action]:
         """The actions that a leaf has where a value enters its cut, wherever they may have been put."""

@@ -277,9 +277,8 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
                 left[cut].remove(action)
                 dim = zone.divided[graph.ops[index].outputs[0]]
                 actions.append(replace(action, kind="scatter", dim=dim, axis=axis, gathered=False))
-        left[cut] = [
-            action for action in left[cut] if action.kind != "enter" or not _enters(places, group, action, entered)
-        ]
+        collected = {action for value in entered for action in places.entries_of(group.leaf, value)}
+        left[cut] = [action for action in left[cut] if action.kind != "enter" or action not in collected]
         if any(action.kind == "restore" for action in left[cut]):
             raise Unplaceable("a block hands on what it is given")
     places = Places(zone.lookup, region, zone.groups[0].walk, frozenset())
@@ -325,8 +324,3 @@ def _check_sizes(zone: _Zone, tokens: Cut) -> None:
         else:
             if value in zone.divided and is_below(calls[asking].path, region.path):
                 raise Unplaceable(f"{calls[asking].path} asks how many tokens there are")
-
-
-def _enters(places: Places, group: AxisGroup, action: Action, entered: set[int]) -> bool:
-    """Whether an action is about a value that is collected instead."""
-    return any(action in places.entries_of(group.leaf, value) for value in entered)

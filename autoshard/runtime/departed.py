@@ -45,10 +45,6 @@ class Process:
             return "" if _is_there(self.pid) else "ended"
         return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(state, "")
 
-    def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
-        return self.state() == "ended"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
