@@ -1,4 +1,4 @@
-"""A two-layer model split over two devices: by hand, as one does it today, and by autoshard.
+"""A two-layer model split over two devices and trained: by hand, as one does it today, and by autoshard.
 
 By hand, the model's author writes the devices into the model: where each layer goes, and a `.to(...)` in the forward
 for every tensor that crosses. With autoshard the model stays as it was. No GPU is needed here: `simulate` gives devices
@@ -6,6 +6,8 @@ with real values and real limits. On a machine with two GPUs, write "cuda:0" and
 
     python examples/toy_two_layers.py
 """
+
+import copy
 
 import torch
 from torch import nn
@@ -38,6 +40,19 @@ class Toy(nn.Module):
         return self.net2(torch.relu(self.net1(x)))
 
 
+def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int = 5) -> list[float]:
+    """An ordinary loop; nothing in it knows about devices."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def main() -> None:
     torch.manual_seed(0)
     toy, x = Toy(), torch.randn(8, 64)
@@ -58,6 +73,17 @@ def main() -> None:
 
     assert torch.equal(toy(x), expected)
     print("removed:       equal to one device: True")
+
+    twin, y = copy.deepcopy(toy), torch.randn(8, 10)
+    losses = train(twin, x, y)
+    with autoshard.simulate("2x400KiB") as devices:
+        workload = autoshard.Workload(mode="training", optimizer="adamw")
+        autoshard.apply(toy, devices, inputs=x, strategy="balanced", workload=workload)
+        same = train(toy, x, y) == losses
+        autoshard.remove(toy)
+    same &= all(torch.equal(ours, theirs) for ours, theirs in zip(toy.parameters(), twin.parameters(), strict=True))
+    print("trained:       losses and weights after 5 AdamW steps equal, bit for bit:", same)
+    assert same
 
 
 if __name__ == "__main__":

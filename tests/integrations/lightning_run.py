@@ -1,7 +1,6 @@
 """Lightning's Trainer: one device, "ddp", and autoshard's strategies in its place; the same weights after training.
 
-pip install -e ".[lightning]"
-python examples/lightning_strategies.py
+python tests/integrations/lightning_run.py
 """
 
 import logging
