@@ -528,8 +528,10 @@ def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def as_plan(plan: "Plan | DeviceMap", profile: "Profile") -> Plan:
-    """Return the plan, that of a `device_map` where one was given."""
-    return plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile)
+    """Return the plan, that of a `device_map` where one was given; an old one over a mesh as one for processes."""
+    from autoshard.search.processes import as_launched
+
+    return as_launched(plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile), profile.graph)
 
 
 # `apply` has an argument of this name.

@@ -285,10 +285,6 @@ def candidates_of(request: Request) -> "list[Candidate]":
             name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request), usable=many
         )
     )
-    if stated and len(request.cluster.devices) >= 4:
-        found.append(
-            Candidate(name="hybrid", make=lambda: _mesh(request, unproved), prove=lambda: _mesh(request), usable=many)
-        )
     return found
 
 
@@ -386,16 +382,17 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
     return _saying_what_is_assumed(made)
 
 
-def _mesh(request: Request, prove: "Prove | None" = None) -> Plan:
-    from autoshard.strategies.pipeline import hybrid
+def _mesh(request: Request) -> Plan:
+    """A plan for one process per device, as the search finds it."""
+    from autoshard.search.choose import Wishes, choose
 
-    _check_caller(request)
-    made = hybrid(
-        request.profile, request.limited, request.batch, request.groups, prove or request.prover(),
-        objective=request.objective, num_microbatches=request.num_microbatches, schedule=request.schedule,
-        processes=request.processes, price=request.price,
+    chosen = choose(
+        request.model, request.inputs, request.profile.workload, request.limited, strategy="hybrid",
+        objective=request.objective, wishes=Wishes(), num_microbatches=request.num_microbatches,
+        schedule=request.schedule, assume_independent_rows=request.assume_independent_rows,
     )  # fmt: skip
-    return _saying_what_is_assumed(made)
+    assert chosen is not None
+    return chosen.plan
 
 
 def _saying_what_is_assumed(plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""One replica of a pipeline: its stages for one micro-batch (`stages`), in the order of its schedule, by the clock.
+"""What a pipeline costs: its stages for one micro-batch (`stages`), in the order of its schedule, by the clock.
 
 * Seconds over a boundary: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
   neighbour. Sends are asynchronous.
@@ -8,12 +8,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cost import check_devices, divided_bound, of_every_device, optimizer_seconds
 from autoshard.engine.links import all_reduce_seconds
-from autoshard.engine.stages import Border, Figures
-from autoshard.estimate import DeviceEstimate, Event, StageEstimate, Transfer
+from autoshard.engine.stages import Border, Figures, stage_figures
+from autoshard.errors import PlanError
+from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
+from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
+from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import Action, Order, in_flight, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
@@ -43,9 +48,83 @@ class Run:
     reduce_seconds: float
     joined: bool
     apart: bool
+    one_process: bool
 
 
-def run_schedule(
+def needs_processes(plan: Plan, cluster: Cluster) -> bool:
+    """Whether a plan can only run with a process per device: several hosts, or a schedule that one can't issue."""
+    hosts = {cluster.device(device.name).host for device in plan.devices}
+    return len(hosts) > 1 or plan.schedule in ("interleaved", "zero-bubble")
+
+
+def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
+    """Work out the stages of a pipeline and run them by the clock; as `estimate_stages`, which also prices them."""
+    mesh, batch, count = plan.mesh, plan.batch, plan.num_microbatches
+    check_devices((device.name for device in plan.devices), cluster, "has stages on")
+    if mesh is None or mesh.size > mesh.pp:
+        raise PlanError(
+            "stages together with replicas or tensor-parallel ranks are priced with the model itself, as a plan for "
+            'processes: use autoshard.estimate, or plan again with launch="processes".'
+        )
+    if batch is None or len(plan.stages) < mesh.pp:
+        raise PlanError("this plan has no stages, or does not say how the batch is divided. Plan again.")
+    if batch.size < count:
+        raise PlanError(
+            f"a batch of {batch.size} can't be divided into {count} micro-batches: use at most {batch.size}, or a "
+            "larger batch."
+        )
+    apart = needs_processes(plan, cluster) if processes is None else processes
+    names = tuple(device.name for device in plan.devices[: mesh.pp])
+    devices = [cluster.device(names[stage % mesh.pp]) for stage in range(len(plan.stages))]
+    part = part_of_batch(profile, batch, ceil(batch.size / count))
+    figures = stage_figures(
+        profile, part, plan.stages, devices, processes=apart, schedule=plan.schedule, batch=batch
+    )  # fmt: skip
+    return _run_schedule(figures, names, cluster, plan.schedule, count, profile.workload, one_process=not apart)
+
+
+def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Estimate:
+    """Compute what a plan with stages costs.
+
+    `processes`: whether every device has a process of its own; by default what the schedule and the hosts say. Raises
+    `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
+    """
+    run = run_plan(plan, profile, cluster, processes=processes)
+    workload, count, stages = profile.workload, plan.num_microbatches, run.figures.stages
+    rows, events, latency = dict[str, DeviceEstimate](), [*run.events], 0.0
+    for position, name in enumerate(run.names):
+        device = cluster.device(name)
+        trained = sum(nbytes for stage in stages[position :: len(run.names)] for _, nbytes in stage.trained)
+        step = optimizer_seconds(trained * workload.training, workload, device)
+        rows[name] = _device_estimate(run, position, device, count, workload, step)
+        begin = run.done[position]
+        latency = max(latency, begin + step)
+        events += [_event(name, "optimizer", begin, begin + step)] if step else []
+    launch = count * sum(stage.launch_seconds for stage in stages) if run.one_process else 0.0
+    latency, bound = max(latency, launch), max(launch, divided_bound(profile, cluster))
+    busiest = min(max(row.compute_seconds + row.transfer_seconds for row in rows.values()), latency)
+    return Estimate(
+        devices=of_every_device(rows, cluster),
+        transfers=_transfers(run, profile, count, cluster),
+        objective=plan.objective,
+        latency_seconds=latency,
+        bottleneck_seconds=busiest,
+        lower_bound_seconds=bound,
+        gap=gap_above(busiest if plan.objective == "throughput" and not workload.training else latency, bound),
+        aligned=run.figures.aligned,
+        written_back=run.figures.written_back,
+        notes=profile.graph.notes,
+        collective_seconds=run.reduce_seconds,
+        all_reduces=len(run.figures.shared),
+        pipelining=Pipelining(
+            schedule=plan.schedule, num_microbatches=count,
+            stages=tuple(_stage_estimate(run, i) for i in range(len(stages))), bubble=run.simulated.bubble,
+            events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),
+        ),
+    )  # fmt: skip
+
+
+def _run_schedule(
     figures: Figures, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload,
     *, one_process: bool = False,
 ) -> Run:  # fmt: skip
@@ -69,13 +148,13 @@ def run_schedule(
     return Run(
         figures=figures, names=names, order=order, simulated=simulated, done=tuple(done), events=tuple(events),
         reduce_seconds=reduced, joined=joined, apart=workload.training and not joined,
+        one_process=one_process,
     )  # fmt: skip
 
 
-def device_estimate(
-    run: Run, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float,
-    incoming_seconds: float,
-) -> DeviceEstimate:  # fmt: skip
+def _device_estimate(
+    run: Run, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
+) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
     mine = [run.figures.stages[i] for i in range(position, len(run.figures.stages), len(run.names))]
     parameter, buffer = (sum(getattr(s.nbytes, kind) for s in mine) for kind in ("parameter", "buffer"))
@@ -96,7 +175,7 @@ def device_estimate(
         overhead_bytes=overhead,
         peak_bytes=used + overhead,
         compute_seconds=run.simulated.busy[position] + step_seconds,
-        transfer_seconds=incoming_seconds,
+        transfer_seconds=sum(sent.end - sent.begin for sent in run.simulated.sent if sent.destination == position),
     )
 
 
@@ -201,7 +280,7 @@ def _sent_tensors(borders: Sequence[Border], action: Action) -> tuple[tuple[int,
     return borders[action.stage].tensors if action.kind == "F" else borders[action.stage - 1].returned
 
 
-def stage_estimate(run: Run, index: int) -> StageEstimate:
+def _stage_estimate(run: Run, index: int) -> StageEstimate:
     stage = run.figures.stages[index]
     return StageEstimate(
         device=run.names[index % len(run.names)],
@@ -214,7 +293,7 @@ def stage_estimate(run: Run, index: int) -> StageEstimate:
     )
 
 
-def transfers_of(run: Run, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
+def _transfers(run: Run, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
     """Every tensor over every border, all micro-batches together."""
     graph, names = profile.graph, run.names
 

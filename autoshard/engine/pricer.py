@@ -8,7 +8,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cost import estimate
 from autoshard.engine.cut_streams import estimate_cut_streams
 from autoshard.engine.cuts import Tracer, estimate_cuts
-from autoshard.engine.mesh import estimate_stages, needs_processes
+from autoshard.engine.pipelines import estimate_stages, needs_processes
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.estimate import Estimate
@@ -64,8 +64,7 @@ class Pricer:
         known = next((figures for one, figures in self._known if one == _decisions(plan)), None)
         if known is None:
             if plan.mesh is not None:
-                tracer = self.tracer if plan.cuts else None
-                known = estimate_mesh(plan, self.profile, self.cluster, tracer=tracer, processes=self.processes)
+                known = estimate_mesh(plan, self.profile, self.cluster, processes=self.processes)
             elif plan.cuts:
                 cut_price = estimate_cut_streams if plan.streamed else estimate_cuts
                 known = cut_price(plan, self.profile, self.cluster, tracer=self.tracer)
@@ -97,10 +96,8 @@ def _decisions(plan: Plan) -> Plan:
     return replace(plan, reasons=(), whole=(), results=(), aligned=(), written_back=())
 
 
-def estimate_mesh(
-    plan: Plan, profile: Profile, cluster: Cluster, *, tracer: Tracer | None = None, processes: bool | None = None
-) -> Estimate:
-    """Compute what a plan with a mesh costs; `tracer`: of the profile's graph, if there is one already.
+def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Estimate:
+    """Compute what a plan with replicas or stages costs.
 
     `processes`: whether every device has a process of its own; by default what the plan and the hosts say. Raises
     `PlanError` if the plan names what the model or the cluster lacks.
@@ -117,4 +114,4 @@ def estimate_mesh(
         return replace(found, notes=(*found.notes, UNDIVIDED))
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster, processes=processes)
-    return estimate_stages(plan, profile, cluster, tracer=tracer, processes=processes)
+    return estimate_stages(plan, profile, cluster, processes=processes)

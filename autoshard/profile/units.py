@@ -169,12 +169,12 @@ def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) ->
         row = graph.storages[storage]
         if row.kind == "activation" and len(op_unit):
             weights[op_unit[row.born]] += row.nbytes
-    for storage, op in _first_saves(graph).items():
+    for storage, op in first_saves(graph).items():
         saved[op_unit[op]] += graph.storages[storage].nbytes
     return weights + np.maximum(exchanged, saved), weights + np.maximum(exchanged + step, saved)
 
 
-def _first_saves(graph: ModelGraph) -> dict[int, int]:
+def first_saves(graph: ModelGraph) -> dict[int, int]:
     """Activation storage -> the op that first saves it for backward."""
     first: dict[int, int] = {}
     for save in graph.saves:
@@ -189,7 +189,7 @@ def _transient(profile: Profile, count: int, op_unit: np.ndarray) -> np.ndarray:
     graph = profile.graph
     end = len(graph.ops)
     live = live_bytes(graph)[:end]
-    resident = set(_first_saves(graph)) | {graph.values[v].storage for v in graph.state}
+    resident = set(first_saves(graph)) | {graph.values[v].storage for v in graph.state}
     change = np.zeros(end + 1, np.int64)
     for storage in graph.storages:
         gradient = graph.backward_begin <= storage.born < end <= storage.died

@@ -83,9 +83,11 @@ def choose(
     `one_process_alone`: what was asked for that only plans of one process have, such as pins; "" for nothing. Raises
     `PlanError` and `SpecError` where processes were asked for and can't be planned.
     """
-    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp")
-    if wishes.launch == "one-process" and wishes.of_processes:
-        raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
+    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
+    if wishes.launch == "one-process" and forced:
+        raise SpecError(
+            "a mesh (hybrid), micro-batches, recomputation and precision are for processes: leave out one-process."
+        )
     if forced and one_process_alone:
         raise SpecError(
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."

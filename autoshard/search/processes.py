@@ -267,6 +267,19 @@ def for_workload(plan: Plan, workload: Workload) -> Plan:
     return replace(plan, workload=workload, num_microbatches=count)
 
 
+def as_launched(plan: Plan, graph: ModelGraph) -> Plan:
+    """Return a plan with replicas, stages and ranks of an older version as one for processes; others as they are."""
+    mesh = plan.mesh
+    if plan.launch or mesh is None or mesh.size in (mesh.data, mesh.pp):
+        return plan
+    name, rows = dtype_of(graph), plan.workload.batch_size or (plan.batch.size if plan.batch else 1)
+    if plan.workload.training:
+        name = "pure" if name in ("bfloat16", "float16") else "full"
+    micro_batch = max(1, rows // (mesh.data * plan.num_microbatches))
+    again = "full" if any(stage.recompute for stage in plan.stages) else "none"
+    return replace(plan, launch="processes", micro_batch=micro_batch, precision=name, recompute=again)
+
+
 def asked_of(plan: Plan) -> Asked:
     """What was asked for a plan, as far as it says; its mesh may have been given or found."""
     precision, dtype = (plan.precision, "auto") if plan.workload.training else ("auto", plan.precision)

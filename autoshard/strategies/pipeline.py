@@ -1,39 +1,55 @@
-"""Stages of a pipeline, alone or in a mesh with replicas and tensor-parallel ranks: chosen together, then priced.
+"""Stages of a pipeline: devices, schedule, micro-batches and cuts are searched, and the best few priced by the engine.
 
-    cluster      host0 [ 0 1 2 3 ]   host1 [ 4 5 6 7 ]
-    2 x 2 x 2    replica 0: stages [0 1] [2 3]    replica 1: stages [4 5] [6 7]
+ways to run ──▶ partitions of each (`stages`) ──formula──▶ a dozen ──`simulate`──▶ a few ──the engine──▶ one
 
-Ranks of a tensor-parallel group are neighbours, so they share a host where they can; stages follow one another;
-replicas are furthest apart: they exchange least often. What can be cut, and at what degree, is what the axis analysis
-found; only what wins is proved. A mesh needs one process per device (torchrun), a pipeline may do with one for all.
+Several processes with other dimensions than stages are searched by `search`.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import permutations
 
 import numpy as np
 
-from autoshard.axes.groups import AxisGroups
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.choices import check_choices
-from autoshard.cluster.cluster import Cluster, plan_device
-from autoshard.cost import tensor_units
+from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cost import op_seconds, tensor_units
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
+from autoshard.estimate import Estimate
 from autoshard.flow import flow
 from autoshard.module_paths import above, parent
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, find_units
-from autoshard.sharding import Cut
-from autoshard.strategies.column_parallel import Prove
-from autoshard.strategies.cut_results import find_results
-from autoshard.strategies.cut_task import Shares
-from autoshard.strategies.mesh_lines import MeshLines
-from autoshard.strategies.mesh_reasons import explain_mesh, explain_stages, mesh_refusal, pipeline_refusal
-from autoshard.strategies.mesh_search import Candidate, best_mesh
-from autoshard.strategies.mesh_shapes import Asked, Shape, meshes, pipelines
+from autoshard.profile.units import find_units
+from autoshard.schedules.orders import check_schedule
+from autoshard.sizes import format_bytes
+from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
+from autoshard.strategies.stages import Array, Cutting, StageCuts, Way, between, layer_begins, layer_figures
+
+_MOST_PARTS = 8
+"""Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
+_MOST_ACTIONS = 5_000
+"""Actions of a schedule up to which stages are interleaved: more of them are not worth the time of the search."""
+_FEW = 8
+"""Devices up to which every number of them is tried."""
+_MOST_ORDERS = 24
+_DOZEN, _SIMULATED_ACTIONS, _PRICED_OPS = 12, 10_000, 8_000
+"""Partitions that are looked at; actions of schedules that are simulated, but a dozen partitions in any case; and ops
+of the run, times partitions that are priced."""
+_CLOSE, _AS_GOOD = 1.15, 1.002
+"""How much worse than the best, by the formula, what is looked at may be; what counts as equal."""
+_TIGHT, _ROOMS = 0.6, (1.0, 1.25, 0.85, 0.7, 0.5)
+"""Parts of the memory that are searched with: what a stage holds is known roughly before it is priced.
+
+More than all of it only where memory may have decided, so that the fullest device is used by so much; less only where
+nothing fitted.
+"""
 
 
 def pipeline(
@@ -50,97 +66,252 @@ def pipeline(
     """
     processes = processes if processes > 1 else 0
     _check(cluster, batch, objective, num_microbatches, schedule, processes)
-    computing = _computing(cluster)
+    devices = [device for device in cluster.devices if device.name != "disk"]
     units = find_units(profile)
     if len(units.paths) < 2:
         raise PlanError(
             "a pipeline needs at least two modules with parameters, one per stage: this model has "
             f'{len(units.paths)}. Use strategy="balanced".'
         )
-    lines = MeshLines(profile=profile, cluster=computing, batch=batch, one_process=not processes)
-    asked = Asked(
-        units=len(units.paths), rows=batch.size, training=lines.whole.training, processes=processes,
-        num_microbatches=num_microbatches, schedule=schedule,
-    )  # fmt: skip
-    shapes = list(pipelines(asked, computing.devices, lines.seconds))
-    if not shapes:
-        raise PlanError(_no_choice(len(computing.devices), len(units.paths), num_microbatches, schedule, processes))
-    price = pricer or Pricer(profile, cluster, processes=processes > 0)
-
-    def write(candidate: Candidate) -> Plan:
-        return replace(write_plan(lines, candidate, objective), strategy="pipeline")
-
+    ways = list(_ways(profile, batch, devices, num_microbatches, schedule, processes))
+    if not ways:
+        raise PlanError(_no_choice(len(devices), len(units.paths), num_microbatches, schedule, processes))
+    training = profile.graph.backward_begin < len(profile.graph.ops)
     goal = "latency" if objective == "throughput" and not compared else objective
-    best, closest = best_mesh(lines, shapes, goal, write, price)
+    figure = "load" if goal == "memory" else "busiest" if goal == "throughput" and not training else "seconds"
+    searches = partial(_searches, profile, cluster, batch, ways, figure, not processes)
+    price = pricer or Pricer(profile, cluster, processes=processes > 0)
+    best, closest = _best(
+        searches, partial(_write, profile, batch, objective, not processes), price, goal, len(profile.graph.ops)
+    )
     if best is None:
-        raise PlanError(pipeline_refusal(lines, shapes, None if closest is None else closest.figures))
-    plan = replace(best.plan, reasons=explain_stages(lines, best, processes))
+        raise PlanError(_refusal(closest, devices))
+    plan, figures = best
+    plan = replace(plan, reasons=tuple(_reasons(profile, plan, figures, devices, processes)))
     if processes:
         return plan
     moves = flow(profile.graph, {path: str(i) for i, stage in enumerate(plan.stages) for path in stage.paths})
     return replace(plan, aligned=moves.aligned, written_back=moves.written_back)
 
 
-def hybrid(
-    profile: Profile, cluster: Cluster, batch: BatchAxis, found: AxisGroups, prove: Prove, *,
-    objective: str = "throughput", num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
-    price: Pricer | None = None,
-) -> Plan:  # fmt: skip
-    """Plan a mesh of which at least two dimensions are larger than 1.
+# ---- ways to run stages
 
-    `found`: the axis groups of the same model; `prove`: proves the cuts of what is chosen. `processes`: how many run,
-    all of which then take part; 0: as many devices as pay. `price`: of the same profile and cluster. Raises `PlanError`
-    if nothing fits.
+
+def _ways(
+    profile: Profile, batch: BatchAxis, devices: Sequence[Device], num_microbatches: int | None,
+    schedule: str | None, processes: int,
+) -> Iterator[Way]:  # fmt: skip
+    """Yield stages on as many devices as there are processes, or on any number of them, the simplest first."""
+    count, units = len(devices), len(find_units(profile).paths)
+    most, training = min(count, units), profile.workload.training
+    numbers = range(2, most + 1) if count <= _FEW else [*(p for p in (2, 4, 8, 16, 32, 64, 128) if p < count), count]
+    names = [schedule] if schedule else ["gpipe", "1f1b"] if training else ["gpipe"]
+    if processes and training and schedule is None:
+        names = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
+    for number in (one for one in ([processes] if processes else numbers) if one <= most):
+        parts = [num_microbatches] if num_microbatches else _parts(batch.size, number, ragged=not processes)
+        for order, name in enumerate(names):
+            for each in (2, 4) if name == "interleaved" else (1,):
+                for micro in parts:
+                    actions = 2 * number * each * micro if each > 1 and not schedule else 0
+                    if number * each > units or actions > _MOST_ACTIONS:
+                        continue
+                    try:
+                        check_schedule(name, number, micro, stages_per_device=each, training=training)
+                    except SpecError:
+                        if schedule and num_microbatches and (processes or count == 2):
+                            raise
+                        continue
+                    for used in _orders(profile, devices, number):
+                        yield Way(devices=used, microbatches=micro, schedule=name, per_device=each, order=order)
+
+
+def _parts(size: int, positions: int, *, ragged: bool) -> list[int]:
+    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win.
+
+    Where the last ones may be smaller (`ragged`), also those that the positions divide.
     """
-    price = price or Pricer(profile, cluster)
-    computing = _computing(cluster)
-    lines = MeshLines(
-        profile=profile, cluster=computing, batch=batch, found=found, tracer=price.tracer, objective=objective
-    )
-    if not processes:  # a process has the device that the plan says; without any, alike ones are neighbours
-        hosts = list(dict.fromkeys(device.host for device in computing.devices))
-        slow = dict(zip(computing.names, lines.seconds, strict=True))
-        order = sorted(computing.devices, key=lambda d: (hosts.index(d.host), slow[d.name]))
-        lines = MeshLines(
-            profile=profile, cluster=replace(computing, devices=tuple(order)), batch=batch, found=found,
-            tracer=price.tracer, objective=objective,
-        )  # fmt: skip
-    asked = Asked(
-        units=lines.whole.count, rows=batch.size, training=lines.whole.training,
-        processes=processes if processes > 1 else 0, num_microbatches=num_microbatches, schedule=schedule,
+    found = [m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions]
+    if ragged:
+        found = sorted({*found, *(m for m in (positions, 2 * positions, 4 * positions) if m <= size)})
+    return found[-8:]
+
+
+def _orders(profile: Profile, devices: Sequence[Device], count: int) -> list[tuple[Device, ...]]:
+    """Orders of so many devices for the stages, those that differ; the given one first."""
+    kinds = {device.name: (device.speed, device.memory_bytes, device.overhead_bytes, device.host) for device in devices}
+    if len(set(kinds.values())) == 1:
+        return [tuple(devices[:count])]
+    seconds = {device.name: float(op_seconds(profile, device).sum()) for device in devices}
+    several = [
+        devices,
+        *(sorted(devices, key=lambda device: way * seconds[device.name]) for way in (1, -1)),
+        sorted(devices, key=lambda device: (-device.budget_bytes, seconds[device.name])),
+        *(permutations(devices, count) if len(devices) <= 4 else ()),
+    ]
+    found: dict[object, tuple[Device, ...]] = {}
+    for order in several:
+        picked = tuple(order[:count])
+        found.setdefault(tuple(kinds[device.name] for device in picked), picked)
+    return list(found.values())[:_MOST_ORDERS]
+
+
+# ---- the search
+
+
+def _searches(
+    profile: Profile, cluster: Cluster, batch: BatchAxis, ways: Sequence[Way], figure: str, one_process: bool,
+    room: float,
+) -> Iterator[tuple[StageCuts, Array]]:  # fmt: skip
+    """The cuts of every way, and where its layers begin."""
+    units, graph = find_units(profile), profile.graph
+    devices = [device for device in cluster.devices if device.name != "disk"]
+    most = max(way.microbatches for way in ways)
+    few = part_of_batch(profile, batch, -(-batch.size // most))
+    ends: dict[bytes, tuple[object, object]] = {}
+    for way in ways:
+        begins = layer_begins(profile, units, way.stages, one_process=one_process)
+        key = begins.tobytes()
+        if key not in ends:
+            ends[key] = tuple(layer_figures(profile, one, begins, devices) for one in (few, profile))  # type: ignore
+        least, rows = -(-batch.size // most), -(-batch.size // way.microbatches)
+        part = (rows - least) / max(batch.size - least, 1)
+        yield StageCuts(
+            between(*ends[key], part), way, cluster, figure,  # type: ignore[arg-type]
+            training=graph.backward_begin < len(graph.ops), one_process=one_process, room=room,
+        ), begins  # fmt: skip
+
+
+def _best(
+    searches: Callable[[float], Iterator[tuple[StageCuts, Array]]], write: Callable[[Cutting, Array], Plan],
+    price: Callable[[Plan], Estimate], goal: str, ops: int,
+) -> tuple[tuple[Plan, Estimate] | None, Estimate | None]:  # fmt: skip
+    """The best plan that fits, and what lacks least of those that don't; between equals the simplest."""
+    best: tuple[float, Cutting, Plan, Estimate] | None = None
+    closest: Estimate | None = None
+    for room in _ROOMS:
+        if best is not None and (room < 1 or (best[1].load <= _TIGHT and not any(best[1].recompute))):
+            break
+        found = [(one, search, begins) for search, begins in searches(room) for one in search.cuttings()]
+        found.sort(key=lambda row: (float(f"{row[0].value:.3g}"), row[0].way.simplicity))
+        timed, actions = list[tuple[float, Cutting, Array]](), 0
+        for one, search, begins in found:
+            actions += 2 * one.way.stages * one.way.microbatches
+            if actions > _SIMULATED_ACTIONS and len(timed) >= _DOZEN:
+                break
+            timed.append((search.simulated(one), one, begins))
+        timed.sort(key=lambda row: (float(f"{row[0]:.3g}"), row[1].way.simplicity))
+        for value, one, begins in timed[: max(2, min(_DOZEN, _PRICED_OPS // max(ops, 1)))]:
+            if best is not None and (value > timed[0][0] * _CLOSE or (room > 1 and value > best[0] / _AS_GOOD)):
+                break
+            plan = write(one, begins)
+            try:
+                figures = price(plan)
+            except PlanError:  # stages that can't be cut there
+                continue
+            exact = value_of(figures, goal, plan.workload.training)
+            if not figures.fits:
+                closest = figures if closest is None or _lacking(figures) < _lacking(closest) else closest
+            elif best is None or exact < best[0] / _AS_GOOD or (
+                exact <= best[0] * _AS_GOOD and one.way.simplicity < best[1].way.simplicity
+            ):  # fmt: skip
+                best = exact, one, plan, figures
+    return None if best is None else best[2:], closest
+
+
+def _lacking(figures: Estimate) -> int:
+    return max(-device.free_bytes for device in figures.devices)
+
+
+# ---- the plan
+
+
+def _write(profile: Profile, batch: BatchAxis, objective: str, one_process: bool, one: Cutting, begins: Array) -> Plan:
+    """Write down what was decided."""
+    units, graph, names = find_units(profile), profile.graph, [device.name for device in one.way.devices]
+    borders = begins[list(one.cuts[1:-1])]
+    stage_of_unit = np.searchsorted(borders, np.arange(len(units.paths)), side="right")
+    stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
+    paths: list[list[str]] = [[] for _ in one.recompute]
+    for path, stage in (collapse(stage_of, graph) if stage_of else {"": "0"}).items():
+        paths[int(stage)] += opened(path, graph) if one.recompute[int(stage)] else [path]
+    stages = zip(paths, one.recompute, strict=True)
+    return Plan(
+        strategy="pipeline", objective=objective, workload=profile.workload,
+        devices=tuple(map(plan_device, one.way.devices)),
+        placements={path: names[i % len(names)] for i, own in enumerate(paths) for path in own},
+        num_microbatches=one.way.microbatches, schedule=one.way.schedule, fingerprint=graph.fingerprint,
+        mesh=Mesh(pp=len(names)), batch=batch, stages=tuple(Stage(paths=tuple(own), recompute=yes)
+                                                            for own, yes in stages),
     )  # fmt: skip
 
-    def write(candidate: Candidate) -> Plan:
-        return replace(write_plan(lines, candidate, objective), cuts=lines.assumed(candidate.shape))
 
-    while True:
-        shapes = list(meshes(asked, lines.cluster.devices, lines.seconds))
-        best, closest = best_mesh(lines, shapes, objective, write, price)
-        if best is None:
-            raise PlanError(mesh_refusal(lines, None if closest is None else closest.figures))
-        cuts, refused = _proved(lines, best.candidate.shape, prove)
-        if not refused:
-            plan = replace(best.plan, cuts=cuts, results=find_results(found, cuts))
-            return replace(plan, reasons=explain_mesh(lines, best))
-        lines.ban(refused)
+def opened(path: str, graph: ModelGraph) -> list[str]:
+    """The largest modules at or below a path that have no list of modules in them, except inside its elements.
+
+    "decoder"   ->   "decoder.embed", "decoder.layers.0", "decoder.layers.1", "decoder.norm"
+    """
+    numbered = {module.path for module in graph.modules if module.numbered}
+    if path in numbered or any(one in numbered for one in above(path)):
+        return [path]
+    prefix = f"{path}." if path else ""
+    if not any(one.startswith(prefix) for one in numbered):
+        return [path]
+    names = [tensor.name for tensor in graph.tensors if tensor.name.startswith(prefix)]
+    own = [name for name in names if parent(name) == path]
+    below = dict.fromkeys(prefix + name[len(prefix) :].partition(".")[0] for name in names if name not in own)
+    return [*own, *(one for child in below for one in opened(child, graph))]
 
 
-def _computing(cluster: Cluster) -> Cluster:
-    return replace(cluster, devices=tuple(device for device in cluster.devices if device.name != "disk"))
+# ---- words
 
 
-def _proved(
-    lines: MeshLines, shape: Shape, prove: Prove
-) -> tuple[tuple[Cut, ...], dict[tuple[int, Shares], str]]:  # fmt: skip
-    """The cuts of a shape, proved; and those that can't be, with the reason."""
-    options = lines.options(shape)
-    outcomes = prove([lines.groups[option.index] for option in options], [option.shares for option in options])
-    refused = {
-        (option.index, option.shares): found.reason
-        for option, found in zip(options, outcomes, strict=True)
-        if not isinstance(found, Cut)
-    }
-    return tuple(found for found in outcomes if isinstance(found, Cut)), refused
+def _reasons(
+    profile: Profile, plan: Plan, figures: Estimate, devices: Sequence[Device], processes: int
+) -> Iterator[str]:
+    """Say how a pipeline runs, what is recomputed, which device is fullest, and which are not used."""
+    run, batch = figures.pipelining, plan.batch
+    assert run is not None and batch is not None
+    names = {device.name for device in plan.devices}
+    yield (
+        f"{len(plan.stages)} stages on {len(names)} devices, the batch of {batch.size} in {plan.num_microbatches} "
+        f"micro-batches, schedule {plan.schedule}: devices wait {run.bubble:.0%} of the time"
+    )
+    again = [i for i, stage in enumerate(plan.stages) if stage.recompute]
+    if again:
+        several = f"stage{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
+        yield (
+            f"{'all stages' if len(again) == len(plan.stages) else several} compute activations again in backward "
+            f"instead of keeping them: else the activations of {max(s.in_flight for s in run.stages)} micro-batches "
+            "don't fit"
+        )
+    if plan.schedule == "1f1b" and not processes:
+        yield (
+            "keeping all micro-batches' activations is slower or too much here: train with autoshard.schedule(model), "
+            "which runs backwards in between; output.backward() would keep them all"
+        )
+    full = figures.fullest
+    yield f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"
+    unused = [device.name for device in devices if device.name not in names]
+    if unused:
+        yield f"{', '.join(unused)} not used: more stages would wait for each other longer"
+    alone = min(float(op_seconds(profile, device).sum()) for device in devices)
+    fits = profile.peak_bytes <= max(device.budget_bytes for device in devices)
+    if plan.objective != "memory" and fits and alone < figures.latency_seconds:
+        yield (
+            f"one device alone would be faster ({alone / figures.latency_seconds:.0%} of the time): a pipeline was "
+            "asked for"
+        )
+
+
+def _refusal(figures: Estimate | None, devices: Sequence[Device]) -> str:
+    """Say what is lacking, and what may help."""
+    there = sum(device.budget_bytes for device in devices)
+    short = f"no stages were found that go into the {format_bytes(there)} of {len(devices)} devices"
+    if figures is not None:
+        lacking = [f"{one.name} {format_bytes(-one.free_bytes)}" for one in figures.devices if one.free_bytes < 0]
+        short = f"in the closest one there is too little on {', '.join(lacking)}"
+    return f'no pipeline fits: {short}. Use more micro-batches, more devices, a smaller batch, or strategy="balanced".'
 
 
 def _check(
@@ -172,60 +343,6 @@ def _check(
             f"under torchrun all micro-batches have equally many rows: a batch of {batch.size} is not a multiple of "
             f"{num_microbatches}. Use {good} micro-batches, or another batch."
         )
-
-
-def write_plan(lines: MeshLines, candidate: Candidate, objective: str) -> Plan:
-    """Write down what was decided, but for the cuts."""
-    profile, units, shape, found = lines.profile, lines.units, candidate.shape, candidate.found
-    devices, rows = lines.devices(shape), lines.rows(shape)
-    assert rows is not None
-    even = len(set(rows)) == 1
-    mesh = Mesh(dp=shape.data, pp=shape.pipeline, tp=shape.tensor, shares=() if even else rows)
-    heads = [devices[mesh.rank(pipeline=position)].name for position in range(shape.pipeline)]
-    plan = Plan(
-        strategy="hybrid", objective=objective, workload=profile.workload, devices=tuple(map(plan_device, devices)),
-        placements={"": heads[0]}, num_microbatches=shape.microbatches, schedule=shape.schedule,
-        fingerprint=profile.graph.fingerprint, mesh=mesh, batch=lines.batch,
-    )  # fmt: skip
-    if shape.pipeline == 1:
-        return plan
-    paths = _stage_paths(profile.graph, units, candidate)
-    return replace(
-        plan,
-        placements={path: heads[i % len(heads)] for i, own in enumerate(paths) for path in own},
-        stages=tuple(
-            Stage(paths=tuple(own), recompute=again) for own, again in zip(paths, found.recompute, strict=True)
-        ),
-    )
-
-
-def _stage_paths(graph: ModelGraph, units: Units, candidate: Candidate) -> list[list[str]]:
-    found = candidate.found
-    cuts = candidate.line.begins[list(found.cuts[1:-1])]
-    stage_of_unit = np.searchsorted(cuts, np.arange(len(units.paths)), side="right")
-    stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
-    placed = collapse(stage_of, graph) if stage_of else {"": "0"}
-    paths: list[list[str]] = [[] for _ in found.recompute]
-    for path, stage in placed.items():
-        paths[int(stage)] += opened(path, graph) if found.recompute[int(stage)] else [path]
-    return paths
-
-
-def opened(path: str, graph: ModelGraph) -> list[str]:
-    """The largest modules at or below a path that have no list of modules in them, except inside its elements.
-
-    "decoder"   ->   "decoder.embed", "decoder.layers.0", "decoder.layers.1", "decoder.norm"
-    """
-    numbered = {module.path for module in graph.modules if module.numbered}
-    if path in numbered or any(one in numbered for one in above(path)):
-        return [path]
-    prefix = f"{path}." if path else ""
-    if not any(one.startswith(prefix) for one in numbered):
-        return [path]
-    names = [tensor.name for tensor in graph.tensors if tensor.name.startswith(prefix)]
-    own = [name for name in names if parent(name) == path]
-    below = dict.fromkeys(prefix + name[len(prefix) :].partition(".")[0] for name in names if name not in own)
-    return [*own, *(one for child in below for one in opened(child, graph))]
 
 
 def _no_choice(

@@ -1,4 +1,4 @@
-"""mesh_cost: what it says of one dimension alone is what the other estimates say, and of several what follows."""
+"""What every plan with a mesh has in common: bounds, what is refused, generation, old plans."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,13 +15,9 @@ from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
 from autoshard.cost import divided_bound, estimate
-from autoshard.engine.cuts import estimate_cuts
-from autoshard.engine.links import all_reduce_seconds
-from autoshard.engine.mesh import estimate_stages
 from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
-from autoshard.profile.part import part_of_batch
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload
 
@@ -91,86 +87,6 @@ def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"
     )  # fmt: skip
 
 
-def combined(plan, profile, cluster):
-    return estimate_stages(plan, profile, cluster, processes=True)
-
-
-def slow(cluster):
-    """The same devices with links on which bytes count and not messages."""
-    return replace(cluster, links=tuple(replace(link, bytes_per_second=1e6) for link in cluster.links))
-
-
-def cuts_of(profile, cluster, groups, degree):
-    few = replace(cluster, devices=cluster.devices[:degree])
-    return column_parallel(profile, few, groups, unproved, degree=degree, even=True).cuts
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("links", ["fast", "slow"])
-def test_ranks_alone_are_a_plan_with_cuts(mode, links):
-    """Over slow links a sum of little, as backward has it, takes less than its gather in forward."""
-    workload = Workload(batch_size=BATCH, mode=mode)
-    profile = autoshard.profile(Net(leveled=True), INPUTS, workload=workload)
-    groups = find_groups(capture(Net(leveled=True), INPUTS, workload=Workload(batch_size=BATCH), composite=True))
-    cluster = parse_devices("4xA100-40GB")
-    if links == "slow":
-        cluster = slow(cluster)
-    cuts = cuts_of(profile, cluster, groups, 4)
-    plan = plan_on(cluster, profile, Mesh(tp=4), cuts=cuts)
-    one = combined(plan, profile, cluster)
-    other = estimate_cuts(replace(plan, mesh=None), profile, cluster)
-    assert cuts and one.latency_seconds == pytest.approx(other.latency_seconds, rel=1e-9)
-    assert one.collective_seconds == pytest.approx(other.collective_seconds, rel=1e-9)
-    assert (one.all_reduces, one.all_gathers) == (other.all_reduces, other.all_gathers) and one.all_gathers
-    for a, b in zip(one.devices, other.devices, strict=True):
-        assert a.compute_seconds == pytest.approx(b.compute_seconds, rel=1e-9)
-        assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=0.05)
-
-
-def test_replicas_add_the_sum_of_their_gradients(profiles):
-    """Two replicas of two stages, in two hosts: each as a pipeline of half the batch, then the slow link."""
-    cluster, profile = parse_devices("2 hosts of 2xA100-40GB"), profiles["training"]
-    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2), microbatches=4, schedule="1f1b")
-    both = combined(plan, profile, cluster)
-    assert len({(d.peak_bytes, d.compute_seconds) for d in both.devices}) == 2  # one row per stage
-    half = part_of_batch(profile, batch(), BATCH // 2)
-    rows = replace(batch(), size=BATCH // 2)
-    one = replace(plan, devices=plan.devices[:2], mesh=Mesh(pp=2), batch=rows)
-    alone = combined(one, half, cluster)
-    nbytes = profile.parameter_bytes // 2
-    sum_seconds = all_reduce_seconds(cluster, [cluster.names[0], cluster.names[2]], nbytes)
-    assert both.latency_seconds == pytest.approx(alone.latency_seconds + sum_seconds, rel=1e-3)
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-def test_three_dimensions(profiles, groups, mode):
-    cluster, profile = parse_devices("2 hosts of 4xA100-40GB"), profiles[mode]
-    cuts = cuts_of(profile, cluster, groups, 2)
-    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2, tp=2), cuts=cuts, microbatches=4)
-    found = estimate_mesh(plan, profile, cluster)
-    assert found.fits and len(found.devices) == 8
-    whole = sum(d.parameter_bytes for d in found.devices)
-    held = 2 * profile.parameter_bytes  # a copy per replica; biases behind an all-reduce are on every rank
-    assert held <= whole <= held * 1.01
-    assert found.latency_seconds >= divided_bound(profile, cluster) == found.lower_bound_seconds
-    for device in found.devices:  # the clock of every device adds up to what is said of it
-        own = [
-            e for e in found.pipelining.events if e.device == device.name and e.kind not in ("transfer", "all-reduce")
-        ]
-        busy = sum(e.end_seconds - e.begin_seconds for e in own)
-        assert device.compute_seconds <= busy <= found.latency_seconds
-        assert max(e.end_seconds for e in found.pipelining.events) == pytest.approx(found.latency_seconds)
-
-
-def test_unequal_replicas_have_unequal_rows(profiles):
-    fast, slow = parse_devices("2xA100-40GB"), parse_devices("2xT4")
-    devices = (*fast.devices, *(replace(d, name=f"cuda:{i + 2}") for i, d in enumerate(slow.devices)))
-    cluster = _linked(devices)
-    plan = plan_on(cluster, profiles["training"], Mesh(dp=2, pp=2, shares=(3, 1)), microbatches=2)
-    found = combined(plan, profiles["training"], cluster)
-    assert found.devices[0].activation_bytes > 2 * found.devices[2].activation_bytes
-
-
 def test_no_plan_is_below_the_bound(profiles):
     cluster = _linked((_device("a", 1e12), _device("b", 2e12), _device("c", 4e12)))
     one = [divided_bound(profiles["inference"], replace(cluster, devices=(d,))) for d in cluster.devices]
@@ -182,13 +98,22 @@ def test_no_plan_is_below_the_bound(profiles):
 
 def test_what_cannot_be_priced_is_refused(profiles):
     cluster = parse_devices("4xA100-40GB")
-    plan = plan_on(cluster, profiles["training"], Mesh(dp=2, pp=2), microbatches=2)
+    plan = plan_on(cluster, profiles["training"], Mesh(pp=2), microbatches=2)
     with pytest.raises(PlanError, match="does not say how the batch is divided"):
         estimate_mesh(replace(plan, batch=None), profiles["training"], cluster)
-    with pytest.raises(PlanError, match="can't have stages"):
-        estimate_mesh(replace(plan, mesh=Mesh(fsdp=2, pp=2)), profiles["training"], cluster)
-    with pytest.raises(PlanError, match="a batch of 8 can't be divided into 9"):
-        estimate_mesh(replace(plan, num_microbatches=9), profiles["training"], cluster)
+    with pytest.raises(PlanError, match="priced with the model itself"):
+        estimate_mesh(replace(plan, mesh=Mesh(dp=2, pp=2)), profiles["training"], cluster)
+    with pytest.raises(PlanError, match="a batch of 16 can't be divided into 17"):
+        estimate_mesh(replace(plan, num_microbatches=17), profiles["training"], cluster)
+
+
+def test_an_old_plan_over_a_mesh_is_priced_as_one_for_processes():
+    """Hybrid plans of earlier versions have no launch."""
+    cluster = parse_devices("4xA100-40GB")
+    profile = profile_of("training")
+    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2), microbatches=2, schedule="1f1b")
+    found = autoshard.estimate(plan, profile, cluster)
+    assert found.tokens_per_second > 0 and len(found.ranks) >= 1
 
 
 def _device(name, rate):

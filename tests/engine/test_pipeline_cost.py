@@ -6,7 +6,7 @@ import pytest
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.mesh import estimate_stages
+from autoshard.engine.pipelines import estimate_stages
 from autoshard.errors import PlanError
 from autoshard.prove.batch import find_batch_axis
 from tests.pipeline_models import Decoder, halves, inputs_for, plan_by_hand, profile_of

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.mesh import estimate_stages
+from autoshard.engine.pipelines import estimate_stages
 from autoshard.estimate import Event
 from autoshard.report.document import estimate_data
 from autoshard.report.pipelined import lane

@@ -9,7 +9,7 @@ from itertools import combinations, permutations, product
 
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.cost import tensor_units
-from autoshard.engine.mesh import estimate_stages
+from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.pricer import price
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import AutoshardError, SpecError

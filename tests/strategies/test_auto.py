@@ -55,7 +55,7 @@ def test_never_worse_than_a_strategy(mode, objective):
         assert row.value >= found.bound
         assert not row.usable or row.value >= found.chosen.value * (1 - 1e-8)
     names = [row.name for row in found.alternatives]
-    assert names == ["placement", "data-parallel", "pipeline", "column-parallel", "hybrid"]
+    assert names == ["placement", "data-parallel", "pipeline", "column-parallel"]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_never_worse_than_any_single_strategy_that_is_asked_for(mode, processes)
     """What `auto` takes against what each strategy gives by itself, as the run is: one process, or one per device."""
     asked = request(mode=mode, objective="throughput", processes=processes)
     found = compare(asked)
-    for strategy in ("sequential", "balanced", "pipeline", "data-parallel", "column-parallel", "hybrid"):
-        if not processes and strategy in ("column-parallel", "hybrid"):  # what they give is not run in one process
+    for strategy in ("sequential", "balanced", "pipeline", "data-parallel", "column-parallel"):
+        if not processes and strategy == "column-parallel":  # what they give is not run in one process
             continue
         try:
             plan = plan_measured(
@@ -100,7 +100,7 @@ def test_the_same_plan_each_time():
 
 def test_reasons_say_what_was_not_chosen_and_the_bound():
     text = "\n".join(explained(compare(request())).reasons)
-    for words in ("with a process per device (torchrun) hybrid", "not chosen: pipeline", "chosen: placement",
+    for words in ("with a process per device (torchrun) column-parallel", "not chosen: pipeline", "chosen: placement",
                   "no plan of any kind on these devices is below"):  # fmt: skip
         assert words in text, words
 
@@ -159,10 +159,10 @@ def test_only_the_winner_is_proved():
     rows = [
         Candidate(name="slow", make=lambda: plans["pipeline"], prove=prove("pipeline")),
         Candidate(name="fails", make=lambda: plans["placement"], prove=prove("placement", fails=True)),
-        Candidate(name="good", make=lambda: plans["hybrid"], prove=prove("hybrid")),
+        Candidate(name="good", make=lambda: plans["data-parallel"], prove=prove("data-parallel")),
     ]
     found = compare_candidates(rows, asked.profile, asked.cluster, "latency")
-    assert proved[0] == "placement" and proved[-1] == ("hybrid" if found.chosen.name == "good" else "pipeline")
+    assert proved[0] == "placement" and proved[-1] == ("data-parallel" if found.chosen.name == "good" else "pipeline")
     assert len(proved) == 2 and found.alternatives[1].refused == "it can't be shown"
 
 
@@ -170,7 +170,7 @@ def test_of_equals_the_one_on_the_fewest_devices_is_taken():
     """A pipeline of one micro-batch does what a placement does, and may be less by rounding."""
     plans = {row.name: row.plan for row in compare(request()).alternatives}
     rows = [Alternative(name=name, plan=plans[name], value=1.0 - 1e-12 * rank)
-            for rank, name in enumerate(("placement", "pipeline", "hybrid"))]  # fmt: skip
+            for rank, name in enumerate(("placement", "pipeline", "data-parallel"))]  # fmt: skip
     counts = [devices_used(row) for row in rows]
     assert counts[0] < counts[1] and _best_of(rows) == 0 and _best_of(rows[1:]) == 0
     assert _best_of([rows[0], replace(rows[1], value=0.99)]) == 1 and _best_of([]) is None

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.capture.stages import divide
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.mesh import estimate_stages, run_plan
+from autoshard.engine.pipelines import estimate_stages, run_plan
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.strategies.pipeline import opened, pipeline
