@@ -14,6 +14,7 @@ from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
+from autoshard.runtime.device_map import with_map, without_map
 from autoshard.runtime.devices import check_copies, make_current, resolve_device
 from autoshard.runtime.launched import check_launched
 from autoshard.runtime.local_ranks import LocalRanks
@@ -40,7 +41,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         return _apply_replicas(model, plan, loader)
     if not plan.cuts:
         _check_not_cut(model)
-        return placing.apply_plan(model, plan)
+        return with_map(placing.apply_plan(model, plan), _map_of(plan))
     problem: PlanError | ApplyError | None = None  # in several processes the others must hear of it before it is raised
     try:
         _check_belongs(model, plan)
@@ -69,7 +70,15 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     check_copies(devices)
     if is_applied(model):
         remove(model)
-    return apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader, results=plan.results)
+    return with_map(
+        apply_cuts(model, plan.cuts, LocalRanks.of(devices), loader=loader, results=plan.results), _map_of(plan)
+    )
+
+
+def _map_of(plan: Plan) -> dict[str, str]:
+    """Where modules are, as Accelerate writes it; of parameters on several devices: the devices."""
+    replicas = plan.mesh is not None and plan.mesh.data > 1
+    return {device.name: device.name for device in plan.devices} if plan.cuts or replicas else plan.device_map
 
 
 def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
@@ -132,11 +141,14 @@ def own_place(
 def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
     """Apply a `device_map`; see `runtime.apply.apply_device_map`."""
     _check_not_cut(model)
-    return placing.apply_device_map(model, device_map)
+    return with_map(
+        placing.apply_device_map(model, device_map), {path: str(device) for path, device in device_map.items()}
+    )
 
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply_plan`: the same module, whole, where it was. Raises `ApplyError` if nothing is applied."""
+    without_map(model)
     if pipeline_record(model) is not None:
         return remove_stages(model)
     if replica_record(model) is not None:

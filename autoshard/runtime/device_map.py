@@ -1,0 +1,27 @@
+"""Say where an applied model is in the way that Accelerate does, for what would move it or copy it otherwise."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+class AppliedMap(dict[str, str]):
+    """A device map that `apply` wrote; a model that was loaded with `device_map=` keeps its own."""
+
+
+def with_map(model: nn.Module, device_map: Mapping[str, str]) -> nn.Module:
+    """Set `hf_device_map`: with it a Trainer, or `Accelerator.prepare`, leaves the model where it is.
+
+    A map of one entry says to them that the model may be moved, so a model that is on one device is told by its parts.
+    """
+    if set(device_map) == {""}:
+        device_map = {name: device_map[""] for name, _ in model.named_children()} or device_map
+    if isinstance(getattr(model, "hf_device_map", AppliedMap()), AppliedMap):
+        model.hf_device_map = AppliedMap(device_map)  # type: ignore[assignment]
+    return model
+
+
+def without_map(model: nn.Module) -> None:
+    """Delete the `hf_device_map` that `apply` wrote."""
+    if isinstance(getattr(model, "hf_device_map", None), AppliedMap):
+        del model.hf_device_map
