@@ -20,8 +20,16 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(item, f"{path}.{index}" if path else str(index))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
+            item = _field(value, field.name)
             yield from tensors_in(item, f"{path}.{field.name}" if path else field.name)
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field of a dataclass as it is kept: a class may raise an error where its attributes are looked up."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return getattr(value, name, None)
 
 
 def flat_tensors(value: Any) -> list[torch.Tensor]:
@@ -48,7 +56,7 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
             _gather(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _gather(getattr(value, field.name, None), found)
+            _gather(_field(value, field.name), found)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -74,7 +82,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return type(value)(*items)
         return type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.init}
+        fields = {f.name: _field(value, f.name) for f in dataclasses.fields(value) if f.init}
         changed = {name: map_tensors(item, change) for name, item in fields.items()}
         if all(changed[name] is item for name, item in fields.items()):
             return value
@@ -176,7 +184,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value) if field.init]
+        return [(field.name, _field(value, field.name)) for field in dataclasses.fields(value) if field.init]
     return None
 
 
