@@ -307,7 +307,7 @@ def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     if cut or staged:
         launched.check_launched(plan)
     if staged:
-        from autoshard.prove.batch import find_batch_axis
+        from autoshard.check.batch import find_batch_axis
 
         launched.check_stored(model, plan)
         plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))

@@ -56,19 +56,19 @@ class BatchOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxis:
-    """The batch of a model, proved parallel: parts of it, run one by one, give the parts of its outputs.
+    """The batch of a model, whose parts, run one by one, give the parts of its outputs.
 
     Attributes:
         size: rows at planning; runs may have others.
         whole: inputs (paths) that every part gets whole.
-        plain: arguments of the proved call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
+        plain: arguments of the checked call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
         written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
             of the batch.
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
             may do so. "" is the model with all in it.
         flags: attributes of modules that were True or False and that no forward changes, as `runtime.flags.flags_of`
             writes them: with others a forward may mix rows.
-        proof: how it was shown, for people.
+        proof: how it was checked, for people.
         assumed: whether the user said that rows are independent (`assume_independent_rows=True`): nothing refused it.
     """
 

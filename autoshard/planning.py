@@ -80,7 +80,7 @@ class Request:
     @cached_property
     def batch(self) -> "BatchAxis":
         """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
-        from autoshard.prove.batch import find_batch_axis
+        from autoshard.check.batch import find_batch_axis
 
         found = find_batch_axis(
             self.model, self.inputs, self.profile.workload, self.composite,
@@ -128,10 +128,10 @@ class Request:
 
     def prover(self) -> "Prove":
         """What proves cuts on the model, by running every distinct block."""
-        from autoshard.prove.prove import make_prover
+        from autoshard.check.cuts import check_cuts
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
-        prove = make_prover(self.model, self.inputs, forward, self.composite, self.groups)
+        prove = check_cuts(self.model, self.inputs, forward, self.composite, self.groups)
         return _inside_blocks(prove) if self.inside_blocks else prove
 
 
@@ -278,11 +278,11 @@ def candidates_of(request: Request) -> "list[Candidate]":
     many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
-    from autoshard.axes.unproved import unproved
+    from autoshard.axes.unchecked import unchecked
 
     found.append(
         Candidate(
-            name="column-parallel", make=lambda: _cut(request, unproved), prove=lambda: _cut(request), usable=many
+            name="column-parallel", make=lambda: _cut(request, unchecked), prove=lambda: _cut(request), usable=many
         )
     )
     return found

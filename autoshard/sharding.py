@@ -138,7 +138,7 @@ class Cut:
         size: how many slices the axis has; `shares`: how many of them each rank keeps, in rank order.
         summed: replicated parameters used inside the cut; every rank has a part of their gradient.
         training: whether the blocks were in training mode when it was found; if not, they may not drop anything in it.
-        proof: how it was shown to be equal, for people.
+        proof: how it was checked, for people.
     """
 
     blocks: tuple[str, ...]

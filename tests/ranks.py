@@ -24,7 +24,7 @@ context.set_forkserver_preload(
         "autoshard.api",
         "autoshard.capture.capture",
         "autoshard.pipelines.engine",
-        "autoshard.prove.prove",
+        "autoshard.check.cuts",
         "autoshard.runtime.data_parallel",
         "autoshard.strategies.column_parallel",
         "tests.conformance.rank_checks",

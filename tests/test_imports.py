@@ -45,7 +45,7 @@ FLOORS = (
     {"schedules", "largest_size"},
     {"capture", "cluster", "runtime"},
     {"profile", "axes", "simulate", "checkpoint", "pipelines"},
-    {"flow", "prove", "answer_cost"},
+    {"flow", "check", "answer_cost"},
     {"cost", "stream_schedule"},
     {"stream_cost"},
     {"engine"},

@@ -9,8 +9,8 @@ from torch import nn
 
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.check.batch import find_batch_axis
 from autoshard.plan import Mesh, Plan, PlanDevice
-from autoshard.prove.batch import find_batch_axis
 from autoshard.verify.cuts import CoarsestType
 from autoshard.verify.verify import verify
 from tests.runtime.pipelines import pipeline, sentences, words

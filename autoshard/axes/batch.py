@@ -3,7 +3,7 @@
     ids [2 = b, 8] ─▶ embedding ─▶ [b, 8, 64] ─▶ … ─▶ logits [b, 8, 300]         a leaf b, from an input to an output
 
 One walk over all ops of a graph that was captured with `composite=True`. An op that blocks the leaf need not mix rows
-(a sort by expert that is undone behind it): that is for a proof by numbers to say. An op that doesn't keeps them apart.
+(a sort by expert that is undone behind it): that is for `check.independence` to say.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

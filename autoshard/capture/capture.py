@@ -108,7 +108,12 @@ def record_forward(
     try:
         graph = _at(run, "fake", ())
     except VALUE_ERRORS:
-        graph = _forced(run, "invented")
+        try:
+            graph = _forced(run, "invented")
+        except CaptureError:  # invented values led where none that the model computes do
+            if not real or _without_values(model):
+                raise
+            graph = _forced(run, "real")
     except CaptureError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Replay a recorded graph with real weights: the proof that the record is what the model does."""
+"""Replay a recorded graph with real weights: which shows that the record is what the model does."""
 
 from collections import Counter
 from typing import Any

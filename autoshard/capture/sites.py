@@ -63,7 +63,7 @@ class Sites(DeviceSources):
             recorder.tape.sliced(args[0], args[1])
         if recorder.tape is not None and recorder.tape.histories and not recorder.busy:
             if func is torch.Tensor.register_hook:
-                recorder.tape.hooked = recorder.tape.hooked or user_code.calling_line()
+                recorder.tape.hook(args[0], user_code.calling_line())
                 return torch.utils.hooks.RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()

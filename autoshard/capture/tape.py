@@ -113,7 +113,7 @@ class Tape:
         left_out: ops whose values could have been known, but for their size.
         slices: parts of tensors as the code wrote them.
         sizes: values of which Python asked how large they are.
-        hooked: the line that hung a hook on the gradients of a tensor first, "" if none did.
+        hooked: values on whose gradients a hook was hung, and the line that did.
         failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
         histories: code that asks whether a tensor has a history is told so, and hooks on gradients are noted only.
@@ -138,7 +138,7 @@ class Tape:
         self.left_out = 0
         self.sizes: set[int] = set()
         self.slices: list[Slices] = []
-        self.hooked = ""
+        self.hooked: dict[int, str] = {}
 
     def begin(self, recorder: Recorder) -> None:
         """A run begins; what was noted of another one, which failed, is forgotten."""
@@ -194,6 +194,11 @@ class Tape:
         value = self._recorder.ledger.find(tensor) if isinstance(tensor, torch.Tensor) else None
         if value is not None:
             self.sizes.add(value)
+
+    def hook(self, tensor: torch.Tensor, line: str) -> None:
+        """A hook is hung on the gradient of a tensor."""
+        value = self._recorder.ledger.find(tensor)
+        self.hooked.setdefault(-1 if value is None else value, line)
 
     def sliced(self, tensor: torch.Tensor, index: Any) -> None:
         """A part of a tensor is taken, or written: torch runs no op for a slice that is all there is."""

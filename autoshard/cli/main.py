@@ -382,8 +382,8 @@ def run() -> None:
 def _show_axes(target: "Target", as_json: bool) -> None:
     from autoshard.axes.groups import find_groups
     from autoshard.capture.capture import capture
+    from autoshard.check.batch import find_batch_axis
     from autoshard.profile.measure import profile_graph
-    from autoshard.prove.batch import find_batch_axis
     from autoshard.report.axes import axes_document, print_axes
 
     if target.workload.training:

@@ -177,7 +177,7 @@ def _prepare(
     for cut in cuts:
         _check_cut(cut, ranks)
     found = find_cut_tensors(model, cuts)
-    if isinstance(ranks, ProcessRanks | LocalRanks):  # a proof cuts copies of its own
+    if isinstance(ranks, ProcessRanks | LocalRanks):  # a check cuts copies of its own
         check_not_shared(model, {name: tensors[name] for name in found})
     record = CutRecord(
         cuts=cuts,
@@ -271,7 +271,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                     first = AloneCall(ready.record.ranks.devices)
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(Leave(), always_call=True))
-    if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is proved
+    if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
         whole = Whole(ready.record)
         handles.append(model.register_state_dict_post_hook(whole))
         handles.append(model.register_load_state_dict_pre_hook(whole.divide))

@@ -1,4 +1,4 @@
-"""What modules of a cut model give: a tensor that the proof never saw may be a rank's own part, and is not handed out.
+"""What modules of a cut model give: a tensor that no check saw may be a rank's own part, and is not handed out.
 
     recorded when the plan was made          as it is
     another one (maps of attention, say)     the same on all ranks: as it is, and from then on      else ApplyError

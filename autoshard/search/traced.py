@@ -97,7 +97,7 @@ def _sizes(given: Any, workload: Workload) -> tuple[int, int]:
 
 def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> str:
     """Say why the batch can't be divided; "" where it can."""
-    from autoshard.prove.batch import check_rows_apart
+    from autoshard.check.batch import check_rows_apart
 
     if assume_independent_rows or traced.samples == 1:
         return ""

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from autoshard.axes.groups import AxisGroup
-from autoshard.axes.unproved import as_cut
+from autoshard.axes.unchecked import as_cut
 from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device

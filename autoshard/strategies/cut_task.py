@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.axes.unproved import as_cut
+from autoshard.axes.unchecked import as_cut
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import op_seconds, optimizer_seconds
 from autoshard.engine.cuts import Tracer

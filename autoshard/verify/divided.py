@@ -9,10 +9,10 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.capture.backward import training_loss
 from autoshard.plan import Plan
-from autoshard.prove.draws import steady_draws
 from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.schedule import LocalSchedule
 from autoshard.runtime.state import Division
+from autoshard.verify.draws import steady_draws
 
 IN_PARTS = (
     "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 
 import autoshard
 from autoshard.capture.replay import replay
-from autoshard.prove.batch import find_batch_axis
+from autoshard.check.batch import find_batch_axis
 from autoshard.workload import Workload
 
 DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}

@@ -11,9 +11,9 @@ import torch
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
+from autoshard.check.cuts import check_cuts
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
-from autoshard.prove.prove import make_prover
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.workload import Workload
@@ -45,7 +45,7 @@ def planner(model, inputs):
     forward = Workload()
     graph = capture(model, inputs, workload=forward, composite=True)
     found = find_groups(graph)
-    prove = make_prover(model, inputs, forward, graph, found)
+    prove = check_cuts(model, inputs, forward, graph, found)
 
     def plan(degree):
         devices = parse_devices({f"cpu:{rank}": "1GiB" for rank in range(degree)})

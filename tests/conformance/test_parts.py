@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Stage
-from autoshard.prove.batch import find_batch_axis
 from autoshard.verify.cuts import CoarsestType, rounding_of
 from tests.conformance.checks import loss_of, plan_tightly, profiled, seed
 from tests.models import WORKING_CASES

@@ -12,13 +12,13 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
+from autoshard.check.rank import LoneRank
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.cost import estimate
 from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, Scale
 from autoshard.strategies.cut_reasons import collectives

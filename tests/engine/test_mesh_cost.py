@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.axes.groups import find_groups
-from autoshard.axes.unproved import unproved
+from autoshard.axes.unchecked import unchecked
 from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
@@ -143,7 +143,7 @@ def test_what_a_plan_says_about_itself_does_not_change_its_price():
     profile, cluster = autoshard.profile(model, INPUTS), parse_devices({"cuda:0": "1GiB", "cuda:1": "1GiB"})
     found = find_groups(capture(model, INPUTS, composite=True))
     price = Pricer(profile, cluster)
-    plan = column_parallel(profile, cluster, found, unproved, degree=2, price=price)
+    plan = column_parallel(profile, cluster, found, unchecked, degree=2, price=price)
     assert plan.cuts and plan.reasons and plan.results
     known = len(price._known)
     figures = price(plan)

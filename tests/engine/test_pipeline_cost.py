@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 import autoshard
+from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.errors import PlanError
-from autoshard.prove.batch import find_batch_axis
 from tests.pipeline_models import Decoder, halves, inputs_for, plan_by_hand, profile_of
 from tests.runtime.pipelines import pipeline as pipeline_by_hand
 

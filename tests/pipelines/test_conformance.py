@@ -5,10 +5,10 @@ import torch
 
 import autoshard
 from autoshard import Plan, Workload
+from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError, SpecError
 from autoshard.nested import tensors_in
-from autoshard.prove.batch import find_batch_axis
 from autoshard.strategies.pipeline import pipeline
 from tests.models.hf import HF_CASES
 from tests.models.hostile import HOSTILE_CASES

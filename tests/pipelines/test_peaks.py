@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pricer import estimate_mesh
 from autoshard.pipelines.lean import HandingStage, stage_class
 from autoshard.plan import Plan, Stage
-from autoshard.prove.batch import find_batch_axis
 from autoshard.strategies.data_parallel import data_parallel
 from autoshard.strategies.pipeline import pipeline
 from autoshard.workload import Workload

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.check.batch import find_batch_axis
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice
-from autoshard.prove.batch import find_batch_axis
 from autoshard.sharding import proportional_shares
 from autoshard.workload import Workload
 

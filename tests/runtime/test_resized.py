@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from autoshard.check.rank import LoneRank
 from autoshard.errors import ApplyError
-from autoshard.prove.ranks import LoneRank
 from autoshard.runtime.actions import Memo, Step
 from autoshard.runtime.collectives import Axis
 from autoshard.sharding import Action, resized

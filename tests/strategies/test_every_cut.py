@@ -10,7 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard.axes.groups import find_groups
-from autoshard.axes.unproved import unproved
+from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
 from autoshard.engine.cuts import Tracer, estimate_cuts
@@ -114,7 +114,7 @@ def least_of_all(profile, found, cluster):
             options = [option for option in options_on(task, devices) if option.index not in task.fallback]
             for chosen in sets_of(options):
                 if bool(chosen) == (count > 1):
-                    cuts = unproved([groups[o.index] for o in chosen], [o.shares for o in chosen])
+                    cuts = unchecked([groups[o.index] for o in chosen], [o.shares for o in chosen])
                     figures = estimate_cuts(plan_of(profile, devices, cuts), profile, cluster, tracer=tracer)
                     least = min(least, figures.latency_seconds if figures.fits else least)
     return least
@@ -125,7 +125,7 @@ def gap(seed):
     profile, found, cluster = request_of(seed)
     least = least_of_all(profile, found, cluster)
     try:
-        plan = column_parallel(profile, cluster, found, unproved)
+        plan = column_parallel(profile, cluster, found, unchecked)
     except PlanError:
         assert least == float("inf"), f"{seed}: refused, and {least} s is possible"
         return 1.0

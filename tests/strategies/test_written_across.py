@@ -8,9 +8,9 @@ from torch import nn
 
 import autoshard
 from autoshard import Workload
+from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
-from autoshard.prove.batch import find_batch_axis
 from autoshard.strategies.pipeline import pipeline
 
 WORKLOAD = Workload(batch_size=8)

@@ -7,9 +7,9 @@ from torch import nn
 import autoshard
 from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Cut
-from tests.prove.leaks import Stack, Wide
-from tests.prove.test_follow import X, outcome
-from tests.prove.watchers import (
+from tests.check.leaks import Stack, Wide
+from tests.check.test_follow import X, outcome
+from tests.check.watchers import (
     ByLength,
     ByNorm,
     Keeping,
@@ -53,14 +53,30 @@ def test_branches_of_a_forward_with_gradients_are_followed():
     assert "with gradients" in refused(Stack(WithGradients).eval())
 
 
-@pytest.mark.parametrize("function", [ByLength, ByNorm])
+@pytest.mark.parametrize("function", [ByLength, ByNorm, Tripled])
 def test_autograd_functions_on_parts_are_refused_by_name(function):
     said = f"{function.__name__} in blocks.0 is an autograd function on a part of a tensor"
     assert said in refused(Stack(through(function)).eval())
 
 
-def test_autograd_functions_on_single_elements_are_cut():
-    assert isinstance(outcome(Stack(through(Tripled)).eval()), Cut)
+@pytest.mark.parametrize("at", ["part", "sum"])
+def test_hooks_on_gradients_of_parts_are_refused(at):
+    class Hooked(Wide):
+        def between(self, hidden):
+            if at == "part" and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: gradient / gradient.norm())
+            return hidden
+
+        def forward(self, x):
+            x = super().forward(x)
+            if at == "sum" and x.requires_grad:
+                x.register_hook(lambda gradient: gradient / gradient.norm())
+            return x
+
+    if at == "part":
+        assert "hangs a hook on a gradient, of which a rank may have a part" in refused(Stack(Hooked).eval())
+    else:
+        assert isinstance(outcome(Stack(Hooked).eval()), Cut)
 
 
 def test_parts_that_modules_keep_are_refused():

@@ -7,11 +7,11 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
+from autoshard.check.cuts import check_cuts
 from autoshard.plan_cuts import Refusal
-from autoshard.prove.prove import make_prover
 from autoshard.sharding import Cut
-from tests.prove import leaks
-from tests.prove.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Wide
+from tests.check import leaks
+from tests.check.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Wide
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 LEAK = "a size of what is cut reaches more than shapes"
@@ -34,7 +34,7 @@ def outcome(model: nn.Module, inputs: torch.Tensor = X, size: int = 48) -> Cut |
     found = find_groups(graph)
     mine = [group for group in found.groups if group.blocks[0] == "blocks.0" and group.size == size]
     group = max(mine, key=lambda group: group.nbytes)
-    return make_prover(model, inputs, None, graph, found).prove(group, (group.size // 2,) * 2)
+    return check_cuts(model, inputs, None, graph, found).check(group, (group.size // 2,) * 2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

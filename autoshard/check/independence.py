@@ -23,15 +23,13 @@ from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Opaque, Reading, Ref, Tape, TooManyOps
-from autoshard.prove.padded import Padded
-from autoshard.prove.parts import Mixed, left_by_parts
-from autoshard.prove.recorded import ROWS, Left, Recorded, record_rows
-from autoshard.prove.rows import NotRun, is_mask, owner_of, starts
+from autoshard.check.inputs import NotRun, Padded, is_mask, owner_of, starts
+from autoshard.check.records import ROWS, Left, Mixed, Recorded, left_by_parts, record_samples
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
 
 if TYPE_CHECKING:
-    from autoshard.prove.batch import Question
+    from autoshard.check.batch import Question
 
 MANY_ROWS = (1024, 254, 64, 16)
 """Rows of the run beside it: code may look whether there are many. Fewer if not all is known. From 3, all are a prime
@@ -176,7 +174,7 @@ class Run:
         return (*self._recorded(ROWS + 1), ROWS + 1)
 
     def _recorded(self, rows: int, **options: Any) -> tuple[ModelGraph, Tape]:
-        graph, tape, self.paths = record_rows(
+        graph, tape, self.paths = record_samples(
             self.question, self.batch, rows, padded=self.padded, absent=self.absent, **options
         )
         return graph, tape
@@ -221,9 +219,8 @@ class Run:
         if not self.question.workload.training:
             return
         if self.tape.hooked:
-            raise Mixed(
-                f"its forward hangs a hook on gradients at {self.tape.hooked}, which may mix rows. {INDEPENDENT}"
-            )
+            line = next(iter(self.tape.hooked.values()))
+            raise Mixed(f"its forward hangs a hook on gradients at {line}, which may mix rows. {INDEPENDENT}")
         for op in self.graph.ops:
             if name_of(op) == "embedding" and op.node is not None and True in (*op.node.args[3:4],):
                 raise self.refuse(
@@ -264,7 +261,12 @@ class Run:
         for index, value in walk.written:
             name = next((one.name for one in graph.tensors if one.storage == graph.values[value].storage), "an input")
             raise self.refuse(graph.ops[index], f"mixes its rows: it writes into {name} what depends on the batch")
-        for place, value in self.recorded.left.tensors.items():
+        left = self.recorded.left
+        named = {one.name: one.value for one in graph.tensors}
+        replaced = {
+            name: value for name, value in left.buffers.items() if value is not None and value != named.get(name)
+        }
+        for place, value in (*left.tensors.items(), *replaced.items()):
             if graph.values[value].op >= 0 and walk.of(value).apart and not walk.of(value).shared:
                 raise left_by_parts(place, self.question.model)
         for value in graph.lasting:

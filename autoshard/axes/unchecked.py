@@ -1,4 +1,4 @@
-"""Cuts as they would be if they were proved, without what proves them: most of the runtime."""
+"""Cuts as the axis analysis says them, before anything is checked: which is most of the time of planning."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from autoshard.plan_cuts import Refusal
 from autoshard.sharding import Cut
 
 
-def unproved(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
-    """Take all cuts for proved: to see whether it would pay to prove them. Their plan must not be applied."""
+def unchecked(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+    """Take all cuts as they are: to see whether it would pay to check them. Their plan must not be applied."""
     return [as_cut(group, share) for group, share in zip(groups, shares, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """What the runs of a model show to be wrong about a cut, without following a rank: who is given parts of tensors.
 
-Function.apply(hidden)              its backward is in no graph: only one that works on single elements is right
+Function.apply(hidden)              its backward is in no graph, and may be right for the whole only
 layer.register_full_backward_hook   it would see a part of the gradient
 self.last = hidden                  it would be a part, for the next forward and for the caller
 hidden.tolist()                     Python would read a part
@@ -14,10 +14,12 @@ from torch import nn
 from autoshard.axes.walk import where
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.tape import Ref, Tape
+from autoshard.check.follow import Differs, Due
 from autoshard.nested import leaves_in
-from autoshard.prove.follow import Differs, Due
-from autoshard.prove.functions import is_elementwise
 from autoshard.torch_private import backward_hooks
+
+Local = Mapping[int, tuple[int, ...]]
+"""Values that are cut, and their local shapes."""
 
 
 def find_misuse(model: nn.Module, graph: ModelGraph, tape: Tape | None, due: Mapping[int, Due]) -> None:
@@ -27,11 +29,7 @@ def find_misuse(model: nn.Module, graph: ModelGraph, tape: Tape | None, due: Map
         raise error
 
 
-Cut = Mapping[int, tuple[int, ...]]
-"""Values that are cut, and their local shapes."""
-
-
-def _hooked(model: nn.Module, graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
+def _hooked(model: nn.Module, graph: ModelGraph, cut: Local) -> Iterator[Differs]:
     hooked = {path for path, module in model.named_modules(remove_duplicate=False) if backward_hooks(module)}
     for call in graph.calls:
         if call.path in hooked and not cut.keys().isdisjoint((*call.inputs, *call.outputs)):
@@ -40,7 +38,7 @@ def _hooked(model: nn.Module, graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
             )
 
 
-def _kept(graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
+def _kept(graph: ModelGraph, cut: Local) -> Iterator[Differs]:
     """Parts that are still there after a forward, other than its results and their cache."""
     if any(name == "decode" for name, _, _ in graph.phases):  # its caller has the cache of the prompt, too
         return
@@ -53,26 +51,30 @@ def _kept(graph: ModelGraph, cut: Cut) -> Iterator[Differs]:
             )
 
 
-def _on_tape(graph: ModelGraph, tape: Tape, cut: Cut) -> Iterator[Differs]:
-    values = graph.values
+def _on_tape(graph: ModelGraph, tape: Tape, cut: Local) -> Iterator[Differs]:
     for called in tape.functions:
-        read = [
-            leaf.value for _, leaf in leaves_in((called.args, called.kwargs, called.output)) if isinstance(leaf, Ref)
-        ]
         inside = {value for op in graph.ops[called.begin : called.end] for value in (*op.inputs, *op.outputs)}
-        if cut.keys().isdisjoint(inside.union(read)):
-            continue
-        if not is_elementwise(called, lambda value: (values[value].shape, values[value].dtype), cut):
-            path = graph.calls[called.row].path or "the model itself"
+        if not cut.keys().isdisjoint(inside.union(_values(called.args, called.kwargs, called.output))):
             yield Differs(
                 called.begin,
-                f"{called.function.__name__} in {path} is an autograd function on a part of a tensor, and is not known "
-                "to work on single elements",
+                f"{called.function.__name__} in {_module(graph, called.row)} is an autograd function on a part of a "
+                "tensor, whose backward is not known",
+            )
+    for value, line in tape.hooked.items():
+        if value < 0 or value in cut:
+            yield Differs(
+                graph.values[value].op if value >= 0 else -1,
+                f"{line} hangs a hook on a gradient, of which a rank may have a part",
             )
     for reading in tape.readings:
         if not cut.keys().isdisjoint(_values(reading.args)):
-            path = graph.calls[reading.row].path or "the model itself"
-            yield Differs(reading.begin, f"code of {path} reads values of what a rank has a part of")
+            yield Differs(
+                reading.begin, f"code of {_module(graph, reading.row)} reads values of what a rank has a part of"
+            )
+
+
+def _module(graph: ModelGraph, row: int) -> str:
+    return graph.calls[row].path or "the model itself"
 
 
 def _values(*taped: Any) -> list[int]:

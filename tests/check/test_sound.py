@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
-from autoshard.prove.batch import find_batch_axis
 from autoshard.workload import Workload
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2

@@ -24,9 +24,9 @@ from autoshard.capture.capture import capture, record_forward
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.capture.tape import Tape
+from autoshard.check.local_sizes import numbers_in
+from autoshard.check.rank import Arguments
 from autoshard.errors import AutoshardError
-from autoshard.prove.expected import numbers_in
-from autoshard.prove.shapes import Arguments
 from autoshard.workload import Workload
 
 LONGEST = 128
@@ -117,9 +117,9 @@ def _with_gradients(model: nn.Module, call: Arguments) -> Seen:
     args, kwargs = call
 
     def record(local: nn.Module) -> ModelGraph:
-        return record_forward(local, args, kwargs, grad=True)[0]
+        return record_forward(local, args, kwargs, grad=True, histories=True)[0]
 
-    graph, tape = record_forward(model, args, kwargs, grad=True)
+    graph, tape = record_forward(model, args, kwargs, grad=True, histories=True)
     groups = _by_key(find_groups(graph).groups)
     return Seen(what=f"with gradients and inputs {_shapes(call)}", graph=graph, groups=groups, record=record, tape=tape)
 

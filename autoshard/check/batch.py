@@ -1,11 +1,8 @@
 """Check that the batch of a model can be divided.
 
-    which dimensions     the leaf of the first dimension of the inputs, followed through one captured run (axes.batch)
-    that rows are apart  the ops of whole runs, one by one (prove.apart): this decides
-    and once more        random values, whole and in parts: outputs, gradients and buffers agree (prove.parts)
-
-The numbers may only refuse more. They are run once, with rows that differ in all values, and with masks that end at
-another place in every row.
+which dimensions       the leaf of the first dimension of the inputs, followed through one captured run (axes.batch)
+samples are apart      the ops of whole runs, one by one (check.independence): this decides
+how outputs are made   by their shapes, and by what the ops permit (check.records)
 """
 
 from collections import Counter
@@ -23,28 +20,15 @@ from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
+from autoshard.check.independence import INDEPENDENT, Apart, check_apart
+from autoshard.check.inputs import NotRun, is_mask
+from autoshard.check.modes import frozen_modules
+from autoshard.check.records import Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
-from autoshard.progress import tell
-from autoshard.prove.apart import INDEPENDENT, Apart, check_apart
-from autoshard.prove.frozen import frozen_modules
-from autoshard.prove.parts import Checked, Division, Mixed, Trial, check_parts
-from autoshard.prove.recorded import Recorded, check_left, record_twice, ways_in, written_in
-from autoshard.prove.rows import NotRun, are_alike, enlarged, is_mask, shortened, unlabelled, varied
-from autoshard.prove.sample import on_cpu, random_copy
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.runtime.flags import flags_of
 from autoshard.workload import Workload
 
-ROWS = (3, 1)
-"""Rows of the parts that are compared with the whole."""
-LARGE_ELEMENTS = 1 << 25
-"""Models with more elements than this in their parameters are not run."""
-HEAVY_FLOPS = 1 << 31
-"""Nor those with more work than this in a forward."""
-MORE_ROWS = 50
-"""Rows that are run where there was one, with some to spare."""
-LEAST_ROOM = 1 << 22
-"""Elements that a tensor may always have."""
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
@@ -78,8 +62,8 @@ def find_batch_axis(
     """Find the batch among the inputs and check that its rows are apart. Raises `PlanError` naming what mixes them.
 
     `graph`: a forward with these inputs that was captured with `composite=True`, if there is one.
-    `assume_independent_rows`: the user says that rows are apart; then neither ops nor numbers refuse it, and only what
-    can't be put together, by its shapes, does.
+    `assume_independent_rows`: the user says that rows are apart; then only what can't be put together, by its shapes,
+    refuses it.
     """
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
@@ -93,7 +77,7 @@ def find_batch_axis(
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed
                 continue
             try:
-                return _proved(question, batch, None if assume_independent_rows else check_apart(question, batch))
+                return _divided(question, batch, None if assume_independent_rows else check_apart(question, batch))
             except Mixed as error:
                 refused = refused or str(error)
                 tried = batch.inputs[0].dim
@@ -223,99 +207,20 @@ def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:
     return tuple(BatchOutput(path=paths[place], how="cat", dim=dim, axis=axis) for place, dim, axis in rows.outputs)
 
 
-def _proved(question: Question, batch: BatchAxis, apart: Apart | None) -> BatchAxis:
-    """What is made of parts, and how: by recordings, then by numbers if the model can be run. Raises `Mixed`, `NotRun`.
-
-    A model that is too large to be run is divided by what its ops do alone.
-    """
+def _divided(question: Question, batch: BatchAxis, apart: Apart | None) -> BatchAxis:
+    """The batch with all that a plan says of it; `apart`: None if the user says so. Raises `Mixed` or `NotRun`."""
+    model, workload = question.model, question.workload
     recorded = record_twice(question, batch) if apart is None else apart.recorded
-    if is_heavy(question.graph):
-        if apart is not None:
-            check_left(question.model, recorded, question.workload.training)
-        ways = ways_in(recorded, batch, _weighing(question, batch, question.bound), apart)
-        return _found(question, batch, Checked(ways=ways, written=written_in(recorded), draws=False), apart, recorded)
-    stopped: NotRun | None = None
-    for dtype in (torch.float64, torch.float32):
-        try:
-            return _found(question, batch, _compared(question, _trial(question, dtype), batch, apart), apart, recorded)
-        except NotRun as error:  # code that asks for single precision
-            stopped = stopped or error
-    assert stopped is not None
-    raise stopped
-
-
-def is_heavy(graph: ModelGraph) -> bool:
-    """Whether a model takes too much memory or time to be run at plan time."""
-    elements = sum(torch.Size(tensor.shape).numel() for tensor in graph.tensors)
-    return elements > LARGE_ELEMENTS or sum(op.flops for op in graph.ops) > HEAVY_FLOPS
-
-
-def _trial(question: Question, dtype: torch.dtype) -> Trial:
-    """The model with random parameters in one floating-point type; buffers keep values that they have."""
-    largest = max((torch.Size(value.shape).numel() for value in question.graph.values), default=0)
-    return Trial(
-        model=random_copy(question.model, dtype, keep_buffers=True), dtype=dtype, training=question.workload.training,
-        most_elements=max(LEAST_ROOM, MORE_ROWS * largest),
-    )  # fmt: skip
-
-
-def _compared(question: Question, trial: Trial, batch: BatchAxis, apart: Apart | None) -> Checked:
-    """Compare the whole with parts, for the first kind of rows that the model takes."""
-    question = replace(question, bound=nested.map_tensors(question.bound, on_cpu))
-    stopped: NotRun | None = None
-    for number, bound in enumerate(_kinds(question, batch)):
-        tell("divided batches", number)
-        args, kwargs = question.call(bound)
-        division = Division(
-            trial=trial, batch=_with_rows(batch, sum(ROWS)), args=args, kwargs=kwargs, rows=ROWS,
-            labels=_weighing(question, batch, bound), believed=True,
-        )  # fmt: skip
-        try:
-            return check_parts(division if apart is None else replace(division, believed=False, permits=apart.permits))
-        except NotRun as error:
-            stopped = stopped or error
-    raise stopped or NotRun("its rows are all alike; give inputs with two rows that differ")
-
-
-def _weighing(question: Question, batch: BatchAxis, bound: Mapping[str, Any]) -> dict[str, int]:
-    """What losses may be weighted by: labels, and masks, with what in them does not count."""
-    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(bound, item.path))}
-    return {**question.labels, **masks}
-
-
-def _found(question: Question, batch: BatchAxis, one: Checked, apart: Apart | None, recorded: Recorded) -> BatchAxis:
-    """The batch with all that a plan says of it."""
-    proof = f"{ASSUMED} (assume_independent_rows)" if apart is None else "checked op by op"
-    if not is_heavy(question.graph) and apart is not None:
-        directions = "forward and backward" if question.workload.training else "forward"
-        proof += f", compared in parts with random values, {directions}"
-    if one.draws:
-        proof += "; it draws random numbers, which were taken to be the same for all rows"
-    flags = {*flags_of(question.model)} & {*recorded.left.flags}
+    if apart is not None:
+        check_left(model, recorded, workload.training)
+    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))}
+    outputs = merges_of(recorded, batch, {**question.labels, **masks}, apart)
+    flags = {*flags_of(model)} & {*recorded.left.flags}
     return replace(
         batch,
-        outputs=tuple(replace(way, axis=with_rows(way.axis, batch.size)) for way in one.ways.values()),
-        written=tuple(sorted(one.written)),
+        outputs=tuple(replace(way, axis=with_rows(way.axis, batch.size)) for way in outputs),
+        written=written_in(recorded),
         flags=() if apart is None else tuple(sorted(flags)),
-        frozen=frozen_modules(question.model, question.given, question.graph, question.workload),
-        proof=proof,
-    )
-
-
-def _kinds(question: Question, batch: BatchAxis) -> Iterator[dict[str, Any]]:
-    """Arguments of several kinds of rows. A model may refuse some of them."""
-    count, labels = sum(ROWS), question.labels
-    inputs = _with_rows(batch, count).inputs
-    same = enlarged(question.bound, batch.inputs, batch.size, count)
-    other = unlabelled(varied(same, inputs, count), inputs, labels)
-    kinds = [shortened(other, inputs, count), other, unlabelled(same, inputs, labels)]
-    yield from (kind for kind in kinds if kind is not None and not are_alike(kind, inputs, count))
-
-
-def _with_rows(batch: BatchAxis, rows: int) -> BatchAxis:
-    return replace(
-        batch,
-        size=rows,
-        inputs=tuple(replace(item, axis=with_rows(item.axis, rows)) for item in batch.inputs),
-        outputs=tuple(replace(item, axis=with_rows(item.axis, rows)) for item in batch.outputs),
+        frozen=frozen_modules(model, question.given, question.graph, workload),
+        proof=f"{ASSUMED} (assume_independent_rows)" if apart is None else "checked op by op",
     )

@@ -1,4 +1,4 @@
-"""What is proved is right, and what is wrong is found: on blocks with traps."""
+"""What is cut is right, and what is wrong is found: on blocks with traps."""
 
 import copy
 import random
@@ -13,17 +13,15 @@ import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
+from autoshard.check.cuts import CutChecks, check_cuts
+from autoshard.check.rank import LoneRank
 from autoshard.errors import ApplyError
 from autoshard.module_paths import join
 from autoshard.plan_cuts import Refusal
-from autoshard.prove import prove as proving
-from autoshard.prove.prove import Prover, make_prover
-from autoshard.prove.ranks import LoneRank
-from autoshard.prove.sample import random_like
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.sharding import Cut, even_shares
-from tests.prove.blocks import (
+from tests.check.blocks import (
     Alike,
     Attending,
     Dropped,
@@ -47,11 +45,11 @@ from tests.threads import run_ranks
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 
 
-def analysed(model: nn.Module, inputs: torch.Tensor = X) -> tuple[ModelGraph, AxisGroups, Prover]:
-    """A model's composite graph, its groups and what proves them."""
+def analysed(model: nn.Module, inputs: torch.Tensor = X) -> tuple[ModelGraph, AxisGroups, CutChecks]:
+    """A model's composite graph, its groups and what checks them."""
     graph = capture(model, inputs, composite=True)
     found = find_groups(graph)
-    return graph, found, make_prover(model, inputs, None, graph, found)
+    return graph, found, check_cuts(model, inputs, None, graph, found)
 
 
 def of_blocks(found: AxisGroups, *sizes: int) -> AxisGroup:
@@ -75,60 +73,56 @@ def test_equal_blocks_are_analysed_once():
 
 
 def test_lists_that_are_not_called_are_no_blocks():
-    _, found, prover = analysed(Staged(Grouped))
+    _, found, checks = analysed(Staged(Grouped))
     group = max((one for one in found.groups if one.size == 2), key=lambda one: one.nbytes)
     assert group.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
-    assert isinstance(prover.prove(group, (1, 1)), Cut)
+    assert isinstance(checks.check(group, (1, 1)), Cut)
 
 
 def test_heads_in_groups_need_both_counts_scaled():
-    _, found, prover = analysed(Stack(Grouped))
+    _, found, checks = analysed(Stack(Grouped))
     group = of_blocks(found, 2)
-    cut = prover.prove(group, (1, 1))
+    cut = checks.check(group, (1, 1))
     assert isinstance(cut, Cut)
     assert scales_of(cut) == {"many": (4, (2, 2)), "few": (2, (1, 1))}
-    assert "forward and backward" in cut.proof
 
 
-def test_masks_of_cut_tensors_are_proved_in_training():
+def test_masks_of_cut_tensors_are_cut_in_training():
     """Every rank draws what the whole block draws, and uses its part."""
     model = Stack(Dropped).train()
     torch.manual_seed(3)
     before, others = torch.get_rng_state(), random.getstate()
-    _, found, prover = analysed(model)
+    _, found, checks = analysed(model)
     group = of_blocks(found, 48)
     assert [action.kind for action in group.actions].count("dropout") == 1
-    cut = prover.prove(group, (24, 24))
-    assert isinstance(cut, Cut) and cut.training and "forward and backward" in cut.proof
-    wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != "dropout"))
-    _, _, prover = analysed(model)
-    assert isinstance(prover.prove(wrong, (24, 24)), Refusal)
+    cut = checks.check(group, (24, 24))
+    assert isinstance(cut, Cut) and cut.training
     assert torch.equal(torch.get_rng_state(), before) and random.getstate() == others
-    _, found, prover = analysed(model.eval())
-    cut = prover.prove(of_blocks(found, 48), (24, 24))
+    _, found, checks = analysed(model.eval())
+    cut = checks.check(of_blocks(found, 48), (24, 24))
     assert isinstance(cut, Cut) and not cut.training
 
 
-def test_a_model_in_double_precision_is_proved_in_it():
-    _, found, prover = analysed(Stack(Fused).double(), X.double())
-    assert isinstance(prover.prove(of_blocks(found, 4), (2, 2)), Cut)
+def test_a_model_in_double_precision():
+    _, found, checks = analysed(Stack(Fused).double(), X.double())
+    assert isinstance(checks.check(of_blocks(found, 4), (2, 2)), Cut)
 
 
 def test_what_blows_rounding_up_is_told_from_faults():
-    _, found, prover = analysed(Stack(Sharp))
+    _, found, checks = analysed(Stack(Sharp))
     group = of_blocks(found, 48)
-    cut = prover.prove(group, (24, 24))
-    assert isinstance(cut, Cut) and cut.proof.endswith("forward and backward")
-    _, _, prover = analysed(Stack(Sharp))
-    wrong = prover.prove(replace(group, actions=()), (24, 24))
+    cut = checks.check(group, (24, 24))
+    assert isinstance(cut, Cut)
+    _, _, checks = analysed(Stack(Sharp))
+    wrong = checks.check(replace(group, actions=()), (24, 24))
     assert isinstance(wrong, Refusal) and "reads a sum that is not complete" in wrong.reason
 
 
 def test_a_list_of_sizes_is_scaled_item_by_item():
-    _, found, prover = analysed(Stack(Fused))
+    _, found, checks = analysed(Stack(Fused))
     group = of_blocks(found, 4)
     assert {shard.axis for shard in group.shards if shard.name == "all.weight"} == {"(*4x6|*4x6|*4x6)"}
-    cut = prover.prove(group, (3, 1))
+    cut = checks.check(group, (3, 1))
     assert isinstance(cut, Cut)
     assert {name: local for name, (_, local) in scales_of(cut).items()} == {
         "heads": (3, 1), "sizes.0": (18, 6), "sizes.1": (18, 6), "sizes.2": (18, 6)
@@ -151,8 +145,8 @@ def check_on_ranks(model: nn.Module, cut: Cut, x: torch.Tensor) -> None:
 def test_sizes_that_are_read_from_whole_tensors(shares):
     """The number of heads is an attribute, of which code makes their width: it has to stay, and the lengths do not."""
     model = Stack(Measuring)
-    _, found, prover = analysed(model)
-    cut = prover.prove(of_blocks(found, 4), shares)
+    _, found, checks = analysed(model)
+    cut = checks.check(of_blocks(found, 4), shares)
     assert isinstance(cut, Cut), cut
     lengths = [(a.module, a.function, a.occurrence, a.argument, a.axis) for a in cut.actions if a.kind == "length"]
     assert lengths == [("", "view", -1, "0.1.2", "*4"), ("", "reshape", -1, "0.3", "*4x6")]
@@ -164,8 +158,8 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
 @pytest.mark.parametrize("way", [{}, {"apart": True}, {"weights": True}])
 def test_attention_of_torch_is_cut_by_its_heads(way):
     model = Stack(Attending, **way).eval()
-    _, found, prover = analysed(model)
-    cut = prover.prove(of_blocks(found, 4), (3, 1))
+    _, found, checks = analysed(model)
+    cut = checks.check(of_blocks(found, 4), (3, 1))
     assert isinstance(cut, Cut), cut
     assert {shard.name for shard in cut.shards} == {
         "inner.in_proj_weight",
@@ -195,7 +189,7 @@ def test_lengths_of_a_mask_and_of_what_it_masks_are_told_apart():
 def test_attention_of_torch_runs_in_other_ways_than_that_of_the_plan():
     """With a mask, or maps that are asked for one by one, other views are made; an unplanned mean is refused."""
     model = Stack(Attending).eval()
-    cut = analysed(model)[2].prove(of_blocks(analysed(model)[1], 4), (2, 2))
+    cut = analysed(model)[2].check(of_blocks(analysed(model)[1], 4), (2, 2))
     assert isinstance(cut, Cut)
 
     def rank(ranks: Ranks) -> list[torch.Tensor]:
@@ -236,35 +230,35 @@ def test_weights_that_blocks_share_are_cut_in_all_of_them(other):
 
 
 def test_what_all_ranks_keep_has_its_gradient_once():
-    _, found, prover = analysed(Stack(Partly))
+    _, found, checks = analysed(Stack(Partly))
     group = of_blocks(found, 48)
     assert any(shard.axis == "(*48|6)" for shard in group.shards)
     assert set(group.summed) >= {"mix.weight"}
-    cut = prover.prove(group, (24, 24))
+    cut = checks.check(group, (24, 24))
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"own": (48, (24, 24))}
 
 
 def test_an_attribute_with_the_same_number_is_left_out_again():
-    _, found, prover = analysed(Stack(Alike), X[:, :4])
-    cut = prover.prove(of_blocks(found, 4), (2, 2))
+    _, found, checks = analysed(Stack(Alike), X[:, :4])
+    cut = checks.check(of_blocks(found, 4), (2, 2))
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"heads": (4, (2, 2))}
 
 
 def test_a_cast_that_does_nothing_is_no_use_outside_of_the_cut():
-    _, found, prover = analysed(Stack(HeadNorm))
+    _, found, checks = analysed(Stack(HeadNorm))
     group = of_blocks(found, 4)
     assert group.summed == ("scale",) and (group.reductions, group.gathers) == (1, 0)
-    cut = prover.prove(group, (2, 2))
-    assert isinstance(cut, Cut) and "forward and backward" in cut.proof
+    cut = checks.check(group, (2, 2))
+    assert isinstance(cut, Cut)
 
 
 def test_a_silent_use_of_a_size_is_refused():
     """The shapes are all right, and every result is twice too large."""
-    _, found, prover = analysed(Stack(Normed))
+    _, found, checks = analysed(Stack(Normed))
     group = of_blocks(found, 48)
-    outcome = prover.prove(group, (24, 24))
+    outcome = checks.check(group, (24, 24))
     assert isinstance(outcome, Refusal)
     assert "has 48 as other in the whole and 24 on a rank" in outcome.reason
 
@@ -275,45 +269,27 @@ def test_a_bias_that_other_code_reads_is_not_hidden_from_it():
     assert "sum in blocks.0 reads what linear in blocks.0.down adds" in reasons
 
 
-@pytest.mark.parametrize("left_out", ["reduce", "enter"])
-def test_a_missing_action_is_found(left_out):
-    """Without the sum of the outputs, or of the gradients, ranks don't give what the whole gives."""
-    _, found, prover = analysed(Stack(Grouped))
+def test_a_missing_sum_is_found():
+    _, found, checks = analysed(Stack(Grouped))
     group = of_blocks(found, 2)
-    wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != left_out))
-    outcome = prover.prove(wrong, (1, 1))
+    wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != "reduce"))
+    outcome = checks.check(wrong, (1, 1))
     assert isinstance(outcome, Refusal)
-    assert ("different values" if left_out == "enter" else "reads a sum that is not complete") in outcome.reason
+    assert "reads a sum that is not complete" in outcome.reason
 
 
 def test_a_wrong_axis_is_found():
     """Queries cut in another order than the values they meet."""
-    _, found, prover = analysed(Stack(Fused))
+    _, found, checks = analysed(Stack(Fused))
     group = of_blocks(found, 4)
     shards = tuple(replace(s, axis="6x*4") if s.name == "out.weight" else s for s in group.shards)
-    outcome = prover.prove(replace(group, shards=shards), (2, 2))
+    outcome = checks.check(replace(group, shards=shards), (2, 2))
     assert isinstance(outcome, Refusal) and "can't be cut by its axes" in outcome.reason
 
 
-@pytest.mark.parametrize("kind", [Grouped, Fused, Partly, Measuring, Attending])
-def test_a_large_block_is_followed_on_shapes(kind, monkeypatch):
-    """The scales are those that the block itself shows when it is run."""
-    _, found, prover = analysed(Stack(kind))
-    largest = of_blocks(found, 2, 4, 48)
-    shares = even_shares(largest.size, 2)
-    run = prover.prove(largest, shares)
-    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
-    _, _, prover = analysed(Stack(kind))
-    followed = prover.prove(largest, shares)
-    assert isinstance(followed, Cut) and isinstance(run, Cut), (followed, run)
-    assert followed.scales == run.scales
-    assert followed.proof == "followed op by op" and "equal on 2 ranks with random values" in run.proof
-
-
-def test_the_outside_of_a_large_model_is_cut(monkeypatch):
+def test_the_outside_of_a_large_model_is_cut():
     """A tied table is cut by no module alone."""
     model, ids = Tied(Grouped, count=6), torch.arange(10).reshape(2, 5)
-    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
     made = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=ids, strategy="column-parallel", objective="memory")
     assert {"embed.weight", "head.weight"} in [{shard.name for shard in cut.shards} for cut in made.cuts]
     expected = model(ids)
@@ -333,12 +309,12 @@ class Chain(nn.Sequential):
 
 
 def test_modules_that_no_block_cuts_are_apart_from_those_that_one_does():
-    _, found, prover = analysed(Stack(Chain))
+    _, found, checks = analysed(Stack(Chain))
     group = of_blocks(found, 24)
     assert {shard.name for shard in group.shards} == {"2.weight", "2.bias"}
     rest = next(one for one in found.groups if "blocks.0.0" in one.blocks)
     assert rest.blocks == ("blocks.0.0", "blocks.1.0") and group.index not in rest.conflicts
-    assert isinstance(prover.prove(rest, (12, 12)), Cut)
+    assert isinstance(checks.check(rest, (12, 12)), Cut)
 
 
 def test_what_can_not_be_followed_says_so():
@@ -383,20 +359,11 @@ class Counting(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def test_a_large_model_takes_the_way_that_was_recorded(monkeypatch):
-    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
-    _, found, prover = analysed(Counting(), torch.arange(10).reshape(2, 5))
+def test_a_large_model_takes_the_way_that_was_recorded():
+    _, found, checks = analysed(Counting(), torch.arange(10).reshape(2, 5))
     (group,) = [group for group in found.groups if group.size == 48 and group.blocks == ("",)]
-    outcome = prover.prove(group, (24, 24))
-    assert isinstance(outcome, Cut) and outcome.proof == "followed op by op", outcome
-
-
-def test_a_large_block_with_a_silent_use_of_a_size_is_refused_too(monkeypatch):
-    monkeypatch.setattr(proving, "RUN_ELEMENTS", 0)
-    _, found, prover = analysed(Stack(Normed))
-    group = of_blocks(found, 48)
-    outcome = prover.prove(group, (24, 24))
-    assert isinstance(outcome, Refusal) and "has 48 as other in the whole and 24 on a rank" in outcome.reason
+    outcome = checks.check(group, (24, 24))
+    assert isinstance(outcome, Cut), outcome
 
 
 def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():
@@ -413,13 +380,8 @@ def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():
 def test_the_model_is_as_it_was():
     model = Stack(Grouped)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    _, found, prover = analysed(model)
+    _, found, checks = analysed(model)
     for group in found.groups:
-        prover.prove(group, even_shares(group.size, 2))
+        checks.check(group, even_shares(group.size, 2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.many == 4 for module in model.blocks)
-
-
-def test_values_of_a_tensor_without_elements():
-    made = random_like(torch.empty(0, 16), torch.Generator())
-    assert made.shape == (0, 16)

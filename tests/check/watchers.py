@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.prove.leaks import Wide
+from tests.check.leaks import Wide
 
 
 class Tripled(torch.autograd.Function):

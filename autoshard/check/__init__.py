@@ -1,0 +1,1 @@
+"""Whether parameters may be cut and batches divided, found op by op."""

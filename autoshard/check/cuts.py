@@ -1,0 +1,202 @@
+"""Check that groups of axes can be cut over ranks, and find what must be smaller there.
+
+For each group the integers are found that code has for the size of the cut axis (`local_sizes`). Then ranks are
+followed through the whole model, op by op, in several runs (`follow`, `runs`): that decides. What can't be shown is
+refused with the reason, and stays whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.regions import OUTSIDE
+from autoshard.axes.unchecked import as_cut
+from autoshard.capture.capture import capture, observe_calls
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.run import own_random_numbers
+from autoshard.check.follow import Differs, due_on, follow
+from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
+from autoshard.check.misuse import find_misuse
+from autoshard.check.rank import Arguments, call_of, on_meta, record_rank
+from autoshard.check.runs import Seen, other_runs
+from autoshard.module_paths import join
+from autoshard.plan_cuts import Refusal
+from autoshard.progress import tell
+from autoshard.sharding import Cut
+from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
+from autoshard.workload import Workload
+
+Key = tuple[tuple[int, tuple[int, ...]], ...]
+"""(index of a group, shares) of groups that are cut at once."""
+
+
+class CutChecks:
+    """Checks groups of one model; remembers what it has found out."""
+
+    def __init__(
+        self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]],
+        first: Seen, others: Callable[[], Sequence[Seen]],
+    ) -> None:  # fmt: skip
+        self._model, self._graph, self._calls = model, graph, calls
+        self._runs, self._others = [first], others
+        self._has_blocks = any(region.path != OUTSIDE for region in found.regions)
+        self._blocks: dict[str, nn.Module] = {}
+        self._cuts: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
+        self._followed: dict[Key, dict[int, str]] = {}
+
+    def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
+        """Check groups that are all cut at once; one outcome for each. If one is a refusal, others may be one, too."""
+        found: list[Cut | Refusal] = []
+        for number, (group, share) in enumerate(zip(groups, shares, strict=True)):
+            tell("blocks", number, len(groups))
+            found.append(self._cut(group, share))
+        cuts = [one for one in found if isinstance(one, Cut)]
+        if len(cuts) == len(groups):
+            for place, reason in self._follow(groups, cuts).items():
+                found[place] = Refusal(reason=reason)
+        return found
+
+    def check(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
+        """Find what is smaller on a rank if one group is cut in these shares, or say why it can't be."""
+        return self([group], [shares])[0]
+
+    # ---- one cut
+
+    def _cut(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
+        """The cut of a group with the integers that are smaller on a rank, or why there is none."""
+        key = group.index, shares
+        if key not in self._cuts:
+            hooked = self._hooked(group)
+            if hooked:
+                self._cuts[key] = Refusal(
+                    reason=f"{hooked} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), "
+                    "of which a rank has a part"
+                )
+            else:
+                self._cuts[key] = self._with_sizes(group, shares)
+        return self._cuts[key]
+
+    def _hooked(self, group: AxisGroup) -> str:
+        """A parameter of which ranks get parts of the gradient while a hook of the user's expects all of it."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        names = [join(block, name) for block in group.blocks
+                 for name in (*(shard.name for shard in group.shards), *group.summed)]  # fmt: skip
+        found = {name for name, one in parameters.items() if gradient_hooks(one) or has_accumulation_hooks(one)}
+        return next((name for name in names if name in found), "")
+
+    def _with_sizes(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
+        """Search the integers in the first block; a block's own code may stumble over a rank's sizes in any way."""
+        path = group.blocks[0]
+        cut = as_cut(group, shares)
+        training = all(part.training for part in self._model.get_submodule(path).modules())
+        try:
+            with own_random_numbers():
+                sizes = self._sizes(group, path, replace(cut, blocks=("",)))
+        except NotFound as error:
+            return Refusal(reason=str(error))
+        except Exception as error:
+            return Refusal(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return replace(with_sizes(cut, sizes), training=training, proof="followed op by op")
+
+    def _sizes(self, group: AxisGroup, path: str, cut: Cut) -> Sizes:
+        if path == OUTSIDE and self._has_blocks:
+            return {}  # what is around blocks is a table or a projection: if it needs sizes, following a rank shows so
+        if not self._calls.get(path):
+            raise NotFound(f"{path} was not called")
+        if path not in self._blocks:
+            self._blocks[path] = on_meta(self._model.get_submodule(path))
+        sizes: Sizes = {}
+        calls = [call for call in self._graph.calls if call.path == path]
+        for call, given in zip(calls, self._calls[path], strict=False):
+            sites = sites_of(self._graph, group.walk, call, group.leaf)
+            sizes = find_sizes(self._blocks[path], given, cut, sites, group.leaf, sizes)
+        return sizes
+
+    # ---- what ranks do beside the whole
+
+    def _follow(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> dict[int, str]:
+        """Follow what ranks do with these cuts in the whole model; places of those that can't be, with the reason."""
+        key = tuple((group.index, cut.shares) for group, cut in zip(groups, cuts, strict=True))
+        if key not in self._followed:
+            self._followed[key] = self._to_blame(groups, cuts, self._difference(groups, cuts))
+        return self._followed[key]
+
+    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> "tuple[Seen, Differs] | None":
+        """What some rank does otherwise than the whole model in one of the runs. Ranks of equal shares do the same."""
+        shares = [cut.shares for cut in cuts]
+        ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
+        for run in self._all_runs():
+            found = [self._in_run(run, group) for group in groups]
+            if [] in found:
+                missing = groups[found.index([])]
+                return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
+            theirs = [group for same in found for group in same]
+            its_shares = [share for same, share in zip(found, shares, strict=True) for _ in same]
+            try:
+                for rank in ranks:
+                    with own_random_numbers():
+                        due = due_on(run.graph, theirs, its_shares, rank)
+                        find_misuse(self._model, run.graph, run.tape, due)
+                        follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
+            except Differs as error:
+                return run, error
+            except Exception as error:
+                return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
+        return None
+
+    def _in_run(self, run: Seen, group: AxisGroup) -> list[AxisGroup]:
+        """What cuts the same in another run; [] if nothing does."""
+        return [group] if run is self._runs[0] else run.of(group)
+
+    def _all_runs(self) -> Iterator[Seen]:
+        """The run of the plan, then the others, which are recorded when they are needed first."""
+        yield self._runs[0]
+        if len(self._runs) == 1:
+            self._runs += self._others()
+        yield from self._runs[1:]
+
+    def _to_blame(
+        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: "tuple[Seen, Differs] | None"
+    ) -> dict[int, str]:
+        """Which of the cuts make a difference: those that work where it is, else those that make one alone."""
+        if found is None:
+            return {}
+        run, error = found
+        places = list(range(len(groups)))
+        own = [self._in_run(run, group) for group in groups]
+        at = [
+            place for place, (same, cut) in enumerate(zip(own, cuts, strict=True))
+            if not same or error.op in due_on(run.graph, same, [cut.shares] * len(same), 0)
+        ]  # fmt: skip
+        if len(groups) == 1 or len(at) == 1:
+            return {(at or places)[0]: _said(found)}
+        alone = {place: self._difference([groups[place]], [cuts[place]]) for place in at or places}
+        reasons = {place: _said(one) for place, one in alone.items() if one is not None}
+        least = min(at or places, key=lambda place: groups[place].nbytes)
+        return reasons or {least: _said(found)}
+
+
+def _said(found: tuple[Seen, Differs]) -> str:
+    """A difference for people, with the run in which it is."""
+    run, error = found
+    return f"{error} ({run.what})" if run.what else str(error)
+
+
+def check_cuts(
+    model: nn.Module, inputs: Any, workload: Workload | None, graph: ModelGraph, found: AxisGroups
+) -> CutChecks:
+    """Observe how the blocks of a model are called, and return what checks its groups."""
+    paths = dict.fromkeys(group.blocks[0] for group in found.groups)
+    workload = workload or Workload()
+    args, kwargs = call_of(model, inputs, workload, graph)
+
+    def record(local: nn.Module) -> ModelGraph:
+        return capture(local, kwargs or args, workload=workload, level=graph.level, composite=True)
+
+    first = Seen(what="", graph=graph, groups={}, record=record)
+    others = partial(other_runs, model, (args, kwargs), workload, found.groups)
+    return CutChecks(model, graph, found, observe_calls(model, inputs, workload, paths), first, others)

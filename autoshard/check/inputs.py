@@ -1,0 +1,132 @@
+"""Inputs of a call with other numbers of samples: those given, again and again; with masks and padding as asked for.
+
+ids [2, S]     a b c d        4 samples     a b c d        mask      1 1 1 1       padded    1 1 1 1
+               e f g h                      e f g h                  1 1 1 1                 1 1 1 0
+                                            a b c d                  1 1 1 1                 1 1 0 0
+                                            e f g h                  1 1 1 1                 1 0 0 0
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from autoshard.axes.samples import SHARED, Samples, fixed, samples
+from autoshard.batching import BatchAxis, BatchInput, with_rows
+from autoshard.capture.graph import ModelGraph
+from autoshard.nested import replace_at, tensor_at
+from autoshard.sharding import coordinates_of, kept
+
+Padded = frozenset[tuple[str, int]]
+"""Masks that end in some samples, and what stands there; tokens in some samples of which is a number that is asked for.
+"""
+
+
+class NotRun(Exception):
+    """What would be compared could not be run, or made; the message says why."""
+
+
+def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, rows: int) -> dict[str, Any]:
+    """Repeat the rows of a call, or leave some out, until there are `rows` of them."""
+    made = dict(bound)
+    for item in inputs:
+        tensor = tensor_at(made, item.path)
+        assert tensor is not None
+        wide = with_rows(item.axis, rows)
+        if len(coordinates_of(wide)) % rows or (coordinates_of(wide) < 0).any():
+            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+        index = numpy.zeros(len(coordinates_of(wide)), dtype=numpy.int64)
+        for row in range(rows):
+            places, source = kept(wide, (1,) * rows, row), kept(item.axis, (1,) * have, row % have)
+            if len(places) != len(source):
+                raise NotRun(f"not every part of {item.path} belongs to one of {have} rows of the batch ({item.axis})")
+            index[places] = source
+        made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
+    return made
+
+
+def is_mask(tensor: torch.Tensor | None) -> bool:
+    """Whether there is nothing but zeros and ones in a tensor, and more than one number for each row."""
+    if tensor is None or tensor.dtype is torch.bool:
+        return tensor is not None
+    if tensor.is_meta:  # it has no values: it stands for tokens or numbers
+        return False
+    return (
+        tensor.dim() > 1 and tensor.numel() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
+    )
+
+
+def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, rows: int) -> dict[str, Any]:
+    """The call with masks that hide nothing, but for some that end at another place in every row but the first."""
+    made, fills = dict(bound), dict(padded)
+    for item in batch.inputs:
+        tensor = tensor_at(made, item.path)
+        if tensor is None or not is_mask(tensor):
+            continue
+        tensor = torch.ones_like(tensor)
+        if item.path in fills and not (fills[item.path] and tensor.dtype is torch.bool):
+            for row in range(1, rows):
+                index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
+                size = tensor.shape[-1]
+                part = tensor.index_select(item.dim, index)
+                part[..., size - min(row, size // 2) :] = fills[item.path]
+                tensor.index_copy_(item.dim, index, part)
+        made = replace_at(made, item.path, tensor)
+    return made
+
+
+def marked(
+    bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]], rows: int
+) -> dict[str, Any]:
+    """The call without some numbers, but for those of `padded`, which stand near the end of all rows but the first."""
+    made = dict(bound)
+    for item in batch.inputs:
+        numbers = [number for path, number in absent if path == item.path]
+        tensor = tensor_at(made, item.path)
+        if tensor is None or not numbers:
+            continue
+        others = [number for number in tensor.unique().tolist() if number not in numbers]
+        if not others or tensor.dim() < 2 or tensor.shape[-1] <= len(numbers) or item.dim == tensor.dim() - 1:
+            raise NotRun(f"{item.path} is too short to be tried without {numbers[0]}")
+        tensor = tensor.clone()
+        tensor[torch.isin(tensor, torch.tensor(numbers, dtype=tensor.dtype))] = others[0]
+        for row in range(1, rows):
+            index = torch.from_numpy(kept(with_rows(item.axis, rows), (1,) * rows, row))
+            part = tensor.index_select(item.dim, index)
+            for place, number in enumerate(numbers, 1):
+                if (item.path, number) in padded:
+                    part[..., -place] = number
+            tensor.index_copy_(item.dim, index, part)
+        made = replace_at(made, item.path, tensor)
+    return made
+
+
+def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, rows: int) -> dict[int, Samples]:
+    """The samples of the inputs of a run; `paths`: where each is among the arguments."""
+    items = {item.path: item for item in batch.inputs}
+    found = {}
+    for place, value in enumerate(graph.inputs):
+        shape = graph.values[value].shape
+        item = items.get(paths[place])
+        owner = None if item is None else owner_of(shape[item.dim], with_rows(item.axis, rows), rows)
+        if item is None:
+            found[value] = fixed(shape)
+        elif owner is None:
+            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+        else:
+            view = [1] * len(shape)
+            view[item.dim] = -1
+            found[value] = samples(shape, owner.view(view), True)
+    return found
+
+
+def owner_of(size: int, axis: str, rows: int) -> torch.Tensor | None:
+    """The sample of each place along an axis; None where one has none."""
+    owner = torch.full((size,), SHARED, dtype=torch.int32)
+    for row in range(rows):
+        index = torch.from_numpy(kept(axis, (1,) * rows, row))
+        if len(index) and int(index.max()) >= size:
+            return None
+        owner[index] = row
+    return None if bool((owner == SHARED).any()) else owner

@@ -1,0 +1,90 @@
+"""One rank of a cut model on shapes alone: its own Python code on local sizes, without the other ranks."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.capture import calls_of
+from autoshard.capture.fake import SMALL_FLOATS
+from autoshard.capture.graph import ModelGraph
+from autoshard.nested import flat_tensors
+from autoshard.packed import is_packed
+from autoshard.runtime.collectives import Layout
+from autoshard.runtime.cuts import apply_cuts
+from autoshard.sharding import Cut
+from autoshard.torch_private import FakeTensorMode, fake_from_meta
+from autoshard.workload import Workload
+
+Arguments = tuple[tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoneRank:
+    """One rank without the others: shapes are right, sums are not."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    add_gathered = all_reduce
+
+    def gather(self, tensor: torch.Tensor, dim: int, where: Layout, order: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        shape[dim] = where.size
+        return tensor.new_zeros(shape)
+
+    def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return values[self.rank]
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module with its parameters and buffers on meta; small buffers keep their values, which code may ask."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        kept_values = not isinstance(tensor, nn.Parameter) and tensor.numel() <= SMALL_FLOATS
+        if is_packed(tensor):  # its class decides which ops run: shared, since nothing cuts it
+            memo[id(tensor)] = tensor
+        if id(tensor) not in memo and not tensor.is_meta and not kept_values:
+            made = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(module, memo)
+
+
+def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace what is on meta by fake CPU tensors, in place: code that asks for a device sees the CPU."""
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        fake = fake_from_meta(mode, tensor.detach())
+                        made[id(tensor)] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def record_rank(
+    model: nn.Module, cuts: Sequence[Cut], rank: int, record: Callable[[nn.Module], ModelGraph]
+) -> ModelGraph:
+    """The composite graph of one rank of a model with these cuts; `record`: how the whole model was recorded.
+
+    Ops that the cuts add are in its `aside`. Raises what the capture raises.
+    """
+    local = on_meta(model)
+    apply_cuts(local, cuts, LoneRank(rank=rank, size=cuts[0].degree), shapes_only=True)
+    return record(local)
+
+
+def call_of(model: nn.Module, inputs: Any, workload: Workload, whole: ModelGraph) -> Arguments:
+    """The arguments with which the whole model was recorded; where none were given, those of its own configuration."""
+    shapes = [whole.values[value].shape for value in whole.inputs]
+    for args, kwargs in calls_of(model, inputs, workload):
+        if inputs is not None or [tuple(tensor.shape) for tensor in flat_tensors((args, kwargs))] == shapes:
+            return args, kwargs
+    raise ValueError("the inputs it was recorded with can't be derived again")

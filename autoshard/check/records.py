@@ -1,0 +1,226 @@
+"""Recordings of a forward with other numbers of samples, and what they tell of its outputs and of what it leaves.
+
+outputs     logits [3, 8, 50] and [1024, 8, 50]      one part after the other
+left        self.table = …                           in attributes of modules, in buffers, in flags
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autoshard import nested
+from autoshard.batching import BatchAxis, BatchOutput, with_rows
+from autoshard.capture.capture import record_forward
+from autoshard.capture.fake import SMALL_FLOATS
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.run import Find
+from autoshard.capture.tape import Tape, TooManyOps
+from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
+from autoshard.errors import CaptureError
+from autoshard.runtime.chunks import bind
+from autoshard.runtime.flags import flags_of
+from autoshard.runtime.left_behind import new_tensors
+
+if TYPE_CHECKING:
+    from autoshard.check.batch import Question
+    from autoshard.check.independence import Apart
+
+ROWS = 3
+"""Samples of the runs that are followed."""
+
+
+class Mixed(Exception):
+    """The samples of the batch are not independent, or parts of it can't be put together; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A forward with `ROWS` samples, what it leaves in the model, and the same with `rows` samples."""
+
+    graph: ModelGraph
+    left: "Left"
+    other: ModelGraph
+    rows: int
+
+
+class Left:
+    """What a forward leaves in a model: noted at the end of a recording, before all is put back.
+
+    Attributes:
+        before, tensors: values of the tensors in attributes of modules, by place: before the forward, and new ones.
+        buffers: the values that buffers have then.
+        flags: as `runtime.flags.flags_of` writes them; `counted`: numbers in attributes that are others than before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors, self._numbers = new_tensors(model, ()), dict(_numbers(model))
+        self.before: dict[str, int | None] = {}
+        self.tensors: dict[str, int] = {}
+        self.buffers: dict[str, int | None] = {}
+        self.flags: tuple[str, ...] = ()
+        self.counted: tuple[str, ...] = ()
+
+    def note(self, find: Find) -> None:
+        """Look at the model now."""
+        model = self._model
+        found = {place: find(tensor) for place, tensor in new_tensors(model, ()).items()}
+        self.before = {place: find(tensor) for place, tensor in self._tensors.items()}
+        self.tensors = {place: value for place, value in found.items() if value is not None}
+        self.buffers = {name: find(buffer) for name, buffer in model.named_buffers()}
+        self.flags = flags_of(model)
+        self.counted = tuple(name for name, value in _numbers(model) if self._numbers.get(name, value) != value)
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def record_samples(
+    question: "Question", batch: BatchAxis, rows: int, *, padded: Padded = frozenset(),
+    absent: Sequence[tuple[str, int]] = (), **options: Any,
+) -> tuple[ModelGraph, Tape, list[str]]:  # fmt: skip
+    """Record a forward with so many samples: (graph, tape, where each input is among the arguments).
+
+    `options`: as of `record_forward`. Raises `NotRun` or `TooManyOps`.
+    """
+    bound = masked(enlarged(question.bound, batch.inputs, batch.size, rows), batch, padded, rows)
+    bound = marked(bound, batch, padded, absent, rows)
+    args, kwargs = question.call(bound)
+    by_id = {id(tensor): path for path, tensor in nested.tensors_in(bind(question.model, args, kwargs))}
+    paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
+    training = question.workload.training
+    try:
+        graph, tape = record_forward(
+            question.model, args, kwargs, grad=training, histories=training, real=True,
+            small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many samples
+            **options,
+        )  # fmt: skip
+    except TooManyOps:
+        raise
+    except CaptureError as error:
+        raise NotRun(str(error)) from error
+    return graph, tape, paths
+
+
+def record_twice(question: "Question", batch: BatchAxis) -> Recorded:
+    """Record a forward with two numbers of samples. Raises `NotRun`."""
+    left = Left(question.model)
+    graph, _, _ = record_samples(question, batch, ROWS, at_end=left.note)
+    other, _, _ = record_samples(question, batch, ROWS + 1)
+    return Recorded(graph=graph, left=left, other=other, rows=ROWS + 1)
+
+
+# ---- what a forward leaves
+
+
+def check_left(model: nn.Module, recorded: Recorded, training: bool) -> None:
+    """Refuse what a second call, or a part, would find other than the first one did. Raises `Mixed`."""
+    graph, left = recorded.graph, recorded.left
+    for place, value in left.tensors.items():
+        made = graph.values[value].op >= 0
+        if training and made and graph.values[value].dtype.is_floating_point:
+            raise left_by_parts(place, model)
+        if made and left.before.get(place) in _ancestors(graph, value):
+            raise Mixed(f"{_named(place, model)} is made of itself in every forward, so a second call gives another")
+    for place in left.counted:
+        raise Mixed(
+            f"{_named(place, model)} is another number after a forward, and each part of the batch would change it"
+        )
+
+
+def left_by_parts(place: str, model: nn.Module) -> Mixed:
+    """The error for a tensor that a forward leaves in an attribute; `place`: "path.attribute" and the path inside."""
+    return Mixed(
+        f"{_named(place, model)} is set by every forward, and each part of the batch would set its own. Return it from "
+        "the forward, beside the output or in the loss, or make it a buffer"
+    )
+
+
+def _named(place: str, model: nn.Module) -> str:
+    module = max((path for path, _ in model.named_modules() if place.startswith(f"{path}.")), key=len, default="")
+    return f"{place.removeprefix(f'{module}.')} in {module or 'the model itself'}"
+
+
+def _ancestors(graph: ModelGraph, value: int) -> set[int]:
+    """The values of which a value is made."""
+    found: set[int] = set()
+    waiting = [value]
+    while waiting:
+        op = graph.values[waiting.pop()].op
+        new = set(graph.ops[op].inputs) - found if op >= 0 else set()
+        found |= new
+        waiting += new
+    return found
+
+
+def written_in(recorded: Recorded) -> tuple[str, ...]:
+    """The buffers that a forward writes or replaces."""
+    graph, buffers = recorded.graph, recorded.left.buffers
+    storages = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    return tuple(
+        sorted(
+            tensor.name for tensor in graph.tensors
+            if tensor.kind == "buffer"
+            and (tensor.storage in storages or buffers.get(tensor.name, tensor.value) != tensor.value)
+        )
+    )  # fmt: skip
+
+
+# ---- outputs
+
+
+def merges_of(
+    recorded: Recorded, batch: BatchAxis, labels: Mapping[str, int], apart: "Apart | None"
+) -> tuple[BatchOutput, ...]:
+    """How each output is made of those of parts, by its shapes and what ops permit.
+
+    `labels`: inputs that a mean may be weighted by, and what in them does not count. Without `apart`, which the user
+    says samples to be, by its shapes alone. Raises `Mixed`.
+    """
+    paths = recorded.graph.calls[0].output_paths
+    if paths != recorded.other.calls[0].output_paths:
+        raise Mixed("the outputs are others for other rows")
+    hints = {(one.path, one.dim, with_rows(one.axis, 1)) for one in batch.outputs}
+    found = []
+    for path, mine, its in zip(paths, recorded.graph.outputs, recorded.other.outputs, strict=True):
+        value, other = recorded.graph.values[mine], recorded.other.values[its]
+        possible = sorted(
+            _allowed(path, value.shape, other.shape, recorded.rows, labels if value.dtype.is_floating_point else None),
+            key=lambda way: (way.path, way.dim, with_rows(way.axis, 1)) not in hints,
+        )
+        if apart is None:  # the likeliest: one after the other, or the mean
+            order = [way for how in ("cat", "mean") for way in possible if way.how == how]
+        else:
+            order = list(filter(apart.permits, possible))
+        if not order:
+            raise Mixed(f"{path or 'its output'} is not made of what parts give as its ops would")
+        found.append(order[0])
+    return tuple(found)
+
+
+def _allowed(
+    path: str, shape: Sequence[int], other: Sequence[int], rows: int, labels: Mapping[str, int] | None
+) -> Iterator[BatchOutput]:
+    """Ways to make an output that shapes allow: with `ROWS` and `rows` samples; `labels`: None for integers."""
+    if tuple(shape) == tuple(other):
+        yield BatchOutput(path=path, how="same")
+        yield BatchOutput(path=path, how="sum")
+        if labels is not None:
+            yield BatchOutput(path=path, how="mean")
+            for weights, ignored in labels.items():
+                for skipped in (0, 1):
+                    yield BatchOutput(path=path, how="weighted", weights=weights, ignored=ignored, skipped=skipped)
+    for dim, size in enumerate(shape):
+        longer = torch.Size((*shape[:dim], size // ROWS * rows, *shape[dim + 1 :]))
+        if size % ROWS == 0 and longer == torch.Size(other):
+            each = size // ROWS
+            for major in (major for major in range(1, each + 1) if each % major == 0):
+                axis = f"{major}x*{ROWS}x{each // major}".removeprefix("1x").removesuffix("x1")
+                yield BatchOutput(path=path, how="cat", dim=dim, axis=axis)
