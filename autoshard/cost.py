@@ -25,7 +25,7 @@ from autoshard.profile.answer import op_counts
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, find_units
+from autoshard.profile.units import Units
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 
@@ -57,7 +57,7 @@ def estimate(
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     bound = lower_bound_seconds
     if bound is None:
-        bound = lower_bound(profile, cluster, "throughput" if plan.objective == "throughput" else "latency")
+        bound = lower_bound(profile, cluster, divided=plan.objective == "throughput")
 
     def price(half: Profile) -> Estimate:
         return _estimate(plan, half, cluster, replace(moves, uncounted=half.graph.uncounted), 0.0)
@@ -267,41 +267,31 @@ def _parts_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> di
     return parts
 
 
-def lower_bound(profile: Profile, cluster: Cluster, objective: str, units: Units | None = None) -> float:
-    """Return seconds that no placement of the profiled units on this cluster can go below.
+def lower_bound(profile: Profile, cluster: Cluster, *, divided: bool) -> float:
+    """Return seconds of a pass that nothing on these devices goes below, whatever they have of memory.
 
-    `objective`: "latency" or "throughput" (the bottleneck). Copies count nothing here, and units may be split.
+    Every op runs on the device that is fastest for it, without copies; `divided`: ops are divided over devices, without
+    launches, or passes overlap. For weights w of the devices that add up to 1 no device is done before
+
+        sum over ops i of min over devices d of w[d] t[d, i]
+
+    and with w ~ 1 / seconds of all ops that is the best there is where devices differ by a factor.
     """
-    units = units or find_units(profile)
-    cluster = replace(cluster, devices=tuple(device for device in cluster.devices if device.name != "disk"))
-    seconds = unit_seconds(profile, cluster, units)
-    capacity = np.array([device.budget_bytes for device in cluster.devices], np.float64)
-    # What activations take depends on the neighbours, so only tensors and optimizer state are held against capacity.
-    held = weight_bytes(profile, units)
-    return relaxed_bound(seconds, held, capacity, objective)
-
-
-def divided_bound(profile: Profile, cluster: Cluster) -> float:
-    """Return seconds of a pass that no plan of any kind on these devices goes below.
-
-    Every op may be divided over the devices in any way, without copies, sums or launches. A device then takes for its
-    part of an op at least that part of the roofline, whatever the op is divided along:
-
-        min L   sum_i x[d, i] t[d, i] <= L   for every device d,    sum_d x[d, i] = 1   for every op i
-    """
-    devices = [replace(device, launch_seconds=0.0) for device in cluster.devices if device.name != "disk"]
+    devices = [device for device in cluster.devices if device.name != "disk"]
+    if divided:
+        devices = [replace(device, launch_seconds=0.0) for device in devices]
     trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
-    seconds: dict[object, np.ndarray] = {}
-    count: dict[object, int] = {}
+    known: dict[object, np.ndarray] = {}
     for device in devices:
-        key = device.speed
-        count[key] = count.get(key, 0) + 1
-        if key not in seconds:
+        if device.speed not in known:
             step = optimizer_seconds(trained, profile.workload, device)
-            seconds[key] = np.append(op_seconds(profile, device), step)
-    # n equal devices are as one that is n times as fast
-    table = np.array([own / count[key] for key, own in seconds.items()])
-    return relaxed_bound(table, np.zeros(table.shape[1]), np.ones(len(table)), "divided")
+            counts = op_counts(profile) if profile.further is not None else 1.0
+            known[device.speed] = np.append(op_seconds(profile, device) * counts, step)
+    table = np.array([known[device.speed] for device in devices])
+    if not divided:
+        return float(table.min(axis=0).sum())
+    weights = 1 / np.maximum(table.sum(axis=1, keepdims=True), 1e-30)
+    return float((table * weights / weights.sum()).min(axis=0).sum())
 
 
 def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray:
@@ -357,72 +347,3 @@ def weight_bytes(profile: Profile, units: Units) -> np.ndarray:
             held[owner[tensor.name]] += profile.graph.storages[tensor.storage].nbytes
             held[owner[tensor.name]] += trained.get(tensor.name, 0) * state
     return held
-
-
-def relaxed_bound(seconds: np.ndarray, held_bytes: np.ndarray, capacity: np.ndarray, objective: str) -> float:
-    """Return a lower bound of latency or bottleneck: units may be split over devices, copies are free.
-
-    `seconds` [D, n], `held_bytes` [n], `capacity` [D]. With x[d, i] the share of unit i on device d:
-
-        latency     min sum x t      bottleneck  min L, sum_i x t <= L for every d
-                    sum_d x = 1, sum_i x held <= capacity in both
-
-    "divided" is the bottleneck where a unit may be split over devices too. The bound is the value of the dual, which
-    holds for any multipliers: an inexact solver costs tightness, not truth.
-    Units with equal figures are merged first: it changes nothing and repeated blocks make it small.
-    """
-    kinds, count = np.unique(np.vstack([seconds, held_bytes]).T, axis=0, return_counts=True)
-    times = kinds[:, :-1].T * count
-    held = kinds[:, -1] * count
-    simple = float(times.min(axis=0).sum())
-    if objective != "latency":
-        simple /= len(seconds)
-    if objective == "throughput":
-        simple = max(simple, float(seconds.min(axis=0).max(initial=0.0)))
-    if (times == times[0]).all() and (objective == "latency" or (capacity == capacity[0]).all()):
-        return simple  # on equal devices nothing is won by where a unit is
-    return max(simple, _dual_bound(times, held, capacity, objective != "latency"))
-
-
-_LARGEST_PROGRAM = 20_000
-"""Variables up to which the linear program is solved."""
-
-
-def _dual_bound(times: np.ndarray, held: np.ndarray, capacity: np.ndarray, bottleneck: bool) -> float:
-    """Solve the relaxation and value its multipliers y, m: sum_i min_d(y t + m held) - sum_d m capacity."""
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_matrix, hstack, kron, vstack
-    from scipy.sparse import identity as eye
-
-    devices, units = times.shape
-    if devices * units > _LARGEST_PROGRAM or not times.any():
-        return 0.0
-    scale = float(times.max())
-    room = max(float(capacity.max()), 1.0)
-    memory = kron(eye(devices), csr_matrix(held / room))
-    whole = kron(csr_matrix(np.ones((1, devices))), eye(units))
-    cost = (times / scale).ravel()
-    limits = capacity / room
-    if bottleneck:
-        load = kron(eye(devices), csr_matrix(np.ones((1, units)))).multiply(csr_matrix(cost))
-        memory = hstack([memory, csr_matrix((devices, 1))])
-        load = hstack([load, csr_matrix(-np.ones((devices, 1)))])
-        whole = hstack([whole, csr_matrix((units, 1))])
-        cost = np.append(np.zeros(devices * units), 1.0)
-        rows, limits = vstack([memory, load]), np.append(limits, np.zeros(devices))
-    else:
-        rows = memory
-    equal = {"A_eq": csr_matrix(whole), "b_eq": np.ones(units)}
-    solved = linprog(cost, A_ub=csr_matrix(rows), b_ub=limits, **equal, method="highs")
-    if solved.status != 0:  # does not fit at all: there is no plan to bound
-        return 0.0
-    multipliers = np.maximum(-solved.ineqlin.marginals, 0.0)
-    price = multipliers[:devices, None]
-    weight = np.ones((devices, 1))
-    if bottleneck:
-        weight = multipliers[devices:, None]
-        if weight.sum() <= 0:
-            return 0.0
-        price, weight = price / weight.sum(), weight / weight.sum()
-    reduced = (weight * times / scale + price * held[None, :] / room).min(axis=0).sum()
-    return float(reduced - (price[:, 0] * capacity / room).sum()) * scale

@@ -1,23 +1,21 @@
 """Why something is where it is under a plan: what bound it, and what the other choices would have cost.
 
-Nothing is remembered from planning. Every alternative is a plan of its own (this module elsewhere, this cut not made)
-that is priced as plans always are.
+Nothing is remembered from planning. Every alternative is a plan of its own (this module elsewhere, the model on one
+device) that is priced as plans always are.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.pricer import price
-from autoshard.errors import PlanError, SpecError
-from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.errors import SpecError
+from autoshard.estimate import DeviceEstimate, Estimate, Pipelining
 from autoshard.module_paths import above, is_below, join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sharding import Cut, count_collectives
 from autoshard.sizes import format_bytes, format_seconds
-from autoshard.strategies.stage_moves import otherwise_run, otherwise_staged, stage_sentences, stages_of
 
 MOST_ALTERNATIVES = 8
 
@@ -133,16 +131,15 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     by_name = {device.name: device for device in figures.devices}
     sentences += [_pressure(by_name[home], plan, figures) for home in homes if home in by_name]
     sentences += _crossing(figures, subject)
-    found: list[Alternative] = []
     if figures.pipelining is not None:
-        return _staged(plan, profile, cluster, figures, subject, "module", sentences, [*placed])
+        sentences += _stage_sentences(plan, figures.pipelining, [*placed])
+    found: list[Alternative] = []
     # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
     if plan.mesh is None and not plan.streamed:
         for name in (device.name for device in cluster.devices if device.name != "disk"):
             if homes != [name]:
                 moved = replace(plan, placements=_moved(plan.placements, profile, subject, name))
                 found.append(_alternative(f"all of it on {name}", plan, _price(moved, profile, cluster)))
-        found += _boundaries(plan, profile, cluster, subject, homes)
     sentences += _verdict(chosen, found, plan)
     return Explanation(
         subject=subject, kind="module", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen,
@@ -150,27 +147,28 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     )  # fmt: skip
 
 
-def _staged(
-    plan: Plan, profile: Profile, cluster: Cluster, figures: Estimate, subject: str, kind: str, sentences: list[str],
-    paths: list[str],
-) -> Explanation:  # fmt: skip
-    """Explain a part of a pipeline, `paths` of its placements: what binds it, and what pipelines like it would cost."""
-    assert figures.pipelining is not None
-    judged = replace(plan, objective="latency") if plan.objective == "throughput" else plan  # a batch after the other
-    chosen = _alternative("as planned", judged, figures)
-    sentences = [*sentences, *stage_sentences(plan, figures.pipelining, stages_of(plan, paths))]
-    edges = [paths[:1], paths[-1:]] if kind == "device" else [paths]
-    others = dict(pair for edge in edges for pair in otherwise_staged(plan, edge))
-    others |= dict(otherwise_run(plan, profile.workload.training))
-    found = []
-    for title, other in others.items():
-        with contextlib.suppress(PlanError, SpecError):  # it can't be run so
-            found.append(_alternative(title, judged, _price(other, profile, cluster)))
-    sentences += _verdict(chosen, found, plan)
-    return Explanation(
-        subject=subject, kind=kind, sentences=tuple(sentences), unit=_unit(judged), chosen=chosen,
-        alternatives=_sorted(found),
-    )  # fmt: skip
+def _stage_sentences(plan: Plan, run: Pipelining, paths: list[str]) -> Iterator[str]:
+    """Say which stage the others wait for, how that of some placements compares with it, and how long devices wait."""
+    here = [index for index, stage in enumerate(plan.stages) if any(path in stage.paths for path in paths)]
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in run.stages]
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    passes = "forward and backward" if any(stage.backward_seconds for stage in run.stages) else "forward"
+    text = (
+        f"Stage {slowest} of {len(seconds)}, on {run.stages[slowest].device}, is the slowest, and the others wait for "
+        f"it: {format_seconds(seconds[slowest])} for a micro-batch, {passes}"
+    )
+    if here == [slowest]:
+        yield f"{text}. This is the stage that binds the time of a pass."
+    elif len(here) == 1:
+        less = 1 - seconds[here[0]] / max(seconds[slowest], 1e-30)
+        yield f"{text}. Stage {here[0]}, which this is, takes {format_seconds(seconds[here[0]])}, {less:.0%} less."
+    else:
+        yield f"{text}."
+    count = f"{run.num_microbatches} micro-batch{'es' if run.num_microbatches > 1 else ''}"
+    yield (
+        f"Devices wait {run.bubble:.0%} of a pass (the bubble): {len(seconds)} stages begin and end one after another, "
+        f"with {count} in the order of {run.schedule}."
+    )
 
 
 def _entries(placements: Mapping[str, str], subject: str) -> dict[str, str]:
@@ -210,29 +208,6 @@ def _beside(profile: Profile, outer: str, inner: str) -> Iterator[str]:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _boundaries(
-    plan: Plan, profile: Profile, cluster: Cluster, subject: str, homes: list[str]
-) -> Iterator[Alternative]:
-    """The edges of the module's device moved up to it: it and all between it and the edge go to the device beyond."""
-    paths = list(plan.placements)
-    mine = [index for index, path in enumerate(paths) if path in _entries(plan.placements, subject)]
-    if not mine or len(homes) != 1:
-        return
-    for step, edge in ((-1, mine[-1]), (1, mine[0])):
-        beyond = edge
-        while 0 <= beyond < len(paths) and plan.placements[paths[beyond]] == homes[0]:
-            beyond += step
-        if not 0 <= beyond < len(paths):
-            continue
-        other = plan.placements[paths[beyond]]
-        inside = range(min(edge, beyond - step), max(edge, beyond - step) + 1)
-        if len(inside) == len(mine) or len(inside) == sum(home == homes[0] for home in plan.placements.values()):
-            continue  # the module alone, or all of the device
-        moved = {path: other if index in inside else plan.placements[path] for index, path in enumerate(paths)}
-        title = f"{paths[inside[0]]} to {paths[inside[-1]]} on {other}"
-        yield _alternative(title, plan, _price(replace(plan, placements=moved), profile, cluster))
 
 
 def _where(subject: str, homes: list[str], placed: Mapping[str, str], size: int) -> str:
@@ -297,9 +272,6 @@ def _verdict(chosen: Alternative, found: list[Alternative], plan: Plan) -> Itera
     best = min(fitting, key=lambda one: one.value)
     if best.value < chosen.value * (1 - 1e-9):
         gain = 1 - best.value / chosen.value
-        if plan.stages:
-            yield f"{best.title} would be better by {gain:.1%}: the plan was made for other figures, or by hand."
-            return
         yield (
             f"By itself it would be better elsewhere ({best.title}, by {gain:.1%}): the strategy keeps modules in "
             "order, or was not asked for the optimum."
@@ -322,10 +294,6 @@ def _cut_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str) ->
     found: list[Alternative] = []
     for cut in cuts:
         sentences.append(_cut_sentence(cut, subject))
-        if len(plan.cuts) > 1:
-            left = replace(plan, cuts=tuple(other for other in plan.cuts if other is not cut))
-            title = f"without cutting {_title(cut)}"
-            found.append(_alternative(title, plan, _price(left, profile, cluster)))
     for row in plan.whole:
         names = [join(block, name) for block in row.blocks for name in row.names]
         mine = [name for name in names if is_below(name, subject) or name == subject or is_below(subject, name)]
@@ -348,10 +316,6 @@ def _cut_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str) ->
 def _touches(cut: Cut, subject: str) -> bool:
     names = (join(block, shard.name) for block in cut.blocks for shard in cut.shards)
     return any(is_below(name, subject) or name == subject for name in names)
-
-
-def _title(cut: Cut) -> str:
-    return cut.title or f"{cut.size} slices of {cut.shards[0].name.rpartition('.')[0] or cut.blocks[0]}"
 
 
 def _cut_sentence(cut: Cut, subject: str) -> str:
@@ -401,26 +365,6 @@ def _device(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> Explan
     if full > 0.95:
         sentences.append("Its memory binds the plan: nothing sizeable can be added to it.")
     if figures.pipelining is not None and here:
-        sentences.append(_pressure(row, replace(plan, objective="latency"), figures))
-        return _staged(plan, profile, cluster, figures, name, "device", sentences, here)
-    found = list(_without(plan, profile, cluster, name)) if here and plan.mesh is None and not plan.cuts else []
+        sentences += _stage_sentences(plan, figures.pipelining, here)
     chosen = _alternative("as planned", plan, figures)
-    return Explanation(
-        subject=name, kind="device", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen,
-        alternatives=_sorted(found),
-    )  # fmt: skip
-
-
-def _without(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> Iterator[Alternative]:
-    """The best plan of the same strategy on the other devices."""
-    from autoshard.strategies import make_plan
-
-    others = tuple(device for device in cluster.devices if device.name != name)
-    if not others or plan.strategy == "device_map":
-        return
-    smaller = replace(cluster, devices=others)
-    try:
-        made = make_plan(profile, smaller, strategy=plan.strategy, objective=plan.objective)
-    except PlanError:
-        return
-    yield _alternative(f"planned again without {name}", plan, _price(made, profile, smaller))
+    return Explanation(subject=name, kind="device", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen)

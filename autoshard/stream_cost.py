@@ -17,14 +17,13 @@ from autoshard.answer_cost import of_answer
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
-from autoshard.cost import check_devices, estimate, op_seconds, relaxed_bound, unit_seconds, weight_bytes
+from autoshard.cost import check_devices, estimate, lower_bound, op_seconds, weight_bytes
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink, gap_above
 from autoshard.flow import HOST_NAME, Buffers, Flow, flow
 from autoshard.module_paths import above
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
-from autoshard.profile.answer import op_counts
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units
 from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_seconds
@@ -32,7 +31,6 @@ from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_s
 STORES = ("cpu", "disk")
 STAGING_BYTES = 64 * 2**20
 """Pinned memory of the host through which an accelerator reads from the disk, two parts in turn."""
-_BISECTIONS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,67 +325,18 @@ def _links(modules: Sequence[Streamed], fetch: Sequence[float], graph: ModelGrap
 def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computing: Sequence[str]) -> float:
     """Return seconds that no placement with any modules streamed can go below on this cluster.
 
-    In T seconds a link of B bytes per second brings at most T B bytes, so no device reads more than its memory + T B
-    of parameters in a pass, and all of them no more than all memory + T times the disk's rate. The bound is the least T
-    for which the relaxed placement with that much memory takes no more than T.
+    All that computes, or what the devices have no room for over all of their links.
     """
-    units = find_units(profile)
     devices = tuple(cluster.device(name) for name in computing)
-    limited = replace(cluster, devices=devices)
-    seconds = unit_seconds(profile, limited, units)
-    fetches = _least_fetches(profile, units.paths)
-    held = np.where(np.bincount(units.op_unit, minlength=len(units.paths)) > 0, weight_bytes(profile, units), 0.0)
-    least = float(fetches[held > 0].min(initial=np.inf))
-    rates = np.array([max(_rates(cluster, device).values(), default=0.0) for device in devices])
-    budget = np.array([max(device.budget_bytes, 0) for device in devices], float)
-    inside = float(budget.sum()) + (cluster.device("cpu").budget_bytes if _stores_on_cpu(cluster, computing) else 0)
-    disk = max((_rates(cluster, device).get("disk", 0.0) for device in devices), default=0.0)
-    total = float(held.sum())
-
-    def holds(limit: float) -> bool:
-        """Whether a pass may take `limit` seconds, by the relaxation."""
-        if total > inside + limit * disk / least or total > float((budget + limit * rates / least).sum()):
-            return False
-        goal = "throughput" if objective == "throughput" else "latency"
-        return relaxed_bound(seconds, held, budget + limit * rates / least, goal) <= limit
-
-    low = relaxed_bound(
-        seconds, held, np.full(len(devices), 2 * total + 1), "throughput" if objective == "throughput" else "latency"
-    )
-    if holds(low * (1 + 1e-9)) or not np.isfinite(least):
-        return low
-    high = max(low, total / max(float(rates.sum()), 1.0), 1e-9)
-    for _ in range(60):
-        if holds(high):
-            break
-        low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return low
-
-
-def _stores_on_cpu(cluster: Cluster, computing: Sequence[str]) -> bool:
-    """Whether "cpu" has room beside what the computing devices have."""
-    return "cpu" in cluster.names and "cpu" not in computing
+    bound = lower_bound(profile, replace(cluster, devices=devices), divided=objective == "throughput")
+    units = find_units(profile)
+    read = np.bincount(units.op_unit, minlength=len(units.paths)) > 0
+    missing = float(weight_bytes(profile, units)[read].sum()) - sum(max(device.budget_bytes, 0) for device in devices)
+    rate = sum(max(_rates(cluster, device).values(), default=0.0) for device in devices)
+    return max(bound, missing / rate) if rate and missing > 0 else bound
 
 
 def _rates(cluster: Cluster, device: Device) -> dict[str, float]:
     """Bytes per second from each store to a device."""
     stores = [store for store in STORES if store in cluster.names and store != device.name]
     return {store: cluster.link(store, device.name).bytes_per_second for store in stores}
-
-
-def _least_fetches(profile: Profile, paths: Sequence[tuple[str, ...]]) -> np.ndarray:
-    """Per unit, how often it is fetched at least: the fewest calls of any module around its tensors."""
-    graph, of_op = profile.graph, op_counts(profile)
-    counts: dict[str, float] = {}
-    for call in graph.calls:
-        if call.path and call.begin not in graph.uncounted:
-            times = float(of_op[call.begin]) if call.begin < len(of_op) else 1.0
-            counts[call.path] = counts.get(call.path, 0.0) + times
-    found = []
-    for of_unit in paths:
-        around = [outer for path in of_unit for outer in (path, *above(path)) if outer in counts]
-        found.append(min((counts[path] for path in around), default=1))
-    return np.array(found, float)

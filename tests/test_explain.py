@@ -70,14 +70,12 @@ def test_pins_and_memory_are_given_as_reasons(placed):
     assert any("Memory binds it" in sentence for sentence in explain(plan, profile, tight, "2").sentences)
 
 
-def test_a_device_says_what_it_holds_and_what_the_plan_is_without_it(placed):
+def test_a_device_says_what_it_holds(placed):
     plan, profile, cluster = placed
     found = explain(plan, profile, cluster, "cuda:1")
     row = next(device for device in autoshard.estimate(plan, profile, cluster).devices if device.name == "cuda:1")
     assert found.kind == "device" and row.peak_bytes > 0
     assert any("weights" in sentence for sentence in found.sentences)
-    assert [one.title for one in found.alternatives] == ["planned again without cuda:1"]
-    assert found.alternatives[0].value > found.chosen.value
 
 
 def test_a_cut_and_what_stays_whole():
@@ -130,7 +128,7 @@ def staged():
     return plan, profile, cluster_of(plan.devices)
 
 
-def test_a_pipeline_says_which_stage_binds_it_and_what_its_neighbours_would_cost(staged):
+def test_a_pipeline_says_which_stage_binds_it(staged):
     plan, profile, cluster = staged
     figures = autoshard.estimate(plan, profile, cluster)
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in figures.pipelining.stages]
@@ -142,28 +140,5 @@ def test_a_pipeline_says_which_stage_binds_it_and_what_its_neighbours_would_cost
     assert "This is the stage that binds the time of a pass." in text
     assert f"Devices wait {figures.pipelining.bubble:.0%} of a pass (the bubble)" in text
     assert "with 4 micro-batches in the order of gpipe" in text and "full at its peak" in text
-    titles = {one.title: one for one in found.alternatives}
-    assert {"2 micro-batches", "8 micro-batches", "schedule 1f1b"} <= set(titles)
-    fewer = replace(plan, num_microbatches=2)
-    assert titles["2 micro-batches"].value == autoshard.estimate(fewer, profile, cluster).latency_seconds
     other = explain(plan, profile, cluster, plan.stages[1 - slowest].paths[0])
     assert any(f"Stage {1 - slowest}, which this is, takes" in sentence for sentence in other.sentences)
-
-
-def test_a_stage_boundary_elsewhere_is_priced_as_the_plan_it_would_be(staged):
-    plan, profile, cluster = staged
-    first, second = plan.stages
-    first, second = (replace(first, paths=(*first.paths, *second.paths[:-1])), replace(second, paths=second.paths[-1:]))
-    on_first = dict.fromkeys(first.paths, "cuda:0")
-    plan = replace(plan, stages=(first, second), placements={**plan.placements, **on_first})
-    *left, last = first.paths
-    found = explain(plan, profile, cluster, last)
-    moved = replace(
-        plan,
-        stages=(replace(first, paths=tuple(left)), replace(second, paths=(last, *second.paths))),
-        placements={**plan.placements, last: "cuda:1"},
-    )
-    expected = autoshard.estimate(moved, profile, cluster).latency_seconds
-    assert next(one for one in found.alternatives if one.title == f"{last} in stage 1").value == expected
-    device = explain(plan, profile, cluster, "cuda:0")
-    assert device.kind == "device" and f"{last} in stage 1" in {one.title for one in device.alternatives}

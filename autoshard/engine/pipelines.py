@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import check_devices, divided_bound, of_every_device, optimizer_seconds
+from autoshard.cost import check_devices, lower_bound, of_every_device, optimizer_seconds
 from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.stages import Border, Figures, stage_figures
 from autoshard.errors import PlanError
@@ -101,7 +101,7 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes
         latency = max(latency, begin + step)
         events += [_event(name, "optimizer", begin, begin + step)] if step else []
     launch = count * sum(stage.launch_seconds for stage in stages) if run.one_process else 0.0
-    latency, bound = max(latency, launch), max(launch, divided_bound(profile, cluster))
+    latency, bound = max(latency, launch), max(launch, lower_bound(profile, cluster, divided=True))
     busiest = min(max(row.compute_seconds + row.transfer_seconds for row in rows.values()), latency)
     return Estimate(
         devices=of_every_device(rows, cluster),

@@ -22,7 +22,7 @@ from autoshard.axes.regions import element_of
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import check_devices, of_every_device, optimizer_seconds
+from autoshard.cost import check_devices, lower_bound, of_every_device, optimizer_seconds
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.errors import PlanError
 from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
@@ -92,7 +92,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     moving = sum(transfer.seconds for transfer in transfers)
     by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in replicas}
     latency = pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving
-    bound = lower_bound(figures, cluster.devices)
+    bound = lower_bound(profile, cluster, divided=True)
     every = of_every_device(by_name, cluster)
     return Estimate(
         devices=every,
@@ -290,33 +290,6 @@ def sharded_exchange(
     return Exchange(
         seconds=seconds, exposed_seconds=exposed, all_gathers=gathers, all_reduces=len(blocks) if training else 0
     )
-
-
-def lower_bound(figures: Figures, devices: Sequence[Device]) -> float:
-    """Return seconds that no division of the batch over these devices can go below; exchange counts nothing.
-
-    Seconds grow convexly with rows (a sum of maxima of straight lines), so no count takes less than what the first two
-    rows say. The least T for which the rows done by T on all devices are the batch.
-    """
-    size = figures.rows.size
-    lines = []
-    known: dict[object, tuple[float, float]] = {}
-    for device in devices:
-        key = device.speed
-        if key not in known:
-            one = figures.seconds(device, 1)
-            known[key] = one, max(figures.seconds(device, 2) - one, 0.0) if size > 1 else 0.0
-        lines.append(known[key])
-
-    def done_by(time: float) -> float:
-        each = [0 if time < one else size if not more else min(size, 1 + (time - one) / more) for one, more in lines]
-        return sum(each)
-
-    low, high = 0.0, max(one + size * more for one, more in lines)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if done_by(middle) >= size else (middle, high)
-    return low
 
 
 def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], rows: Rows) -> tuple[Transfer, ...]:

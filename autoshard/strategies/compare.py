@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import divided_bound
+from autoshard.cost import lower_bound
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
 from autoshard.estimate import Estimate
@@ -156,15 +156,15 @@ def value_of(figures: Estimate, objective: str, training: bool) -> float:
 
 
 def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:
-    """Return a value that no plan of any strategy on these devices goes below: see `cost.divided_bound`.
+    """Return a value that no plan of any strategy on these devices goes below: see `cost.lower_bound`.
 
     For memory, what is held anyway is spread over all devices in proportion to their memory.
     """
     if objective != "memory":
         halves = prompt_and_token(profile)
         if halves is None:
-            return divided_bound(profile, cluster)
-        prompt, token = (divided_bound(half, cluster) for half in halves)
+            return lower_bound(profile, cluster, divided=True)
+        prompt, token = (lower_bound(half, cluster, divided=True) for half in halves)
         return prompt + (profile.further or 0) * token
     graph = profile.graph
     held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}

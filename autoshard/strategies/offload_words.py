@@ -71,8 +71,6 @@ def explain_offload(
         )
     else:
         reasons.append("computing hides all that is brought")
-    over = found.value / figures.lower_bound_seconds - 1 if figures.lower_bound_seconds else 0.0
-    reasons.append(f"at most {over:.2%} above the fastest plan with streamed modules (proved by a lower bound)")
     return tuple(reasons)
 
 

@@ -14,7 +14,7 @@ from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import divided_bound, estimate
+from autoshard.cost import estimate, lower_bound
 from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
@@ -89,11 +89,11 @@ def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"
 
 def test_no_plan_is_below_the_bound(profiles):
     cluster = _linked((_device("a", 1e12), _device("b", 2e12), _device("c", 4e12)))
-    one = [divided_bound(profiles["inference"], replace(cluster, devices=(d,))) for d in cluster.devices]
-    assert divided_bound(profiles["inference"], cluster) == pytest.approx(
+    one = [lower_bound(profiles["inference"], replace(cluster, devices=(d,)), divided=True) for d in cluster.devices]
+    assert lower_bound(profiles["inference"], cluster, divided=True) == pytest.approx(
         1 / sum(1 / seconds for seconds in one), rel=0.2
     )
-    assert divided_bound(profiles["inference"], cluster) <= min(one)
+    assert lower_bound(profiles["inference"], cluster, divided=True) <= min(one)
 
 
 def test_what_cannot_be_priced_is_refused(profiles):

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cost import relaxed_bound
 from autoshard.strategies.chain import Chain, cost_of, join, tie_choices
 from autoshard.strategies.levels import cut_depths
 from autoshard.strategies.partition import Room, Solution, balanced
@@ -108,17 +107,6 @@ def test_more_memory_or_another_device_never_makes_it_worse(seed: int, objective
         assert less is None or (more is not None and more.value <= less.value * (1 + 1e-6) + 1e-9)
 
 
-@given(seed=st.integers(0, 10**9))
-def test_the_relaxed_bound_is_below_the_optimum(seed: int) -> None:
-    chain = random_chain(seed)
-    for objective in ("latency", "throughput"):
-        found = solve(chain, objective) if chain.seconds.any() else None
-        if found is not None:
-            held = np.asarray(chain.resident_bytes, float)
-            bound = relaxed_bound(chain.seconds, held, np.asarray(chain.capacity_bytes, float), objective)
-            assert bound <= found.value * (1 + 1e-9) + 1e-9
-
-
 @given(seed=st.integers(0, 10**9), cuts=st.lists(st.booleans(), min_size=7, max_size=7))
 def test_a_coarser_chain_prices_the_same(seed: int, cuts: list[bool]) -> None:
     chain = random_chain(seed)
@@ -179,4 +167,5 @@ def test_devices_that_all_differ_are_taken_in_a_likely_order() -> None:
     capacity = np.arange(16) + 4
     found = balanced(StageCosts(chain), Room.of(capacity), "latency")
     assert found is not None and found.cost.feasible
-    assert found.cost.latency <= 1.1 * relaxed_bound(chain.seconds, chain.resident_bytes, capacity, "latency") + 16
+    fastest = np.repeat(chain.seconds[:, 0], capacity)[:160]  # full devices, the fastest first
+    assert found.cost.latency <= 1.1 * fastest.sum() + 16
