@@ -27,13 +27,12 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.rows import Rows, by_rows
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
-from autoshard.strategies.shares import divide_by
+from autoshard.strategies.shares import divide
 
 _AS_GOOD = 1.002
 """Even shares are taken where they take so little longer."""
-_MANY_ROWS = 64
-"""Rows of a batch above which not every share of the first device is tried, but so many around the even one."""
-
+_MOVES = 32
+"""Rows that go from one device to another, one after the other, from shares by speed."""
 _EVERY_SET = 5
 """Unequal devices of which every set is tried: where one has little room for rows, a faster one does not pay."""
 
@@ -167,40 +166,52 @@ class Task:
         )  # fmt: skip
 
     def _shares(self, figures: Figures, devices: Sequence[Device]) -> tuple[int, ...] | None:
-        """Rows of every replica: the slowest is done as early as can be, or the fullest is as empty.
+        """Rows of every replica: the slowest is done as early as can be, or the fullest is as empty; None if none fit.
 
-        In one process rows of the first device are not moved, so every number of them is tried.
+        They follow what devices do in a time; then single rows go elsewhere as long as that helps.
         """
         size, count = self.batch.size, len(devices)
         most = [max(self._most_rows(figures, device, first=not i), 1) for i, device in enumerate(devices)]
-        if count == 1:
-            return (size,)
+
         known: dict[object, float] = {}
 
-        def cost(rank: int, rows: int) -> float:
+        def own_cost(rank: int, rows: int) -> float:
             device = devices[rank]
-            key = (*device.speed, device.memory_bytes, rank == 0, rows)
-            if key not in known and self.objective == "memory":
-                known[key] = fullness(figures.of(device, rows, first=rank == 0))
-            elif key not in known:
-                known[key] = figures.seconds(device, rows)
+            key = device.speed, device.memory_bytes, rank == 0, rows
+            if key not in known:
+                full = self.objective == "memory"
+                known[key] = (
+                    fullness(figures.of(device, rows, first=not rank)) if full else figures.seconds(device, rows)
+                )
             return known[key]
 
-        if self.processes or self.objective == "memory":
-            return divide_by(size, count, cost, most, as_good=_AS_GOOD)
-        launching = sum(map(figures.launching_seconds, devices))
-        least: tuple[float, tuple[int, ...]] | None = None
-        for own in range(1, min(most[0], size - count + 1) + 1):
-            if size > _MANY_ROWS and abs(own - size // count) > _MANY_ROWS // 2:
-                continue
-            others = divide_by(size - own, count - 1, lambda rank, rows: cost(rank + 1, rows), most[1:])
-            if others is not None:
-                rows = (own, *others)
-                slowest = max(launching, *(cost(rank, share) for rank, share in enumerate(rows)))
-                value = slowest + self._moving_seconds(devices, rows)
-                if least is None or value < least[0] * (1 - 1e-9):
-                    least = value, rows
-        return None if least is None else least[1]
+        def cost(rows: Sequence[int]) -> float:
+            slowest = max(own_cost(rank, own) for rank, own in enumerate(rows))
+            if self.processes or self.objective == "memory":
+                return slowest
+            return max(slowest, sum(map(figures.launching_seconds, devices))) + self._moving_seconds(devices, rows)
+
+        pace = [1 / limit if self.objective == "memory" else figures.seconds(device, size)
+                for device, limit in zip(devices, most, strict=True)]  # fmt: skip
+        found = divide(size, pace, most)
+        alike = len({(device.speed, device.memory_bytes) for device in devices}) == 1 and self.processes
+        if found is None or alike:
+            return found
+        best, value = found, cost(found)
+        for _ in range(_MOVES):
+            slowest = max(range(count), key=lambda rank: own_cost(rank, best[rank]))
+            pairs = {*((slowest, to) for to in range(count)), *((away, 0) for away in range(count))}
+            moved = [
+                tuple(own + (at == to) - (at == away) for at, own in enumerate(best))
+                for away, to in sorted(pairs) if away != to and best[away] > 1 and best[to] < most[to]
+            ]  # fmt: skip
+            least = min(moved, key=cost, default=best)
+            if cost(least) >= value * (1 - 1e-9):
+                break
+            best, value = least, cost(least)
+        even = even_shares(size, count)
+        fits = all(own <= limit for own, limit in zip(even, most, strict=True))
+        return even if fits and cost(even) <= value * _AS_GOOD else best
 
     def _most_rows(self, figures: Figures, device: Device, *, first: bool) -> int:
         """The most rows with which a replica fits on a device; bytes grow with rows."""

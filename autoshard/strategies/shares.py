@@ -1,7 +1,7 @@
 """Shares: how many slices of an axis every rank keeps, so that the last one is done as early as can be."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autoshard.sharding import even_shares
 
@@ -26,32 +26,6 @@ def divide(size: int, seconds: Sequence[float], most: Sequence[int] | None = Non
         seconds = [1.0] * len(seconds)
     best = _fill(size, seconds, limits)
     return even if fits and _last(even, seconds) <= _last(best, seconds) * _AS_GOOD else best
-
-
-def divide_by(
-    size: int, count: int, cost: Callable[[int, int], float], most: Sequence[int], *, as_good: float = 1.0
-) -> tuple[int, ...] | None:
-    """Give each of `count` ranks at least one of `size` rows, at most `most`, such that the largest cost is least.
-
-    `cost(rank, rows)` grows with rows; whoever is then the cheapest gets the next one. Even shares are taken where they
-    cost at most `as_good` times as much. None if it can't be.
-    """
-    if size < count or min(most) < 1 or sum(most) < size:
-        return None
-    shares = [1] * count
-    due = [(cost(rank, 2), rank) for rank in range(count) if most[rank] > 1]
-    heapq.heapify(due)
-    for _ in range(size - count):
-        _, rank = heapq.heappop(due)
-        shares[rank] += 1
-        if shares[rank] < most[rank]:
-            heapq.heappush(due, (cost(rank, shares[rank] + 1), rank))
-    even = even_shares(size, count)
-    if all(share <= limit for share, limit in zip(even, most, strict=True)):
-        worst, of_even = (max(cost(rank, rows) for rank, rows in enumerate(one)) for one in (shares, even))
-        if of_even <= worst * as_good:
-            return even
-    return tuple(shares)
 
 
 def _last(shares: Sequence[int], seconds: Sequence[float]) -> float:
