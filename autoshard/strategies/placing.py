@@ -10,7 +10,6 @@ or less, than the chain says is taken off what it may hold in the next round.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -50,10 +49,6 @@ _FEW = 0.05
 """Part of the smallest device up to which these are all counted."""
 _BETTER = 1e-3
 """A deeper cut must promise so much: of plans that cost the same the one with cuts between larger modules is taken."""
-_PATIENCE = 3
-"""Checked assignments without anything better around them after which no more is looked for, once something fits."""
-_POLISHES, _FEWEST_POLISHES, _POLISHED_OPS = 100, 10, 12_000
-"""Assignments next to the best one that are checked: so many at most, if not so few at least; ops, times these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +150,6 @@ def place(
             room, best = _rounds(task, posed, room, best)
             if any_will_do and best is not None and best.estimate.fits:
                 return best
-    if best is not None and (strategy in ("auto", "balanced") or not best.estimate.fits):
-        best = _polished(task, best)
     return best if best is not None and best.estimate.fits else None
 
 
@@ -198,60 +191,6 @@ def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) 
             taken[kind] = max(row.peak_bytes - held[device] for device, row in rows)
             lenient[kind] = taken[kind] - max(max(-row.free_bytes for _, row in rows), 0) / 2
     return replace(room, taken_bytes=taken), replace(room, taken_bytes=lenient)
-
-
-def _polished(task: _Task, best: Checked) -> Checked:
-    """Move neighbouring units over a cut, or to a device that is empty, while that is better by the exact estimate.
-
-    For small models, of which activations may be the larger part.
-    """
-    checks = min(_POLISHES, _POLISHED_OPS // max(len(task.profile.graph.ops), 1))
-    expanded: set[tuple[int, ...]] = set()
-    patience = _PATIENCE if checks >= _FEWEST_POLISHES else 0
-    while patience and checks:
-        others = [found for assignment, found in task.known.items() if assignment not in expanded]
-        if not others:
-            break
-        start = min(others, key=task.rank)
-        expanded.add(start.solution.assignment)
-        patience -= best.estimate.fits
-        for assignment in _neighbours(task, start):
-            if assignment in task.known or not checks:
-                continue
-            checks -= 1
-            solution = Solution(assignment=assignment, cost=cost_of(task.chain, assignment), value=0.0)
-            found = task.check(solution)
-            if task.rank(found) < task.rank(best):
-                best, patience = found, _PATIENCE
-                break
-    return best
-
-
-def _neighbours(task: _Task, best: Checked) -> Iterator[tuple[int, ...]]:
-    """Yield assignments with 1, 2, 4, … units at an end of a stage on the device beside it, or on an empty one.
-
-    Where memory is what is wanted, or what lacks, from the fullest device. Then those with two devices swapped.
-    """
-    assignment, figures, chain = best.solution.assignment, best.estimate, task.chain
-    fixed = set(chain.pins) | {unit for tie in chain.ties for unit in tie if not chain.duplicate_ties}
-    from_fullest = task.objective == "memory" or not figures.fits
-    fullest = figures.devices.index(figures.fullest)
-    kinds = StageCosts(chain).kinds(np.array([device.memory_bytes for device in figures.devices]))
-    empty = [kind for kind in ([d for d in kind if d not in assignment] for kind in kinds) if kind]
-    cuts = [0, *(u for u in range(1, len(assignment)) if assignment[u] != assignment[u - 1]), len(assignment)]
-    for begin, end in pairwise(cuts):
-        if from_fullest and assignment[begin] != fullest:
-            continue
-        before, after = assignment[max(begin - 1, 0)], assignment[min(end, len(assignment) - 1)]
-        for size in (2**power for power in range((end - begin).bit_length())):
-            for low, high, near in ((begin, begin + size, before), (end - size, end, after)):
-                for other in (near, *(kind[0] for kind in empty)):
-                    if fixed.isdisjoint(range(low, high)):
-                        yield (*assignment[:low], *[other] * (high - low), *assignment[high:])
-    for one, other in combinations([kind[0] for kind in kinds], 2):
-        if not fixed:
-            swap = {one: other, other: one}
-            yield tuple(swap.get(device, device) for device in assignment)
 
 
 def levels(chain: Chain, room: Room) -> Iterator[list[Posed]]:
