@@ -1,11 +1,11 @@
 """Partition: the best contiguous assignment of a chain, by one dynamic programme over stages and used-up devices.
 
-    state      how many devices of each kind are used (and which came last, where links differ), how many units placed
+    state      how many devices of each kind are used, how many units are placed
     step       one more device with a stage [i, j): state (used, i) -> (used + device, j)
 
 Devices that can be swapped are one kind. A device may stay empty: it is never used. Where a grid of kinds is too large
 a few orders of the devices are looked at. Exact by the model of `chain` where copies into a device cost the same from
-everywhere; else each is priced as if it came from the stage before, and the answer by `cost_of`.
+everywhere; else each is priced as if it came over the fastest link, and the answer by `cost_of`.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ _EVEN = 1e-7
 """Part of the model's seconds that a device full to the brim counts more: among equals memory is most even."""
 _SAME = 1 + 1e-9
 Stages = list[tuple[int, int, int]]
-Node = tuple[int, tuple[int, ...], int]
-"""Devices passed, how many are used of each kind, and the device used last (-1 where that makes no difference)."""
+Node = tuple[int, tuple[int, ...]]
+"""Devices passed, and how many are used of each kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +138,6 @@ class Network:
 
     kinds: list[list[int]]
     in_order: bool
-    paired: bool
     pinned: tuple[int, ...]
 
     @property
@@ -147,11 +146,11 @@ class Network:
         kinds = len(self.kinds)
         if self.in_order:
             return float(kinds * min(kinds, _SKIPPED))
-        return prod(float(len(kind) + 1) for kind in self.kinds) * kinds * (kinds if self.paired else 1)
+        return prod(float(len(kind) + 1) for kind in self.kinds) * kinds
 
     def following(self, node: Node) -> Iterator[tuple[Node, int, bool]]:
         """Yield the nodes after a node, the device that is passed on the way, and whether it gets a stage."""
-        passed, used, last = node
+        passed, used = node
         after = used
         for number, kind in enumerate(self.kinds):
             if self.in_order:
@@ -163,9 +162,9 @@ class Network:
                     continue
                 after = (*used[:number], used[number] + 1, *used[number + 1 :])
                 rank, device = passed + 1, kind[used[number]]
-            yield (rank, after, kind[0] if self.paired else -1), device, True
+            yield (rank, after), device, True
             if device in self.pinned:
-                yield (rank, after, last), device, False
+                yield (rank, after), device, False
                 if self.in_order:
                     return
 
@@ -179,11 +178,11 @@ class Network:
 
 def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[Network]:
     """All orders of the devices at once if they are few kinds, else the orders that are most likely the best."""
-    pinned, paired = tuple(costs.pinned), not costs.uniform
+    pinned = tuple(costs.pinned)
     kinds = costs.kinds(room.has_bytes, room.taken_bytes)
     if apart >= 0:
         kinds = [[apart], *([d for d in kind if d != apart] for kind in kinds)]
-    whole = Network([kind for kind in kinds if kind], False, paired, pinned)
+    whole = Network([kind for kind in kinds if kind], False, pinned)
     if whole.steps <= _MOST_STEPS and (whole.steps * costs.size**2 <= 8 * _WORK or len(kinds) <= 2):
         return [whole]
     devices, total = range(costs.chain.num_devices), costs.chain.seconds.sum(axis=1)
@@ -192,7 +191,7 @@ def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[Network]:
         tuple(sorted(devices, key=lambda d: float(total[d]))): None,
         tuple(sorted(devices, key=lambda d: -float(room.left_bytes[d]))): None,
     }
-    return [Network([[device] for device in order], True, paired, pinned) for order in orders]
+    return [Network([[device] for device in order], True, pinned) for order in orders]
 
 
 # ---- the dynamic programme
@@ -204,13 +203,13 @@ def _search(costs: StageCosts, room: Room, objective: Objective, network: Networ
     figures = _Figures(costs, room, network)
     limit = np.inf
 
-    def worst(device: int, before: int) -> tuple[Array, float]:
-        seconds, load, idle = figures.of(device, before)
+    def worst(device: int) -> tuple[Array, float]:
+        seconds, load, idle = figures.of(device)
         at = 1 if objective == "memory" else 0
         return np.where(load < np.inf, (seconds, load)[at], np.inf), idle[at]
 
-    def summed(device: int, before: int) -> tuple[Array, float]:
-        seconds, load, idle = figures.of(device, before)
+    def summed(device: int) -> tuple[Array, float]:
+        seconds, load, idle = figures.of(device)
         weight = 1e3 * total + 1.0 if device == spare else 0.0
         fits, fine = load < np.inf, max(idle) < np.inf
         if objective != "latency":
@@ -229,8 +228,8 @@ def _search(costs: StageCosts, room: Room, objective: Objective, network: Networ
     return None if found is None else _solution(costs, found[1], objective, room)
 
 
-Priced = Callable[[int, int], tuple[Array, float]]
-"""Device and the one before -> cost of every stage there, and of none."""
+Priced = Callable[[int], tuple[Array, float]]
+"""Device -> cost of every stage there, and of none."""
 
 
 class _Figures:
@@ -241,7 +240,7 @@ class _Figures:
         self.of_kind = {device: kind[0] for kind in network.kinds for device in kind}
         self.loads: dict[int, Array] = {}
 
-    def of(self, device: int, before: int) -> tuple[Array, Array, tuple[float, float]]:
+    def of(self, device: int) -> tuple[Array, Array, tuple[float, float]]:
         """[m+1, m+1] seconds and load of stages, inf where they do not fit; both of the device without a stage."""
         kind, idle = self.of_kind[device], (0.0, 0.0)
         if kind not in self.loads:
@@ -250,18 +249,18 @@ class _Figures:
             seconds, nbytes = self.costs.idle(device)
             load = float(self.room.load(np.array(nbytes), device))
             idle = (seconds if load < np.inf else np.inf, load)
-        return self.costs.seconds(device, before), self.loads[kind], idle
+        return self.costs.seconds(device), self.loads[kind], idle
 
     def kept(self, priced: Priced) -> Priced:
         """The same, each worked out once."""
-        known: dict[tuple[int, int], tuple[Array, float]] = {}
+        known: dict[int, tuple[Array, float]] = {}
 
-        def find(device: int, before: int) -> tuple[Array, float]:
-            key = self.of_kind[device], before
+        def find(device: int) -> tuple[Array, float]:
+            key = self.of_kind[device]
             if key not in known:
                 if len(known) >= _MOST_TABLES:
                     known.clear()
-                known[key] = priced(device, before)
+                known[key] = priced(device)
             return known[key]
 
         return find
@@ -271,7 +270,7 @@ def _sweep(size: int, network: Network, priced: Priced, combine: np.ufunc) -> tu
     """Find the way through the network with the least sum, or the least worst, of its stages."""
     begun = np.full(size + 1, np.inf)
     begun[0] = 0.0
-    start: Node = (0, () if network.in_order else (0,) * len(network.kinds), -1)
+    start: Node = (0, () if network.in_order else (0,) * len(network.kinds))
     values: dict[Node, Array] = {start: begun}
     origins: dict[Node, list[tuple[Node, int, bool]]] = {start: []}
     ranks: dict[int, list[Node]] = {0: [start]}
@@ -279,9 +278,9 @@ def _sweep(size: int, network: Network, priced: Priced, combine: np.ufunc) -> tu
         for node in ranks.get(rank, ()):
             for after, device, staged in network.following(node):
                 if staged:
-                    value = combine(values[node][:, None], priced(device, node[2])[0]).min(axis=0)
+                    value = combine(values[node][:, None], priced(device)[0]).min(axis=0)
                 else:
-                    value = combine(values[node], priced(device, -1)[1])
+                    value = combine(values[node], priced(device)[1])
                 if after not in values:
                     ranks.setdefault(after[0], []).append(after)
                     values[after], origins[after] = value, []
@@ -304,10 +303,10 @@ def _trace(
     while origins[node]:
         for before, device, staged in origins[node]:
             if staged:
-                column = combine(values[before], priced(device, before[2])[0][:, at])
+                column = combine(values[before], priced(device)[0][:, at])
                 begin = int(column.argmin())
             else:
-                begin, column = at, combine(values[before], priced(device, -1)[1])
+                begin, column = at, combine(values[before], priced(device)[1])
             if column[begin] == values[node][at]:
                 break
         if staged:

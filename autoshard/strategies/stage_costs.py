@@ -8,7 +8,7 @@ tensor made at p and next used at v must be copied to every stage that starts in
 
 and the mirror image for a consumer before the producer (a loop, or the outputs that go home). A sum of rectangles is a
 difference array and two cumulative sums, so the tables cost O(E + m^2), and all counts and bytes in them are exact.
-What a copy takes depends on where it comes from: it is priced as if all came from the stage before.
+What a copy takes depends on where it comes from: it is priced as if all came over the fastest link.
 """
 
 from collections.abc import Sequence
@@ -114,9 +114,9 @@ class StageCosts:
             self._held[key] = held + self.copies(device).kept
         return self._held[key]
 
-    def seconds(self, device: int, before: int) -> Array:
-        """[m+1, m+1] seconds of a stage on a device that copies from the device `before`, or -1: from the nearest."""
-        latency, bandwidth = self.link(device, before)
+    def seconds(self, device: int) -> Array:
+        """[m+1, m+1] seconds of a stage on a device, copies over the fastest link into it."""
+        latency, bandwidth = self.link(device)
         key = self._rows[device], latency, bandwidth, device if device in self.pinned else -1
         if key not in self._seconds:
             copies = self.copies(device)
@@ -129,7 +129,7 @@ class StageCosts:
 
     def idle(self, device: int) -> tuple[float, float]:
         """Seconds and bytes of a device with pinned units and no stage."""
-        latency, bandwidth = self.link(device, -1)
+        latency, bandwidth = self.link(device)
         count, moved, kept = self.copies(device).idle
         own = float(self.chain.seconds[device, self.pinned_to == device].sum())
         return own + latency * count + moved / bandwidth, sum(self._base(device)) + kept
@@ -139,25 +139,13 @@ class StageCosts:
         mine = self.pinned_to == device
         return float(self.chain.resident_bytes[mine].sum()), float(self.chain.transient_bytes[mine].max(initial=0))
 
-    def link(self, device: int, before: int) -> tuple[float, float]:
-        """Latency and bandwidth of copies into a device."""
+    def link(self, device: int) -> tuple[float, float]:
+        """Latency and bandwidth of the fastest copies into a device."""
         chain = self.chain
-        if before >= 0:
-            return float(chain.link_seconds[before, device]), float(chain.link_bytes_per_second[before, device])
         others = np.arange(chain.num_devices) != device
         latency = chain.link_seconds[others, device].min(initial=np.inf)
         bandwidth = chain.link_bytes_per_second[others, device].max(initial=0.0)
         return (float(latency), float(bandwidth)) if others.any() else (0.0, 1.0)
-
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether copies into a device cost the same from everywhere."""
-        chain = self.chain
-        return all(
-            len(np.unique(np.delete(links[:, d], d))) <= 1
-            for links in (chain.link_seconds, chain.link_bytes_per_second)
-            for d in range(chain.num_devices)
-        )
 
     def kinds(self, *figures: Array) -> list[list[int]]:
         """Devices that can be swapped: of one speed, on the same links, with equal figures, without pins."""

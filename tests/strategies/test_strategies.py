@@ -153,15 +153,6 @@ def test_the_spare_layer_goes_where_it_leaves_the_most_room() -> None:
     assert found.cost.load == min(every)
 
 
-def test_a_slow_link_changes_the_order_of_devices() -> None:
-    latency = np.array([[0, 9, 1], [9, 0, 1], [1, 1, 0]], float)
-    chain = plain_chain([1] * 9, [4, 4, 4], links=(latency, np.ones((3, 3))), nbytes=1.0)
-    chain = replace(chain, edge_tensor=chain.edge_tensor[:-1], edge_unit=chain.edge_unit[:-1])  # nothing goes home
-    assert list(dict.fromkeys(sequential(chain).assignment)) == [0, 1, 2]
-    order = list(dict.fromkeys(balanced(chain).assignment))
-    assert order[1] == 2, "the device with fast links to both others belongs between them"
-
-
 def test_low_0_leaves_the_first_device_as_empty_as_the_others_allow() -> None:
     assert 0 not in balanced_low_0(plain_chain([1] * 10, [10, 6, 6])).assignment
     assert balanced_low_0(plain_chain([1] * 10, [10, 4, 4])).assignment.count(0) == 2
