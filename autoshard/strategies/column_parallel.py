@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
-from autoshard.axes.unproved import as_cut, unproved
+from autoshard.axes.unchecked import as_cut, unchecked
 from autoshard.axes.walk import where
 from autoshard.capture.graph import name_of
 from autoshard.cluster.cluster import Cluster, Device, plan_device
@@ -314,7 +314,7 @@ def _refusal(task: Task, degree: int | None) -> str:
     closest = _best(task, count if degree is None else degree, limited=False)
     if closest is None:
         closest = Choice(devices=task.cluster.devices[:1], picked=(), seconds=0.0)
-    cuts = unproved(
+    cuts = unchecked(
         [group for one in closest.picked for group in task.groups if group.index == one.index],
         [one.shares for one in closest.picked],
     )
