@@ -332,15 +332,17 @@ def remove(model: nn.Module) -> nn.Module:
 def schedule(
     model: nn.Module, loss: "Loss | None" = None, *, reduction: "Reduction" = "mean"
 ) -> "LocalSchedule | RankSchedule":
-    """Return what trains an applied model in micro-batches, in the order that its plan names.
+    """Return what trains an applied model in micro-batches; over processes, in the order that its plan names.
 
     `.step(*args, target=None, losses=None, return_outputs=True, **kwargs)` runs forwards and backwards; gradients are
     those of the whole batch in one piece. Returns the outputs put together; `return_outputs=False` keeps none, which
-    saves memory where there is a large vocabulary. `losses` is a list that gets the loss of each micro-batch.
+    saves memory where there is a large vocabulary. `losses` is a list that gets the loss of each micro-batch, in one
+    process that of the batch.
     `.eval(…)` runs forwards only. Where stages are on several processes, all call it with the same batch; the one with
     the last stage gets outputs and losses. `loss`: a function of the output and the target; None takes the model's own
     loss. `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives
-    the weight of a micro-batch from its target (how many labels count); every step checks it with a few rows. Raises
+    the weight of a micro-batch from its target (how many labels count); over processes it is needed, and every step
+    checks it with a few rows. Raises
     `ApplyError` if nothing is applied, and `SpecError`.
     """
     from autoshard.runtime.pipeline_record import pipeline_record

@@ -13,14 +13,24 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from autoshard import api
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.plan import Plan
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.workload import Workload
+
+_WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class _Planned(Strategy):
@@ -43,6 +53,8 @@ class _Planned(Strategy):
             settings = {"workload": Workload(mode="training"), **self._settings}
             self.plan = api.plan(module, self._devices, inputs=inputs, **settings)
         api.apply(module, self.plan)
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = lambda optimizer, norm: api.clip_grad_norm_(plugin.main_params(optimizer), norm)
         return self.plan
 
     def _module(self) -> LightningModule:
@@ -51,19 +63,37 @@ class _Planned(Strategy):
         return module
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # torch's own loading puts the state of each parameter where the parameter is
+        module = self._module()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
+            if replica_record(module) is not None:
+                set_optimizer_state_dict(module, optimizer, state, options=_WHOLE)
+            else:  # torch's own loading puts the state of each parameter where the parameter is
+                optimizer.load_state_dict(state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         module = self._module()
-        mesh = self.plan.mesh if self.plan is not None else None
-        if cut_record(module) is not None or pipeline_record(module) is not None or (mesh is not None and mesh.sharded):
+        if cut_record(module) is not None or pipeline_record(module) is not None:
             raise CheckpointError(
                 "this process has a part of the optimizer's state, and a checkpoint of the Trainer holds that of one. "
                 "Use ModelCheckpoint(save_weights_only=True), and autoshard.save_checkpoint to go on with training."
             )
+        if replica_record(module) is not None:
+            return get_optimizer_state_dict(module, optimizer, options=_WHOLE)
         return super().optimizer_state(optimizer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self._module()
+        if replica_record(module) is None or cut_record(module) is not None:
+            return super().lightning_module_state_dict()
+        return get_model_state_dict(module, options=_WHOLE)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._module()
+        if replica_record(module) is None or cut_record(module) is not None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            whole = StateDictOptions(full_state_dict=True, strict=strict)
+            set_model_state_dict(module, checkpoint["state_dict"], options=whole)
 
     def teardown(self) -> None:
         if self.lightning_module is not None and is_applied(self.lightning_module):

@@ -405,12 +405,10 @@ def _saying_what_is_assumed(plan: Plan) -> Plan:
 def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) -> Plan:
     """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block.
 
-    `asked`: this strategy, not the best one: cut where one device would be faster, too, and keep modules on the CPU or
-    on disk between calls where the devices have no room, which takes processes.
+    `asked`: this strategy, not the best one: cut where one device would be faster, too.
     """
     from autoshard.axes.tokens import divide_tokens
     from autoshard.strategies.column_parallel import column_parallel
-    from autoshard.strategies.cut_streams import cut_and_stream
     from autoshard.strategies.written_cuts import as_written
     from autoshard.stream_cost import compute_devices
 
@@ -430,12 +428,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
         return dataclasses.replace(plan, cuts=divide_tokens(request.composite, found, plan.cuts)) if divides else plan
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
-    try:
-        return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
-    except PlanError as refusal:
-        if not asked:
-            raise
-        return cut_and_stream(profile, cluster, cut, request.price, refusal)
+    return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
 
 
 def plan_profile(

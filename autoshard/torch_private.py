@@ -2,11 +2,9 @@
 
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,13 +30,10 @@ __all__ = [
     "FakeTensorMode",
     "Interceptor",
     "OpOverload",
-    "after_backward",
-    "are_functions_transformed",
     "autograd_node",
     "backward_hooks",
     "below_autograd",
     "conj_and_neg_keys",
-    "count_hooks_again",
     "default_store",
     "drop_gradient_hooks",
     "engine_runs",
@@ -63,21 +58,15 @@ __all__ = [
     "no_modes",
     "no_overrides",
     "node_sequence",
-    "opened",
     "overrides_are_off",
     "put_hook_first",
     "put_hook_last",
     "release",
-    "replace_total_norm",
-    "replace_unscale",
     "run_composite",
     "sequence_number",
     "set_version",
     "swap_contents",
-    "total_norm",
-    "uncount_hooks",
     "undo_fully_shard",
-    "unscale_gradients",
     "untracked_views",
 ]
 
@@ -88,11 +77,6 @@ OpOverload = torch._ops.OpOverload
 def autograd_node() -> Any:
     """The autograd node that is running in this thread, or None outside of a backward."""
     return torch._C._current_autograd_node()
-
-
-def after_backward(run: Callable[[], None]) -> None:
-    """Call this at the end of the backward that is running; what it raises, backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 @contextmanager
@@ -114,11 +98,6 @@ def engine_runs(begin: Callable[[Sequence[Any]], None], end: Callable[[], None])
         yield
     finally:
         torch.autograd._engine_run_backward = run
-
-
-def are_functions_transformed() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, …) is running, which ask more of an autograd function."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -218,34 +197,6 @@ def put_hook_first(module: torch.nn.Module, hook: Any) -> None:
         hooks.move_to_end(own, last=False)
 
 
-class _UncountedHooks(OrderedDict):
-    """Hooks of a module; those with a true attribute `uncounted` are called as any other and left out of `len`."""
-
-    def __len__(self) -> int:
-        return sum(not getattr(hook, "uncounted", False) for hook in self.values())
-
-    def __bool__(self) -> bool:
-        return next(iter(self), None) is not None
-
-
-def uncount_hooks(module: torch.nn.Module) -> None:
-    """Let hooks registered on a module from now on, if they wish so, be seen by nobody who counts hooks.
-
-    torch's encoder layers do, and leave their fused path, with other rounding, if there are any; also below them.
-    """
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        if not vars(module)[name]:
-            vars(module)[name] = _UncountedHooks()
-
-
-def count_hooks_again(module: torch.nn.Module) -> None:
-    """Undo `uncount_hooks` where no hooks are left."""
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks = vars(module)[name]
-        if type(hooks) is _UncountedHooks and not hooks:
-            vars(module)[name] = OrderedDict()
-
-
 def default_store() -> Any:
     """The key-value store with which the default process group was made, None without such a group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -343,26 +294,6 @@ def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: 
     for interceptor in dict.fromkeys(_interceptors):
         function = interceptor.recompute(function)
     return _checkpointed(function, *args, **kwargs)
-
-
-total_norm: Callable[..., torch.Tensor] = torch.nn.utils.get_total_norm
-"""torch's own function for the norm of all gradients."""
-
-
-def replace_total_norm(function: Callable[..., torch.Tensor] | None) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` ask this function for the norm; None: torch's own again."""
-    torch.nn.utils.clip_grad._get_total_norm = function or total_norm
-    torch.nn.utils.get_total_norm = function or total_norm
-
-
-unscale_gradients: Callable[..., dict[torch.device, torch.Tensor]] = torch.amp.GradScaler._unscale_grads_
-"""Divides the gradients of an optimizer by the scale of a loss, and says per device whether some are not finite."""
-
-
-def replace_unscale(function: Callable[..., dict[torch.device, torch.Tensor]] | None) -> None:
-    """Let `GradScaler` ask another function, None for torch's own."""
-    scaler: Any = torch.amp.GradScaler
-    scaler._unscale_grads_ = function or unscale_gradients
 
 
 def untracked_views() -> Any:
@@ -472,29 +403,6 @@ def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
     code = getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)
     return code is not None and "has_torch_function" in code.co_names
-
-
-def opened(function: Any) -> Callable[..., Any] | None:
-    """A function of torch that calls others on parameters it is given, so that a mode sees those; None for all others.
-
-    It is the same code, which does not ask whether it is overridden itself.
-    """
-    return _OPENED.get(function) if isinstance(function, FunctionType) else None
-
-
-def _projected(*given: Any) -> tuple[torch.Tensor, ...]:
-    """Project three tensors by three weights and biases as torch does, without asserting that weights are whole."""
-    return tuple(torch.nn.functional.linear(*one) for one in zip(given[:3], given[3:6], given[6:], strict=True))
-
-
-def _open(function: Any) -> Callable[..., Any]:
-    names = {**function.__globals__, "has_torch_function": lambda tensors: False, "_in_projection": _projected}
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_OPENED = {torch.nn.functional.multi_head_attention_forward: _open(torch.nn.functional.multi_head_attention_forward)}
 
 
 def no_overrides() -> Any:

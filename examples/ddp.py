@@ -57,12 +57,12 @@ def run(rank: int, processes: int, meeting: str) -> None:
     workload = autoshard.Workload(mode="training")
     autoshard.apply(model, devices, inputs=data()[:BATCH][0], strategy="data-parallel", workload=workload)
     train(model, batches_of(rank, processes))  # the same module, without "module." in front of its names
+    autoshard.remove(model)
     if rank == 0:
         for name, parameters in (("DistributedDataParallel", wrapped.parameters()), ("autoshard", model.parameters())):
             error = max((a - b).abs().max().item() for a, b in zip(parameters, alone.parameters(), strict=True))
             print(f"{name}: weights equal to those of one process to {error:.0e}: {error < 1e-6}", flush=True)
             assert error < 1e-6
-    autoshard.remove(model)
     del wrapped  # it holds the group: if it went after it, torch could wait for threads that wait for this one
     dist.destroy_process_group()
 

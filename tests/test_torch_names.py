@@ -26,7 +26,6 @@ def has_private(name):
         (tensor, ("_use_count", "_backward_hooks")),
         (tensor.untyped_storage(), ("_cdata",)),
         (tensor.sin().grad_fn, ("_sequence_nr",)),
-        (torch.amp.GradScaler, ("_unscale_grads_",)),
         (torch.ops.aten.linear.default, ("_op_dk",)),
         (FakeTensorMode(), ("_allow_unsafe_data_ptr_access",)),
     ]

@@ -2,8 +2,7 @@
 
     block       linear(0)  child: [ linear(0)  relu(0) ]  linear(2)      name(occurrence) in the module it is called in
 
-What a function calls itself is part of it, but for those that `torch_private.opened` opens. Ops outside of every
-function have no place (`autograd.Function.apply`).
+What a function calls itself is part of it. Ops outside of every function have no place (`autograd.Function.apply`).
 """
 
 from collections import Counter, OrderedDict
@@ -20,7 +19,6 @@ from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
 from autoshard.source_lines import calling_line
-from autoshard.torch_private import opened
 
 PROPERTIES = ("__get__", "__set__", "__delete__")
 """Names of reads and writes of properties: not all of them are seen on fake tensors, so their counts mean nothing."""
@@ -69,10 +67,6 @@ class Sites(DeviceSources):
                 return torch.is_grad_enabled()
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
-        body = opened(func)
-        if body is not None:
-            with self:
-                return body(*args, **(kwargs or {}))
         call, begin = recorder.calls.running[-1], recorder.ledger.now
         occurrence = self._counts[call, name]
         for row in recorder.calls.running:

@@ -32,7 +32,6 @@ from autoshard.module_paths import is_below, relative
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.lengths import sizes_of
 from autoshard.sharding import DROPOUTS, Action, Cut, Scale
-from autoshard.torch_private import opened
 
 Key = tuple[str, int, str, int]
 """(module path below the block, how-manieth call of it, function, how-manieth call of that inside)"""
@@ -206,10 +205,6 @@ class _Watch(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if not self._stack or name in PROPERTIES:
             return func(*args, **kwargs)
-        body = opened(func)
-        if body is not None:
-            with self:
-                return body(*args, **kwargs)
         path, time, own = self._stack[-1]
         self.current, self.given = (path, time, name, own.get(name, 0)), (args, kwargs)
         for _, _, counts in self._stack:

@@ -143,15 +143,14 @@ class FileLoader:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return allocate_named("a part of the model", shape, dtype, META if self.sharded else device)
 
-    def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-        return {} if self.sharded else mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
-
     def fill(self, model: nn.Module, record: CutRecord) -> None:
         if self.sharded:
             return
         check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
-        tensors, names = named_tensors(model), [name for name in self.sources if name not in record.kept.in_file]
-        self._read(self.sources, [target for name in names for target in targets_of(name, tensors[name], record)])
+        tensors = named_tensors(model)
+        self._read(
+            self.sources, [target for name in self.sources for target in targets_of(name, tensors[name], record)]
+        )
 
     def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
         sources, targets = dict(self.sources), list[Target]()

@@ -144,7 +144,7 @@ def _run_schedule(
     done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
     events = _events(figures, names, simulated)
     reduced = _sum_shared(figures, names, cluster, done, events)
-    joined = one_process and schedule != "1f1b" and workload.training
+    joined = one_process and workload.training
     return Run(
         figures=figures, names=names, order=order, simulated=simulated, done=tuple(done), events=tuple(events),
         reduce_seconds=reduced, joined=joined, apart=workload.training and not joined,

@@ -6,7 +6,6 @@ from functools import cached_property
 from autoshard.answer_cost import of_answer
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost import estimate
-from autoshard.engine.cut_streams import estimate_cut_streams
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.pipelines import estimate_stages, needs_processes
 from autoshard.engine.replicas import estimate_replicas
@@ -39,7 +38,7 @@ def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds
     def recorded(half: Profile) -> Estimate:
         if plan.mesh is not None:
             return estimate_mesh(plan, half, cluster)
-        return (estimate_cut_streams if plan.streamed else estimate_cuts)(plan, half, cluster)
+        return estimate_cuts(plan, half, cluster)
 
     return of_answer(recorded(profile), profile, recorded)
 
@@ -66,8 +65,7 @@ class Pricer:
             if plan.mesh is not None:
                 known = estimate_mesh(plan, self.profile, self.cluster, processes=self.processes)
             elif plan.cuts:
-                cut_price = estimate_cut_streams if plan.streamed else estimate_cuts
-                known = cut_price(plan, self.profile, self.cluster, tracer=self.tracer)
+                known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
             else:
                 known = price(plan, self.profile, self.cluster)
             self.remember(plan, known)

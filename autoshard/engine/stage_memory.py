@@ -72,8 +72,7 @@ class StageMemory:
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.staged, self.processes = whole, graph, staged, processes
         self.holds_sent = schedule in ("interleaved", "zero-bubble")
-        self.count, self.joined = len(stages), not processes and schedule != "1f1b"
-        steps = not processes and not self.joined and whole.workload.training
+        self.count, self.joined = len(stages), not processes
         moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
         self.held = dict(staged.held) if processes else {n: (int(stage),) for n, stage in moves.tensor_device.items()}
         segments = segments_of(graph, staged, stages, processes=processes)
@@ -105,11 +104,8 @@ class StageMemory:
         died = np.where(self.outputs, end + 1, rows.died)
         with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held)
         caches = _among(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
-        lasts = (
-            self.outputs if steps else self.outputs | with_outputs | caches
-        )  # in steps the others go with their part
+        lasts = self.outputs | with_outputs | caches
         self.lasting = self.outputs | (self.passing & (died > end) & lasts)
-        self.brings = steps and len(set(rows.device[self.outputs].tolist())) > 1  # outputs to the last stage
         self.graded = _among(rows.storage, {graph.values[value].storage for value in graph.outputs
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))
@@ -146,10 +142,7 @@ class StageMemory:
         being_made = np.bincount(np.ceil(rows.born[new]).astype(np.int64), nbytes[new], end + 1).astype(np.int64)
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
         received, sent, returned = self._exchanged(stage, rounded, set(rows.storage[kept].tolist()))
-        outputs, brought = here & self.outputs, 0
-        if self.brings:
-            outputs, brought = outputs & (stage == self.count - 1), int(nbytes[self.outputs & ~here].sum())
-            brought *= stage == self.count - 1
+        outputs = here & self.outputs
         training = begin < end
         later = live + being_made
         if self.joined:  # gradients of micro-batches wait for the last one: after the op a sum stands beside its terms
@@ -158,11 +151,11 @@ class StageMemory:
             found,
             parameter=found.parameter + total(self.lent),
             forward=int(live[:begin].max(initial=0)) + received * (1 if training else 2),  # of the next one, too
-            kept=total(kept) + (received + sent) * training + brought,
+            kept=total(kept) + (received + sent) * training,
             first_backward=int((live + made)[begin:].max(initial=0)) + received + sent + returned,
             backward=int(later[begin:].max(initial=0)) + received + sent + returned,
-            lasting=total(self.lasting & ~self.outputs | outputs) + brought + sent * (self.holds_sent or not training),
-            outputs=total(outputs) + brought,
+            lasting=total(self.lasting & ~self.outputs | outputs) + sent * (self.holds_sent or not training),
+            outputs=total(outputs),
             unsaved=total(self.unsaved & outputs),
             leaving=0 if self.processes else total(self.leaving),
             arriving=0 if self.processes else total(self.arriving),

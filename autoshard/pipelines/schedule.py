@@ -20,7 +20,7 @@ from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, in
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import Part, split, split_rows
-from autoshard.runtime.clipping import watch_staged_norms
+from autoshard.runtime.clipping import check_scaled, note_norm, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
@@ -72,6 +72,8 @@ class RankSchedule:
         problem: Exception | None = None
         try:
             _check_values(args, kwargs)
+            if training:
+                refuse_scaled_losses()
             args, kwargs = lowered((args, kwargs), record.plan)
             if batch is not None:
                 parts = split(batch, model, args, kwargs, count)
@@ -131,6 +133,7 @@ class RankSchedule:
             aside.put_back()
             raise
         self._steps += 1
+        note_norm(model, self._record, self._steps)
         return output
 
     def _ready(
@@ -165,9 +168,11 @@ class RankSchedule:
         try:
             given = [tensor for part in parts for _, tensor in tensors_in((part.args, part.kwargs))]
             digest = digest_of_inputs(given)
-            news = differ(record.control or record.across, digest, len(known) > fresh or error is not None)
+            new = len(known) > fresh or error is not None
+            news, factors = differ(record.control or record.across, digest, new, scaled_by(record))
         except RankError as lost:
             raise (error or lost) from lost
+        check_scaled(factors)
         if news:
             agree(record.across, Mark(inputs=str(digest)), error)
             adopt_held(model, record, known[0].held)

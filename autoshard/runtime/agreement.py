@@ -45,12 +45,10 @@ class Mark:
     token: str = ""
 
 
-def mark_of(
-    model: nn.Module, cuts: Sequence[Cut], device: torch.device | None, streamed: Mapping[str, str] | None = None
-) -> Mark:
+def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> Mark:
     """Describe what this process is about to run; `device`: where it computes, if that is known."""
     return Mark(
-        plan=hashlib.sha256(repr((tuple(cuts), dict(streamed or {}))).encode()).hexdigest(),
+        plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
         model=fingerprint(model),
         weights=_sampled(model),
         random=random_states(device),
@@ -136,12 +134,12 @@ def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
     return found
 
 
-def differ(ranks: ProcessRanks, number: int, news: bool) -> bool:
-    """Whether a number differs between ranks, or one has news; all of them call it, in every step, on the CPU."""
-    words = torch.zeros(ranks.size, 2, dtype=torch.float64)
-    words[ranks.rank] = torch.tensor([float(number), float(news)], dtype=torch.float64)
+def differ(ranks: ProcessRanks, number: int, news: bool, told: float) -> tuple[bool, list[float]]:
+    """Whether a number differs between ranks, or one has news, and what each has `told`; all call it, in every step."""
+    words = torch.zeros(ranks.size, 3, dtype=torch.float64)  # on the CPU
+    words[ranks.rank] = torch.tensor([float(number), float(news), told], dtype=torch.float64)
     words = ranks.all_reduce(words)
-    return bool((words[:, 0] != words[0, 0]).any() or words[:, 1].any())
+    return bool((words[:, 0] != words[0, 0]).any() or words[:, 1].any()), words[:, 2].tolist()
 
 
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:

@@ -4,17 +4,14 @@ h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
-from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.travel import source_of, travel, travels
 
 _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
@@ -24,7 +21,6 @@ _CROSSING: set[Any] = {
     torch.autograd.grad, torch.autograd.backward, torch._foreach_copy_, _Tensor.retain_grad,
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""
-_MOVES = {_Tensor.to, _Tensor.type_as, _Tensor.cpu, _Tensor.cuda}
 _WRITING_OPERATORS = {"__setitem__", "__delitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__",
                       "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__itruediv__",
                       "__ixor__"}  # fmt: skip
@@ -36,8 +32,7 @@ class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
     The target is the device of a tensor that the call writes; else `homes[-1]`, the home of the innermost watched
-    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`. An
-    `autograd.Function` is a call as any other: its backward must find what it saved on one device.
+    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`.
     """
 
     def __init__(self, copies: Copies, stages: Sequence[torch.device]) -> None:
@@ -47,18 +42,8 @@ class Align(TorchFunctionMode):
         self.homes: list[torch.device | None] = []
         self.on = True
 
-    def __enter__(self) -> "Align":
-        torch_private.intercept(_interceptor)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch_private.release(_interceptor)
-
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.on and func in _MOVES and travels(args[0]):
-            return _moved(args[0], func(*args, **kwargs))
         if not self.on or func in _CROSSING:
             return func(*args, **kwargs)
         if not _mixes(args, kwargs):
@@ -114,50 +99,6 @@ class _Given:
         if isinstance(value, slice):
             return slice(*(self.bring(item) for item in (value.start, value.stop, value.step)))
         return value
-
-
-class _Interceptor(torch_private.Interceptor):
-    """Lets the watcher of this thread, if any, see what no function mode is shown."""
-
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is CheckpointFunction and args and not kwargs:
-            return apply(self.recompute(args[0]), *args[1:])
-        watcher = _watcher()
-        if watcher is None or getattr(function, "takes_any_device", False):
-            return apply(*args, **kwargs)
-        return watcher.call(apply, args, kwargs) if _mixes(args, kwargs) else apply(*args, **kwargs)
-
-    def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that runs again in backward runs watched again, also if it is not called as a module."""
-        watcher = _watcher()
-        if watcher is None:
-            return function
-        copies, stages, homes = watcher.copies, list(watcher.rank), list(watcher.homes)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if _watcher() is not None:
-                return function(*args, **kwargs)
-            again = Align(copies, stages)
-            again.homes = homes
-            with again:
-                return function(*args, **kwargs)
-
-        return watched
-
-
-_interceptor = _Interceptor()
-
-
-def _watcher() -> Align | None:
-    watcher = torch_private.innermost_function_mode()
-    return watcher if isinstance(watcher, Align) and watcher.on else None
-
-
-def _moved(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Give what the model itself moved elsewhere the way back of a copy: torch's own would make gradients dense."""
-    if result is tensor or result.device == tensor.device or result.dtype != tensor.dtype:
-        return result
-    return travel(source_of(tensor), result.detach())
 
 
 def _travels_alone(tensor: torch.Tensor) -> bool:

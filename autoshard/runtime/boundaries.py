@@ -7,12 +7,12 @@ mixed root ── watched if aligned
   └─ head     its weight is tied and lives with embed ── watched: the weight is copied once
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autoshard import torch_private
 from autoshard.module_paths import above, is_below, is_container, parent
 from autoshard.placement import resolve_homes
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
@@ -22,7 +22,6 @@ from autoshard.runtime.recompute import hook_recompute
 from autoshard.runtime.replicas import hook_replicas
 from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
-from autoshard.torch_private import looks_for_overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +32,11 @@ class Boundary:
         home: where its arguments are moved to, None if they are not moved.
         guard: what else it needs, if anything.
         mixed: its tensors are on several devices.
-        uncounted: nobody who counts hooks may see this one.
     """
 
     home: torch.device | None
     guard: Guard | None
     mixed: bool
-    uncounted: bool
 
 
 def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Boundary]) -> None:
@@ -48,8 +45,6 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
     for path, boundary in boundaries.items():
         kind = Hook if path else RootHook
         hook = kind(runtime, path, boundary.home, boundary.guard, boundary.mixed)
-        if boundary.uncounted:
-            torch_private.uncount_hooks(modules[path])
         runtime.hooked.add(path)
         runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
         if boundary.guard is not None:
@@ -58,8 +53,9 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
         divide = hook_replicas if runtime.record.division.devices else hook_division
         runtime.handles += divide(model, runtime, runtime.record.division)
     runtime.handles += hook_recompute(modules, runtime.record.recomputed)
-    shy = [path for path, module in modules.items() if looks_for_overrides(module)]
-    runtime.handles += hook_streams(modules, runtime.streams, uncounted_below=shy)
+    runtime.handles += hook_streams(modules, runtime.streams)
+    watched = {path for path, one in boundaries.items() if one.guard is not None and one.guard.watched}
+    runtime.unfused = leaves_fused(modules, {*boundaries, *runtime.streams.devices}, watched)
 
 
 def unhook(model: nn.Module, runtime: Runtime) -> None:
@@ -68,14 +64,11 @@ def unhook(model: nn.Module, runtime: Runtime) -> None:
         handle.remove()
     runtime.handles.clear()
     runtime.hooked.clear()
-    for module in model.modules():
-        torch_private.count_hooks_again(module)
 
 
 def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     """Decide which modules are hooked, by path, and how; the root comes first."""
     modules = dict(model.named_modules())
-    shy = [path for path, module in modules.items() if looks_for_overrides(module)]
     uncallable = [path for path, module in modules.items() if is_container(module)]
     # With streamed modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
     away = set(record.placed) != {CPU}
@@ -100,8 +93,6 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
     # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
     if "" in homes.mixed or opened:
         moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
-    whole, split = _fused(modules, record, shy, aligned)
-    moving |= whole | split
     writing = (
         moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
     )
@@ -113,10 +104,8 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
         uniform = path in device and path not in homes.mixed
         guard = Guard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
-            watched=path in aligned and path not in whole,
+            watched=path in aligned,
             target=device[path] if uniform else None,
-            unwatched=path in whole,
-            gathered=path in split,
             writes_back=path in writing or path == "",
         )
         needed = path == "" or guard != Guard(target=guard.target)
@@ -124,7 +113,6 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
             home=device[path] if path in moving else None,
             guard=guard if needed else None,
             mixed=path in homes.mixed,
-            uncounted=any(is_below(path, outer) for outer in shy),
         )
     return found
 
@@ -141,25 +129,13 @@ def _receiver(path: str, moving: set[str]) -> str:
     return path
 
 
-def _fused(
-    modules: dict[str, nn.Module], record: Record, shy: list[str], aligned: set[str]
-) -> tuple[set[str], set[str]]:
-    """Find the outermost `shy` modules inside watched ones: those on one device, and layers on several.
+def leaves_fused(modules: Mapping[str, nn.Module], hooked: Collection[str], watched: Collection[str]) -> bool:
+    """Whether torch's encoder layers leave their fused path where they are hooked or watched: then they all have to.
 
-    A shy module chooses a fused path, with slightly other bits, unless torch functions are overridden; so nothing is
-    watched in it. On several devices, it gets copies of its tensors at home for a forward without gradients.
+    What of a padded batch they hand to each other is nested on that path only, and it rounds otherwise.
     """
-    whole: set[str] = set()
-    split: set[str] = set()
-    for path in shy:
-        if not any(is_below(path, outer) for outer in aligned) or any(is_below(path, s) for s in whole | split):
-            continue
-        live = {device for name, device in record.devices.items() if is_below(name, path)}
-        if len(live) == 1:
-            whole.add(path)
-        elif not any(isinstance(module, _CONTAINERS) for module in modules[path].modules()):  # a layer, not a stack
-            split.add(path)
-    return whole, split
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    layers = [path for path, module in modules.items() if isinstance(module, nn.TransformerEncoderLayer)]
+    attention = [path for path, module in modules.items() if isinstance(module, nn.MultiheadAttention)]
+    return any(is_below(path, layer) for layer in layers for path in hooked) or any(
+        is_below(layer, path) for layer in (*layers, *attention) for path in watched
+    )

@@ -1,8 +1,8 @@
-"""How the parameters of one module come to the device they compute on, one module ahead, by the kind of device.
+"""How the parameters of one module come to the device they compute on, one module ahead.
 
-    CopyNow      a device without streams (a simulated one): copied when asked for
-    CopyAhead    a GPU: a thread copies on a stream of its own; the computing stream waits for it (`pinned`)
-    TouchAhead   the CPU, from disk: a thread touches the pages of the file, and nothing is copied
+    a GPU                a thread copies on a stream of its own; the computing stream waits for it (`pinned`)
+    the CPU, from disk   a thread touches the pages of the file, and nothing is copied
+    a simulated device   copied when asked for
 
 `begin` starts, `take` waits and gives what is to be used instead of each parameter, `done` ends. Each thread that
 computes with them takes them, and says so when it has: threads may have streams of their own.
@@ -11,80 +11,107 @@ computes with them takes them, and says so when it has: threads may have streams
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from autoshard.runtime.devices import CPU, copy_tensor
+from autoshard import torch_private
+from autoshard.packed import stored_tensors
+from autoshard.runtime.devices import CPU, copy_tensor, set_current
 from autoshard.runtime.mapped import bring
-from autoshard.runtime.pinned import CopyAhead, has_streams
+from autoshard.runtime.pinned import Uploads, has_streams
 
 
-class Carrier(Protocol):
-    """What a streamer asks of it; calls come from one thread at a time."""
+@dataclass(slots=True)
+class _Load:
+    """Copies on a device; `ready` is recorded behind the copying, None where nothing is queued."""
 
-    copies: bool
-    """Whether copies are computed with, which do not see what is written to the parameters later."""
+    copies: list[torch.Tensor]
+    ready: Any = None
 
-    def begin(self, homes: Sequence[torch.Tensor]) -> Any:
+
+Ticket = Future[_Load]
+
+
+class Carrier:
+    """Brings parameters to a device; calls come from one thread at a time.
+
+    On a GPU copies are allocated on a stream of their own, and the thread lets go of them only when the kernels that
+    use them have run. So their memory is there for the next ones at once, and no more of it is taken than there are
+    modules in flight; the allocator alone would keep it until all that is queued by then has run.
+    """
+
+    def __init__(self, device: torch.device, *, by_stream: bool | None = None) -> None:
+        self.device = device
+        self.by_stream = has_streams(device) if by_stream is None else by_stream
+        self.copies = device != CPU or self.by_stream
+        self.uploads = Uploads([device] if self.by_stream else [])
+        self.module = torch.get_device_module(device.type)
+        ahead = self.by_stream or not self.copies
+        self.thread = ThreadPoolExecutor(1, "autoshard-bring", initializer=self._start) if ahead else None
+
+    def _start(self) -> None:
+        """Begin the thread: its device is the current one in it."""
+        if self.by_stream and self.device.index is not None:
+            set_current(self.device, self.device.index)
+
+    def begin(self, homes: Sequence[torch.Tensor]) -> Ticket:
         """Start to bring tensors; returns a ticket."""
-
-    def take(self, ticket: Any) -> list[torch.Tensor]:
-        """Wait until they are there, and return their copies, if any are made; raises what went wrong on the way."""
-
-    def used(self) -> "tuple[Any, Any] | None":
-        """The current stream of the caller, which computed with them, and an event behind that; None without any."""
-
-    def done(self, ticket: Any, uses: Mapping[Any, Any]) -> None:
-        """They are not needed any more; `uses`: the last event of each stream that computed with them."""
-
-
-def carrier_for(device: torch.device) -> Carrier:
-    """Choose by what the device can do."""
-    if device == CPU:
-        return TouchAhead()
-    return CopyAhead(device) if has_streams(device) else CopyNow(device)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyNow:
-    """Copies when asked to, in the thread that asks."""
-
-    device: torch.device
-    copies = True
-
-    def begin(self, homes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        bring(homes)
-        with torch.inference_mode(False), torch.no_grad():
-            return [copy_tensor(home, self.device) for home in homes]
-
-    def take(self, ticket: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.thread is not None:
+            return self.thread.submit(self._load, list(homes))
+        ticket: Ticket = Future()
+        ticket.set_result(self._load(list(homes)))
         return ticket
 
-    def used(self) -> None:
-        return None
+    def take(self, ticket: Ticket) -> list[torch.Tensor]:
+        """Wait until they are there, and return their copies, if any are made; raises what went wrong on the way."""
+        load = ticket.result()
+        if load.ready is not None:
+            self.module.current_stream(self.device).wait_event(load.ready)
+        return list(load.copies)
 
-    def done(self, ticket: list[torch.Tensor], uses: Mapping[Any, Any]) -> None:
-        ticket.clear()
+    def used(self) -> tuple[Any, Any] | None:
+        """The current stream of the caller, which computed with them, and an event behind that; None without any."""
+        if not self.by_stream:
+            return None
+        stream = self.module.current_stream(self.device)
+        event = self.module.Event()
+        event.record(stream)
+        return stream, event
+
+    def done(self, ticket: Ticket, uses: Mapping[Any, Any]) -> None:
+        """They are not needed any more; `uses`: the last event of each stream that computed with them."""
+        if ticket.cancel():
+            return
+        if not self.by_stream or self.thread is None:
+            if ticket.done() and ticket.exception() is None:
+                ticket.result().copies.clear()
+            return
+        if uses:
+            for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
+                if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
+                    for stream in uses:
+                        copy.record_stream(stream)
+        self.thread.submit(_free, ticket, list(uses.values()))
+
+    def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
+        bring(homes)
+        if not self.copies:
+            return _Load([])
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.by_stream:
+                return _Load([copy_tensor(home, self.device) for home in homes])
+            stream = self.uploads.streams[self.device]
+            with self.module.stream(stream):
+                copies = [self.uploads.copy(home, self.device) for home in homes]
+                ready = self.module.Event()
+                ready.record(stream)
+            return _Load(copies, ready)
 
 
-class TouchAhead:
-    """Touches what is in files, so that the system reads it while the module before computes."""
-
-    copies = False
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "autoshard-read")
-
-    def begin(self, homes: Sequence[torch.Tensor]) -> "Future[None]":
-        return self.thread.submit(bring, list(homes))
-
-    def take(self, ticket: "Future[None]") -> list[torch.Tensor]:
-        ticket.result()
-        return []
-
-    def used(self) -> None:
-        return None
-
-    def done(self, ticket: "Future[None]", uses: Mapping[Any, Any]) -> None:
-        ticket.cancel()
+def _free(ticket: Ticket, events: Sequence[Any]) -> None:
+    """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
+    if ticket.exception() is None:
+        for event in events:
+            event.synchronize()
+        ticket.result().copies.clear()

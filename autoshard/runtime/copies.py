@@ -10,13 +10,10 @@ numpy between two calls; and tensors made in inference mode, whose writes nobody
 left is a parameter written through `.data` between two forwards without gradients: torch does not count that, and its
 copy is renewed only at the next forward with gradients.
 
-Under autograd the bytes are shared as well, but each module call is handed an alias of them with a way back of its own
-(see `travel.py`).
+Under autograd a copy has history: the gradients of all who read it are added up where it is, and travel back once.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +22,6 @@ from torch import nn
 
 from autoshard.packed import stored_tensors
 from autoshard.runtime.devices import copy_tensor
-from autoshard.runtime.travel import source_of, travel, travels
 from autoshard.torch_private import is_transformed
 
 Key = tuple[int, torch.device, bool]
@@ -36,8 +32,7 @@ class _Entry:
     """A copy, what it was made of, and the versions of both by which writes are noticed.
 
     `source` is a weak reference, or the tensor itself if that is a parameter: those live as long as the model anyway,
-    and torch refuses to convert a parameter that someone refers to weakly. `alias` is the copy with history that was
-    handed out last, None if it has none: what is written is written into that.
+    and torch refuses to convert a parameter that someone refers to weakly.
     """
 
     source: Any
@@ -45,7 +40,6 @@ class _Entry:
     source_version: tuple[int, int]
     copy_version: int
     lasting: bool
-    alias: torch.Tensor | None = None
 
 
 class _WeakSource(weakref.ref):
@@ -70,13 +64,10 @@ class Copies:
         self._entries: dict[Key, _Entry] = {}
         self.in_run = False
         self.runs = 0  # begun so far
-        self._joined = False
         self.carry = copy_tensor  # `devices.send` where parts of a batch follow one another
 
     def begin(self) -> None:
         """Forget, at the start of a run, what may have changed since the last one."""
-        if self._joined and self.in_run:
-            return
         training = (
             torch.is_grad_enabled()
         )  # weights will change after it, perhaps through `.data`, which leaves no trace
@@ -89,22 +80,10 @@ class Copies:
 
     def end(self) -> None:
         """Let go, at the end of a run, of copies with autograd history; the graph holds those it needs."""
-        if self._joined:
-            return
         for key in list(self._entries):
             if key[2]:
                 self._entries.pop(key, None)
         self.in_run = False
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Take the runs in this context as one: nobody writes parameters between them, and copies are shared."""
-        self._joined = True
-        try:
-            yield
-        finally:
-            self._joined = False
-            self.end()
 
     def clear(self) -> None:
         """Forget all copies."""
@@ -117,28 +96,15 @@ class Copies:
             return copy_tensor(source, device)
         if source.is_inference():
             return self._tracked_copy(source, device)
-        if not travels(source):
-            return self._entry(source, device, source.requires_grad and torch.is_grad_enabled()).copy
-        source = source_of(source)
-        if source.device == device:
-            return source
-        entry = self._entry(source, device, True)
-        entry.alias = travel(source, entry.copy)
-        return entry.alias
-
-    def _entry(self, source: torch.Tensor, device: torch.device, differentiable: bool) -> _Entry:
+        differentiable = source.requires_grad and torch.is_grad_enabled()
         key = (id(source), device, differentiable)
         entry = self._entries.get(key)
         if entry is not None:
             if entry.copy._version != entry.copy_version:
-                self.write_back(source, entry.copy if entry.alias is None else entry.alias)
+                self.write_back(source, entry.copy)
             if entry.source_version == _version(source):
-                return entry
-        if differentiable and travels(source):
-            with torch.no_grad():
-                copy = self.carry(source, device)
-        else:
-            copy = self._tracked_copy(source, device)
+                return entry.copy
+        copy = self._tracked_copy(source, device)
         lasting = isinstance(source, nn.Parameter) and not differentiable
         held: Any = source
         if not isinstance(source, nn.Parameter):
@@ -147,7 +113,7 @@ class Copies:
         entry = _Entry(held, copy, _version(source), copy._version, lasting)
         if self.in_run or lasting:
             self._entries[key] = entry
-        return entry
+        return copy
 
     def _tracked_copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy as an ordinary tensor, also in inference mode: one that counts its writes and may be used outside later.
@@ -168,7 +134,7 @@ class Copies:
         """Bring what was written into `copy` to its source; the copy stays valid."""
         source.copy_(copy)
         for key, entry in list(self._entries.items()):
-            if key[0] == id(source) and (entry.copy is copy or entry.alias is copy):
+            if key[0] == id(source) and entry.copy is copy:
                 entry.source_version, entry.copy_version = _version(source), entry.copy._version
 
 

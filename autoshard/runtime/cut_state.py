@@ -10,14 +10,13 @@ from torch import nn
 from autoshard.errors import RankError
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import Ranks, layout
-from autoshard.runtime.cut_streams import CutStreams
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
 from autoshard.runtime.sharded import whole_of
-from autoshard.runtime.slices import CutTensor, Kept, merge, slice_of
+from autoshard.runtime.slices import CutTensor, merge, slice_of
 from autoshard.sharding import Cut
 
 
@@ -32,8 +31,7 @@ class CutRecord:
             indices are.
         unplanned: blocks that may not draw random numbers in training.
         scales, handles: undo the integers and the hooks.
-        home: where this process computes, None where the model was; `kept`: what is elsewhere between calls;
-            `streams`: what brings that there.
+        home: where this process computes, None where the model was.
         gathered: its parameters are sharded as well, and gathered for their use.
     """
 
@@ -47,8 +45,6 @@ class CutRecord:
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     home: torch.device | None = None
-    kept: Kept = field(default_factory=Kept)
-    streams: CutStreams | None = None
     gathered: bool = False
 
 
@@ -57,8 +53,7 @@ def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> to
     if record is None:
         return value
     value = whole_of(value)
-    part = value if record.streams is None or record.home is None else value.to(record.home)  # ranks meet there
-    return merge(part, record.tensors.get(name), record.ranks).to(value.device)
+    return merge(value, record.tensors.get(name), record.ranks).to(value.device)
 
 
 def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tuple[int, ...]:

@@ -20,22 +20,20 @@ from autoshard.module_paths import above, join, parent
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of
-from autoshard.runtime.clipping import forget_norms, watch_norms
+from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, Whole
-from autoshard.runtime.cut_streams import kept_parts, stream_parts
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
-from autoshard.runtime.outsiders import Dense, Explain, check_not_shared
+from autoshard.runtime.outsiders import Dense, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
-from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, memory_of
+from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import (
-    Kept,
     Undo,
     cut_tensors,
     find_cut_tensors,
@@ -53,9 +51,6 @@ class Loader(Protocol):
     def fill(self, model: nn.Module, record: "CutRecord") -> None:
         """Fill the parts of this process's ranks. No other rank may be waited for."""
 
-    def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-        """Return the whole of every parameter that a plan keeps on disk, in its file."""
-
     def fill_shards(self, model: nn.Module, record: "CutRecord | None") -> None:
         """Fill the shards of a sharded model, which may be cut as well. No other rank may be waited for."""
 
@@ -70,7 +65,6 @@ def apply_cuts(
     problem: Exception | None = None,
     loader: Loader | None = None,
     absent: Collection[str] = (),
-    streamed: Mapping[str, str] | None = None,
     results: Sequence[Results] = (),
 ) -> nn.Module:
     """Cut the parameters of a model over `ranks` and let its forward add up what it must; returns the same object.
@@ -78,10 +72,9 @@ def apply_cuts(
     All ranks call it, with the same whole model and the same cuts. `device`: where this process computes, None where
     the model is. `shapes_only`: the model may be on meta, since nobody wants its values. `problem`: why this rank can't
     go on, if that is known already: it is raised, and the other ranks learn of it. `loader`: what gives values to
-    tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. `streamed`:
-    as in a plan; of these modules, a rank has its parts in CPU memory or in their files between calls. `results`: as in
-    a plan; without them, what modules give is not looked at. Raises `PlanError` if the cuts don't belong to the model,
-    `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
+    tensors on meta; the CPU counts as where they were. `absent`: those that are not this rank's, so may be. `results`:
+    as in a plan; without them, what modules give is not looked at. Raises `PlanError` if the cuts don't belong to the
+    model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
     mark, error = Mark(), problem
@@ -90,8 +83,7 @@ def apply_cuts(
         if problem is None:
             ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None, absent)
             ready.record.home = target
-            ready.record.kept = _kept(model, ready.record, streamed or {}, loader)
-            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target, streamed)
+            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
     except Exception as found:
         error = found
     agree(ranks, mark, error, target)
@@ -100,13 +92,12 @@ def apply_cuts(
     try:
         try:
             allocate = None if loader is None else loader.allocate
-            cut_tensors(model, ready.record.tensors, ranks, target, log, allocate, ready.record.kept)
+            cut_tensors(model, ready.record.tensors, ranks, target, log, allocate)
             if loader is not None:
                 loader.fill(model, ready.record)
                 ready.record.devices.update({n: CPU for n, device in ready.record.devices.items() if device == META})
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready, results)
-            ready.record.streams = stream_parts(model, streamed or {}, target)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
@@ -125,11 +116,8 @@ def remove_cuts(model: nn.Module) -> nn.Module:
     if record is None:
         raise ApplyError("nothing to remove: this model is not cut.")
     log: list[Undo] = []
-    if record.streams is not None:
-        record.streams.streams.close()
     try:
-        meeting = record.home if record.streams is not None else None
-        merge_tensors(model, record.tensors, record.ranks, record.devices, log, meeting)
+        merge_tensors(model, record.tensors, record.ranks, record.devices, log)
     except BaseException:
         _revert(log)
         raise
@@ -241,6 +229,10 @@ def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[di
                 if path not in modules:
                     raise PlanError(f"the plan acts at {path!r}, which this {type(model).__name__} does not have.")
                 check(action, where)
+                if action.function and isinstance(modules[path], nn.MultiheadAttention):
+                    raise PlanError(
+                        f"the plan acts inside of {path!r}, torch's own attention, which is now whole. Plan again."
+                    )
                 try:
                     steps.setdefault(path, []).append(Step(action, cut.shares, ranks, memo, where))
                 except ValueError as error:
@@ -262,7 +254,6 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         handles.append(modules[path].register_forward_pre_hook(Dense(), prepend=True))
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
-    handles.append(model.register_forward_hook(Explain(ready.record.ranks.size), with_kwargs=True, always_call=True))
     if isinstance(ready.record.ranks, LocalRanks):
         inside = {path for block in ready.memos if block for path in modules if path.startswith(f"{block}.")}
         for path, module in model.named_modules():
@@ -285,15 +276,7 @@ def _may_meet_nested(ready: _Ready) -> set[str]:
     return {*ready.memos, *(path for name in outside for path in above(parent(name)))}
 
 
-def _kept(model: nn.Module, record: CutRecord, streamed: Mapping[str, str], loader: Loader | None) -> Kept:
-    on_disk = loader is not None and "disk" in streamed.values()
-    in_file = loader.in_file(model, streamed) if loader is not None and on_disk else {}
-    return kept_parts(model, streamed, record.tensors, record.ranks.rank or 0, in_file)
-
-
 def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
-    if record.streams is not None:
-        record.streams.close()
     for handle in record.handles:
         handle.remove()
     record.handles.clear()
@@ -321,6 +304,8 @@ class Arrive:
             if not record.gathered:
                 sum_gradients(module, record.partial, record.ranks)
             watch_norms(module, record.tensors, record.ranks)
+            if isinstance(record.ranks, ProcessRanks):
+                refuse_scaled_losses()
         if not torch.compiler.is_compiling():
             record.unplanned.watch(module, lambda: _devices(module, record.ranks), record.handles)
         if not isinstance(record.ranks, LocalRanks):
@@ -361,10 +346,7 @@ def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwar
     given = map_tensors((args, kwargs), lambda tensor: made.get(id(tensor), tensor))
     home = ordinary[0].device if ordinary else devices[0]
     mode = RanksMode(devices, home, module)
-    mode.containers = Given(given, tensors=False)
-    mode.inputs = {
-        memory_of(made[id(tensor)]): path for path, tensor in tensors_in((args, kwargs)) if id(tensor) in made
-    }
+    mode.given = Given(*given)
     mode.__enter__()
     return given
 
@@ -382,5 +364,5 @@ class Leave:
             return None
         mode.__exit__(None, None, None)
         if result is not None:
-            mode.containers.check(type(module).__name__, OF_RANKS)
+            mode.given.check(type(module).__name__, OF_RANKS)
         return map_tensors(result, lambda tensor: collect(tensor, mode.home))

@@ -150,7 +150,7 @@ def _exchanged(peers: Peers, members: Sequence[int], own: int, gone: Gone | None
         for among in (members, sorted(peers.processes)):
             silent = [rank for rank in among if not store.check([f"{key}/{rank}"])]
             if silent and not word:
-                word = f"silent:{','.join(map(str, silent))}"
+                word = word_of(Gone(ranks=silent, how="silent"))
     return store.compare_set(key, "", word).decode() if word or store.check([key]) else ""
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -100,9 +101,10 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     only after the one before is done there. So the stream that has to be ready is one on which nothing is computed;
     what is computed from now on waits for it, and the source's stream still goes on after the copy.
     """
-    between = device.type == tensor.device.type == "cuda" and device != tensor.device
-    if not between or (tensor.requires_grad and torch.is_grad_enabled()):
+    if device.type != "cuda" or tensor.device.type != "cuda" or device == tensor.device:
         return copy_tensor(tensor, device)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Send.apply(tensor, device)
     arrivals = _arrivals.get(device) or _arrivals.setdefault(device, torch.cuda.Stream(device))
     with torch.cuda.stream(arrivals):
         copy = copy_tensor(tensor, device)
@@ -111,6 +113,17 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     for part in stored_tensors(copy):  # or its memory could be given away while it is still read
         part.record_stream(computing)
     return copy
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.source = tensor.device
+        return send(tensor.detach(), device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return send(gradient, ctx.source), None
 
 
 def fresh_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,6 @@ from autoshard.runtime.launched import check_launched
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.runtime.resting import check_streamed
 from autoshard.runtime.sharded import shards
 from autoshard.runtime.staged import apply_stages, remove_stages
 
@@ -42,28 +41,14 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     if not plan.cuts:
         _check_not_cut(model)
         return with_map(placing.apply_plan(model, plan), _map_of(plan))
-    problem: PlanError | ApplyError | None = None  # in several processes the others must hear of it before it is raised
+    problem = _refuse_streamed(plan)  # in several processes the others must hear of it before it is raised
     try:
         _check_belongs(model, plan)
     except PlanError as error:
-        problem = error
+        problem = problem or error
     if count_processes() > 1:
         ranks, device, problem = _clear(model, plan, problem)
-        try:
-            check_streamed(model, plan)
-        except (PlanError, ApplyError) as error:
-            problem = problem or error
-        return apply_cuts(
-            model,
-            plan.cuts,
-            ranks,
-            device=device,
-            problem=problem,
-            loader=loader,
-            streamed=plan.streamed,
-            results=plan.results,
-        )
-    problem = problem or _refuse_streamed(plan)
+        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader, results=plan.results)
     if problem is not None:
         raise problem
     devices = [resolve_device(device.name) for device in plan.devices]
@@ -179,14 +164,13 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
     placing.check_belongs(model, plan, named_tensors(model))
 
 
-def _refuse_streamed(plan: Plan) -> PlanError | None:
+def _refuse_streamed(plan: Plan) -> PlanError | ApplyError | None:
     if not plan.streamed:
         return None
     way = "has stages or replicas" if plan.mesh is not None else f"cuts parameters over {len(plan.devices)} devices"
-    remedy = "Start one process per device with torchrun" if plan.mesh is None else "Plan without a mesh"
     return PlanError(
         f"this plan {way} and keeps the parameters of {len(plan.streamed)} modules off them between calls, which can't "
-        f'be done at once here. {remedy}, plan for more devices, or with strategy="balanced".'
+        'be done at once. Plan for more devices, or with strategy="balanced".'
     )
 
 

@@ -35,17 +35,7 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         listed = self.listed.get(getattr(func, "__name__", ""))
         if listed is None:
-            body = torch_private.opened(func)
-            if body is None:
-                return func(*args, **(kwargs or {}))
-            _check_maps(self.listed, args, kwargs or {})
-            try:
-                with self:
-                    return body(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if _has_unplanned_mask(self.listed, args, kwargs or {}):
-                    raise ApplyError(_MASK) from error
-                raise
+            return func(*args, **(kwargs or {}))
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         if name == "unflatten" and torch.compiler.is_compiling():  # which can't see through the method's `super()`
             func = torch.unflatten
@@ -58,46 +48,6 @@ class Watch(TorchFunctionMode):
                     _check_line(step)
                 call = functools.partial(step.around, call)
         return call(*args, **(kwargs or {}))
-
-
-_MASK = (
-    "attention that is cut by its heads was given a padding mask, and the plan was made where it was not. Plan again "
-    "with inputs like these: such a plan wants a mask in every call, of which nothing need be set."
-)
-_SCORES = ("bmm", "baddbmm")
-_PLACES = {"key_padding_mask": 14, "need_weights": 15, "average_attn_weights": 23}
-"""Of arguments of `multi_head_attention_forward`."""
-
-
-def _given(args: tuple, kwargs: dict, name: str, usual: Any) -> Any:
-    place = _PLACES[name]
-    return args[place] if len(args) > place else kwargs.get(name, usual)
-
-
-def _has_some_heads(listed: Listed, args: tuple) -> bool:
-    """Whether the projection behind attention of torch (argument 11) is narrower than it says (argument 3).
-
-    But not where heads themselves are cut: then the scores are summed.
-    """
-    if len(args) <= 11 or args[11].shape[-1] >= args[3]:
-        return False
-    return not any(step.action.kind == "reduce" for name in _SCORES for step in listed.get(name, ("", []))[1])
-
-
-def _has_unplanned_mask(listed: Listed, args: tuple, kwargs: dict) -> bool:
-    """Whether attention of torch was given a padding mask, which it copies for all heads, and the plan has no such."""
-    masked = _given(args, kwargs, "key_padding_mask", None) is not None
-    return masked and "expand" not in listed and _has_some_heads(listed, args)
-
-
-def _check_maps(listed: Listed, args: tuple, kwargs: dict) -> None:
-    """Attention of torch with some of the heads has the mean of all maps only if the plan knows that it is asked."""
-    asked = _given(args, kwargs, "need_weights", True) and _given(args, kwargs, "average_attn_weights", True)
-    if asked and "mean" not in listed and _has_some_heads(listed, args):
-        raise ApplyError(
-            "attention that is cut by its heads was asked for the mean of its weights, and the plan was made where it "
-            "was not. Plan again with inputs and settings like these, or call it with need_weights=False."
-        )
 
 
 class Open:

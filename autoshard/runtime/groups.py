@@ -1,6 +1,5 @@
 """Process groups that autoshard makes along a mesh, and ends when the plan is removed."""
 
-import atexit
 import gc
 import weakref
 from collections.abc import Sequence
@@ -46,11 +45,10 @@ def group_of(
     return own
 
 
-def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks]:
-    """The ranks that share a replica with this process, and those that have the same part of it; all ranks call it."""
+def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> ProcessRanks:
+    """The ranks that share a replica with this process; all ranks call it."""
     replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
-    alike = [[mesh.rank(data=d, tensor=t) for d in range(mesh.data)] for t in range(mesh.tensor)]
-    return group_of(replicas, ranks, made), group_of(alike, ranks, made)
+    return group_of(replicas, ranks, made)
 
 
 def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
@@ -100,27 +98,3 @@ def end_groups(made: Made, user: Any = None) -> None:
         group = made.groups.pop().known()
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-DEPARTED: list[Any] = []
-"""Process groups whose engines are gone, or are just going; let go of at the next occasion."""
-_waiting: "weakref.WeakKeyDictionary[Any, weakref.finalize]" = weakref.WeakKeyDictionary()
-"""What waits for an engine to go, with its group."""
-
-
-def outlive(engine: Any, group: Any) -> None:
-    """Keep a process group until its engine is gone, after `destroy_process_group`, too.
-
-    Torch's reducer would end it while it holds the interpreter's lock, which gloo's threads may need to end: now and
-    then a process would wait for good. Python's own handle of a group ends it without the lock.
-    """
-    _waiting[engine] = weakref.finalize(engine, DEPARTED.append, group)
-    _waiting[engine].atexit = False
-
-
-@atexit.register
-def _keep_nothing() -> None:
-    """Let go of all groups before the interpreter ends: threads of one that is alive then abort the process."""
-    for waiting in list(_waiting.values()):
-        waiting.detach()
-    DEPARTED.clear()

@@ -14,7 +14,7 @@ and a deep copy of the model has hooks of its own.
 
 import sys
 import types
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
-from autoshard.runtime.gather import gather, is_inference, scatter
 from autoshard.runtime.state import Call, Runtime
-from autoshard.runtime.travel import source_of, travel, travels
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
 """Classes of arguments in which there is no tensor."""
@@ -49,16 +47,12 @@ class Guard:
         current: device to make the current one.
         watched: bring the tensors of each torch call in the module together (the module is aligned).
         target: where they go; None: to the last stage among them.
-        unwatched: stop watching inside, because torch's own fused layers give other bits to a model that is watched.
-        gathered: such a layer on several devices; without gradients, all of it runs at home, on copies of its tensors.
         writes_back: copy what is written into copied arguments back to their sources.
     """
 
     current: torch.device | None = None
     watched: bool = False
     target: torch.device | None = None
-    unwatched: bool = False
-    gathered: bool = False
     writes_back: bool = False
 
 
@@ -178,13 +172,11 @@ class Hook:
             call.previous_device = current_index(current)
             if call.previous_device is not None and call.previous_device != current.index:
                 set_current(current, current.index)
-        if guard.gathered and self.home is not None and is_inference(module):
-            self.runtime.pause_watching(call)
-            call.gathered = gather(module, self.home, self.runtime)
-        elif guard.watched:
+        if guard.watched:
             self.runtime.watch(call, guard.target)
-        elif guard.unwatched and is_inference(module):
-            self.runtime.pause_watching(call)
+        if self.runtime.unfused and not self.runtime.local.calls and torch.backends.mha.get_fastpath_enabled():
+            call.unfused = True
+            torch.backends.mha.set_fastpath_enabled(False)
         self.runtime.local.calls.append(call)
         return call
 
@@ -203,8 +195,8 @@ class Hook:
         return call
 
     def take_down(self, call: Call) -> None:
-        if call.gathered is not None:
-            scatter(call.gathered, self.runtime)
+        if call.unfused:
+            torch.backends.mha.set_fastpath_enabled(True)
         self.runtime.unwatch(call)
         guard = call.hook.guard
         if guard.current is not None and call.previous_device is not None:
@@ -283,7 +275,10 @@ class Leave:
         if call is None or output is None:
             return None
         if isinstance(output, types.GeneratorType):
-            return _relay(module, self.hook, output, call.output_device)
+            raise ApplyError(
+                f"{self.hook.path or 'the model'} gives its results one by one (yield), which a placed module can't: "
+                "what it runs then would not be moved. Let it return a list."
+            )
         if call.output_device is None:
             return None
         moved = to_device(output, call.output_device)
@@ -303,40 +298,7 @@ def to_device(value: Any, device: torch.device) -> Any:
         if tensor.device == device:
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _sent(tensor, device)
+            copies[id(tensor)] = copy_tensor(tensor, device)
         return copies[id(tensor)]
 
     return map_tensors(value, move)
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not travels(tensor):
-        return copy_tensor(tensor, device)
-    source = source_of(tensor)
-    if source.device == device:
-        return source
-    with torch.no_grad():
-        copy = copy_tensor(tensor, device)
-    return travel(source, copy)
-
-
-def _relay(module: nn.Module, hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
-    """Run each step of a generator output as its module's forward runs: watched, on its device, results sent home."""
-    resume: Any = generator.send
-    value: Any = None
-    while True:
-        hook.enter(module, sys._getframe())
-        try:
-            item = resume(value)
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            hook.leave()
-        try:
-            value = yield item if device is None else to_device(item, device)
-            resume = generator.send
-        except GeneratorExit:
-            generator.close()
-            raise
-        except BaseException as error:
-            resume, value = generator.throw, error

@@ -48,8 +48,6 @@ def division_of(plan: Plan) -> Division | None:
     return Division(
         batch=plan.batch,
         count=plan.num_microbatches,
-        stages=plan.mesh.pipeline if plan.mesh is not None else 1,
-        schedule=plan.schedule,
         devices=devices,
         shares=plan.mesh.shares if plan.mesh is not None else (),
     )
@@ -83,11 +81,7 @@ class Divide:
             return None
         if torch.compiler.is_compiling():  # torch.compile of the whole model; of its parts it goes with this
             return None
-        local = self.runtime.local
-        call, *around = reversed(local.calls)
-        if local.stepping:  # the loss is computed where the last stage is
-            call.output_device = None
-            return None
+        call, *around = reversed(self.runtime.local.calls)
         if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
             return None
         parts = self.parts(module, args, kwargs)
@@ -98,7 +92,7 @@ class Divide:
         call.parts = parts, outputs, written
         for part in parts[:-1]:
             written.begin()
-            given = Given((part.args, part.kwargs))
+            given = Given(part.args, part.kwargs)
             outputs.append(module.forward(*part.args, **part.kwargs))
             given.check(type(module).__name__, OF_PARTS)
         written.begin()

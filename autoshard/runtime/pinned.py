@@ -13,17 +13,16 @@ import contextlib
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoshard import torch_private
-from autoshard.packed import is_packed, repacked, stored_tensors
-from autoshard.runtime.devices import copy_strides, is_accelerator, set_current
-from autoshard.runtime.mapped import bring, file_of
+from autoshard.packed import is_packed, repacked
+from autoshard.runtime.devices import copy_strides, is_accelerator
+from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import set_data
 
 BUFFER_BYTES = 32 << 20
@@ -80,6 +79,20 @@ class Uploads:
                 slot.event.record(stream)
         return True
 
+    def copy(self, home: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Queue the copying of a whole tensor to a device, with its strides; it may be written over afterwards."""
+        if is_packed(home):
+            return repacked(home, lambda stored: self.copy(stored, device))
+        if home.layout is not torch.strided or home.is_pinned():
+            return home.to(device, non_blocking=home.layout is torch.strided, copy=True)
+        strides = None if home.is_contiguous() else copy_strides(home)
+        if strides is None:
+            copy = torch.empty_like(home, device=device)
+        else:
+            copy = torch.empty_strided(home.shape, strides, dtype=home.dtype, device=device)
+        self.send(copy, home)
+        return copy
+
     def _free_slot(self) -> "_Slot":
         """The buffer of this thread that was used longest ago, when nothing is copied out of it any more."""
         if not hasattr(self.local, "slots"):
@@ -114,93 +127,6 @@ def _chunks(into: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Ten
             yield target, part
         else:
             yield from _chunks(target[0], part[0])
-
-
-@dataclass(slots=True)
-class _Load:
-    """Copies on a device; `ready` is recorded behind the copying."""
-
-    copies: list[torch.Tensor]
-    ready: Any
-
-
-class CopyAhead:
-    """Copies on a stream of its own, from a thread of its own, while the device computes.
-
-    The copies are allocated on that stream, and the thread lets go of them only when the kernels that use them have
-    run. So their memory is there for the next ones at once, and no more of it is taken than there are modules in
-    flight; the allocator alone would keep it until all that is queued by then has run.
-    """
-
-    copies = True
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.module = torch.get_device_module(device.type)
-        self.uploads = Uploads([device])
-        self.thread = ThreadPoolExecutor(1, "autoshard-copy", initializer=self._start)
-
-    def _start(self) -> None:
-        """Begin the thread: its device is the current one in it."""
-        if self.device.index is not None:
-            set_current(self.device, self.device.index)
-
-    def begin(self, homes: Sequence[torch.Tensor]) -> "Future[_Load]":
-        return self.thread.submit(self._load, list(homes))
-
-    def take(self, ticket: "Future[_Load]") -> list[torch.Tensor]:
-        load = ticket.result()
-        self.module.current_stream(self.device).wait_event(load.ready)
-        return list(load.copies)
-
-    def used(self) -> tuple[Any, Any]:
-        stream = self.module.current_stream(self.device)
-        event = self.module.Event()
-        event.record(stream)
-        return stream, event
-
-    def done(self, ticket: "Future[_Load]", uses: Mapping[Any, Any]) -> None:
-        if ticket.cancel():
-            return
-        if uses:
-            for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
-                if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
-                    for stream in uses:
-                        copy.record_stream(stream)
-        self.thread.submit(_free, ticket, list(uses.values()))
-
-    def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
-        bring(homes)
-        stream = self.uploads.streams[self.device]
-        with self.module.stream(stream), torch.no_grad():
-            copies = [self._copy(home) for home in homes]
-            ready = self.module.Event()
-            ready.record(stream)
-        return _Load(copies, ready)
-
-    def _copy(self, home: torch.Tensor) -> torch.Tensor:
-        if is_packed(home):
-            return repacked(home, self._copy)
-        if home.layout is not torch.strided:
-            return home.to(self.device, copy=True)
-        if home.is_pinned():
-            return home.to(self.device, non_blocking=True, copy=True)
-        strides = None if home.is_contiguous() else copy_strides(home)
-        if strides is None:
-            copy = torch.empty_like(home, device=self.device)
-        else:
-            copy = torch.empty_strided(home.shape, strides, dtype=home.dtype, device=self.device)
-        if not self.uploads.send(copy, home):
-            copy.copy_(home)
-        return copy
-
-
-def _free(ticket: "Future[_Load]", events: Sequence[Any]) -> None:
-    """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
-    if ticket.exception() is None:
-        for event in events:
-            event.synchronize()
-        ticket.result().copies.clear()
 
 
 def pin(tensors: Iterable[torch.Tensor], lock: Lock) -> None:

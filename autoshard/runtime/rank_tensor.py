@@ -19,7 +19,7 @@ import torch
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.runtime.devices import fresh_copy
-from autoshard.runtime.given import Given, refuse
+from autoshard.runtime.given import Given
 from autoshard.torch_private import DispatchMode
 
 aten = torch.ops.aten
@@ -241,9 +241,8 @@ def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
 class RanksMode(DispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
-    `home`: where the inputs came from, and the outputs go. `began`: the module that was called from outside; `inputs`:
-    memory of a tensor it was given -> its path; every rank has a copy, so nobody may write it. `containers`: lists and
-    dicts that it was given.
+    `home`: where the inputs came from, and the outputs go. `began`: the module that was called from outside; `given`:
+    lists and dicts that it was given.
     """
 
     def __init__(self, devices: Sequence[torch.device], home: torch.device, began: Any = None) -> None:
@@ -251,20 +250,10 @@ class RanksMode(DispatchMode):
         self.devices = tuple(devices)
         self.home = home
         self.began = began
-        self.inputs: dict[int, str] = {}
-        self.containers = Given(())
+        self.given = Given((), {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for tensor in _written(func, args, kwargs or {}) if self.inputs else ():
-            if isinstance(tensor, RankTensor) and memory_of(tensor) in self.inputs:
-                refuse(type(self.began).__name__, self.inputs[memory_of(tensor)], OF_RANKS)
         return run_op(func, args, kwargs or {}, self.devices)
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """What tells the memory of rank 0's part from others, as long as it lives."""
-    part = tensor.parts[0] if isinstance(tensor, RankTensor) else tensor
-    return part.untyped_storage()._cdata
 
 
 class _Found:

@@ -8,12 +8,11 @@
 
 A replica is made for one call: objects of the same classes whose attributes are those of the model's own modules,
 except that modules, parameters and buffers are their counterparts on its device. Nobody sees it: `model.modules()`,
-the optimizer and state dicts know the model only. Gradients of all replicas are added along a tree, in a fixed order.
+the optimizer and state dicts know the model only. Gradients of all replicas are added in a fixed order.
 
 Without gradients, copies of parameters stay from call to call, until a weight is written or gradients are wanted.
 """
 
-import functools
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -25,26 +24,19 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
-from autoshard.module_paths import find_scripted, join
-from autoshard.nested import flat_tensors, tensors_within
-from autoshard.packed import own_attributes
+from autoshard.module_paths import find_scripted
+from autoshard.packed import own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
-from autoshard.runtime.freshness import versions
 from autoshard.runtime.given import Given
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.merging import merge
 from autoshard.runtime.microbatches import OF_PARTS, Divide
 from autoshard.runtime.moves import named_tensors
-from autoshard.runtime.outsiders import explain_devices
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import shares_of
 
-_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
-_DEPTH = 4
-"""How deep attributes are looked through for modules and tensors."""
 Kept = dict[int, tuple[torch.Tensor, Any, list[torch.Tensor]]]
 """id of a parameter -> (the parameter, its version, its copies)."""
 
@@ -54,12 +46,15 @@ def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> lis
 
     Raises `ApplyError` for a model of which replicas can't be made.
     """
-    refuse_shared(model)
+    if (scripted := find_scripted(model)) is not None:
+        raise ApplyError(
+            f"{scripted or 'the model'} is compiled by TorchScript, and such a module can't be replicated. "
+            "Apply the plan to the module it was compiled from."
+        )
     collect = Collect(runtime, division)
     return [
         model.register_forward_pre_hook(Scatter(runtime, division, collect), with_kwargs=True),
         model.register_forward_hook(collect, prepend=True),
-        model.register_forward_hook(explain_devices, always_call=True),
     ]
 
 
@@ -91,7 +86,7 @@ class Scatter(Divide):
         copies = copies_of(module, self.division.devices, self.kept)
         for index, (device, (own_args, own_kwargs)) in enumerate(zip(devices, given, strict=True)):
             replica = replica_of(module, device, {source: made[index] for source, made in copies.items()})
-            known = Given((own_args, own_kwargs))
+            known = Given(own_args, own_kwargs)
             with _current(device):
                 outputs.append(replica.forward(*own_args, **own_kwargs))
             known.check(type(module).__name__, OF_PARTS)
@@ -142,30 +137,6 @@ def _keep_written(model: nn.Module, last: nn.Module, name: str, home: torch.devi
             target.copy_(source)
 
 
-def refuse_shared(model: nn.Module) -> None:
-    """Raise `ApplyError` where an object keeps tensors that all replicas would compute with, on one device."""
-    if (scripted := find_scripted(model)) is not None:
-        raise ApplyError(
-            f"{scripted or 'the model'} is compiled by TorchScript, and such a module can't be replicated. "
-            "Apply the plan to the module it was compiled from."
-        )
-    for path, module in model.named_modules():
-        inner = {id(one) for one in module.modules()}
-        places = {join(path, name): value for name, value in vars(module).items() if name not in _TORCH}
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            places |= {f"{join(path, name)}.{own}": value for own, value in own_attributes(tensor).items()}
-        for place, value in places.items():
-            if id(value) in inner:
-                continue
-            known = {id(tensor) for tensor in flat_tensors(value)}
-            if any(id(tensor) not in known and tensor.dim() for _, tensor in tensors_within(value)):
-                raise ApplyError(
-                    f"{place} is a {type(value).__name__} with tensors in it, and replicas in one process would share "
-                    "them. Keep them in buffers, start one process per device (torchrun), or place whole modules "
-                    '(strategy="balanced").'
-                )
-
-
 def copies_of(model: nn.Module, devices: Sequence[torch.device], kept: Kept) -> dict[int, Sequence[torch.Tensor]]:
     """id of every parameter and buffer -> its counterparts on the devices but the first, which is where it is.
 
@@ -176,33 +147,29 @@ def copies_of(model: nn.Module, devices: Sequence[torch.device], kept: Kept) -> 
     before = {} if gradients else dict(kept)
     kept.clear()
     for tensor in {id(one): one for one in named_tensors(model).values()}.values():
-        version, (source, seen, copies) = versions([tensor])[0], before.get(id(tensor), (None, None, []))
+        source, seen, copies = before.get(id(tensor), (None, None, []))
+        version = tensor._version, stored_tensors(tensor)[0].data_ptr()
         if source is not tensor or seen != version:
-            copies = _copied(tensor, devices)
+            with torch.inference_mode(False), torch.no_grad():
+                copies = [fresh(tensor.detach(), device) for device in devices[1:]]
+            if tensor.requires_grad and tensor.is_leaf:  # torch reads it when it chooses how to multiply
+                copies = [one.requires_grad_() for one in copies]
         if not gradients and isinstance(tensor, nn.Parameter):  # what a forward writes is copied for each call
             kept[id(tensor)] = tensor, version, copies
         tracked = gradients and tensor.requires_grad and tensor.is_leaf
-        counterparts = Spread.apply(tensor, tuple(copies)) if tracked else copies
-        for counterpart, device in zip(counterparts, devices[1:], strict=True):
+        made[id(tensor)] = Spread.apply(tensor, tuple(copies)) if tracked else copies
+        for counterpart, device in zip(made[id(tensor)], devices[1:], strict=True):
             for name in own_attributes(counterpart):
                 delattr(counterpart, name)
             for name, value in own_attributes(tensor).items():  # what users have put on it, a scale, say
                 setattr(counterpart, name, to_device(value, device))
-        made[id(tensor)] = counterparts
     return made
 
 
-def _copied(tensor: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Copies on all devices but the first, along a tree: 1, 2 and 4 from 0, 3 from 2, 5 and 6 from 4 …"""
-    made = [tensor.detach()]
-    with torch.inference_mode(False), torch.no_grad():
-        for index in range(1, len(devices)):
-            source = made[index & (index - 1)]
-            copied = copy_tensor(source, devices[index])
-            made.append(copied if copied is not source else copied.clone())
-    if tensor.requires_grad and tensor.is_leaf:  # torch reads it when it chooses how to multiply
-        made = [one.requires_grad_() for one in made]
-    return made[1:]
+def fresh(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that shares no memory, also on the device where the tensor is."""
+    copied = copy_tensor(tensor, device)
+    return copied.clone() if copied is tensor else copied
 
 
 def replica_of(model: nn.Module, device: torch.device, tensors: dict[int, torch.Tensor]) -> nn.Module:
@@ -215,11 +182,7 @@ def replica_of(model: nn.Module, device: torch.device, tensors: dict[int, torch.
 
 
 def _counterpart(
-    value: Any,
-    device: torch.device,
-    tensors: dict[int, torch.Tensor],
-    shells: dict[int, nn.Module],
-    depth: int = _DEPTH,
+    value: Any, device: torch.device, tensors: dict[int, torch.Tensor], shells: dict[int, nn.Module]
 ) -> Any:
     """An attribute's value with the tensors and modules of a replica in it; other things as they are."""
     if isinstance(value, torch.Tensor):
@@ -228,18 +191,12 @@ def _counterpart(
         return tensors[id(value)]
     if isinstance(value, nn.Module):
         return shells.get(id(value), value)
-    if depth == 0:
-        return value
-    # no function in here: it would refer to itself, and keep the tensors until they are collected
-    inner = functools.partial(_counterpart, device=device, tensors=tensors, shells=shells, depth=depth - 1)
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, inner(value.__self__))
-    if type(value) is functools.partial:
-        return functools.partial(inner(value.func), *map(inner, value.args), **inner(value.keywords))
+    if isinstance(value, types.MethodType) and id(value.__self__) in shells:
+        return types.MethodType(value.__func__, shells[id(value.__self__)])
     if type(value) in (list, tuple):
-        return type(value)(map(inner, value))
+        return type(value)(_counterpart(item, device, tensors, shells) for item in value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, inner(item)) for key, item in value.items())
+        return type(value)((key, _counterpart(item, device, tensors, shells)) for key, item in value.items())
     return value
 
 
@@ -254,13 +211,8 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        sums = [gradient for gradient in gradients if gradient is not None]
-        step = 1
-        while step < len(sums):  # 1 to 0, 3 to 2, …; then 2 to 0, 6 to 4, …
-            for index in range(0, len(sums) - step, 2 * step):
-                sums[index] = sums[index] + copy_tensor(sums[index + step], sums[index].device)
-            step *= 2
-        return copy_tensor(sums[0], ctx.device) if sums else None, None
+        found = [copy_tensor(gradient, ctx.device) for gradient in gradients if gradient is not None]
+        return sum(found[1:], found[0]) if found else None, None
 
 
 @contextmanager

@@ -4,8 +4,8 @@
     another one (maps of attention, say)     the same on all ranks: as it is, and from then on      else ApplyError
 
 Ranks compare hashes, once for each place: values made by the same work on the same numbers have the same bits. Blocks
-and the root are always looked at; modules between them only when they are called by themselves: what one of them hands
-to the next may be cut, and is put together for others. In a pipeline, those compare that have the stage.
+and the root are looked at; modules between them, where what one of them hands to the next is cut, can't be called by
+themselves. In a pipeline, those compare that have the stage.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
-from autoshard.nested import replace_at, tensor_at, tensors_in
-from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks
+from autoshard.nested import tensors_in
+from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.sharding import Cut, Part, Results, result_of
+from autoshard.sharding import Cut, Results, result_of
 
 _as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
 
 
 def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks) -> list[Any]:
-    """Look at what modules give that the plan knows, and return the handles. Raises `PlanError` for others."""
+    """Look at what blocks and the root give; returns handles. Raises `PlanError` for modules that the model lacks."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in (path for row in results for path in row.modules if path not in modules):
         raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
@@ -35,93 +35,61 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
     handles: list[Any] = []
     for row in results:
         for path in row.modules:
-            module, around = modules[path], not path or path not in blocks
-            if around:
-                handles.append(module.register_forward_pre_hook(Begin(running, path)))
-            if path and around:
-                handles.append(module.register_forward_hook(Together(row.parts, cuts, ranks, path, running)))
-            check = KnownResults(row.tensors, ranks, path, running if path and around else None)
-            handles.append(module.register_forward_hook(check))
-            if around:
-                handles.append(module.register_forward_hook(End(running, path), always_call=True))
+            if not path or path in blocks:
+                handles.append(modules[path].register_forward_hook(KnownResults(row.tensors, ranks, path)))
+            elif row.parts:
+                handles.append(modules[path].register_forward_hook(Inside(path, running)))
+    if any(row.parts for row in results):
+        handles.append(model.register_forward_pre_hook(running.begin))
+        handles.append(model.register_forward_hook(running.end, always_call=True))
     return handles
 
 
 class Running:
-    """The path of the module, of the root and those around blocks, that was called by itself; None: none runs."""
-
-    __slots__ = ("path",)
+    """Whether the root runs: what modules hand to each other then may be a rank's part."""
 
     def __init__(self) -> None:
-        self.path: str | None = None
+        self.runs = False
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Pre-hook of the root."""
+        if not torch.compiler.is_compiling():
+            self.runs = True
+
+    def end(self, module: nn.Module, args: tuple, result: Any) -> None:
+        """Hook of the root, also after an exception."""
+        if not torch.compiler.is_compiling():
+            self.runs = False
 
 
-class Begin:
-    """Pre-hook of a module around blocks; that of the root forgets what was interrupted, where torch calls no hooks."""
+class Inside:
+    """Hook of a module between the root and blocks that gives parts: it can't be called by itself."""
 
-    __slots__ = ("path", "running")
-
-    def __init__(self, running: Running, path: str) -> None:
-        self.running = running
-        self.path = path
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        if not torch.compiler.is_compiling() and (self.running.path is None or not self.path):
-            self.running.path = self.path
-
-
-class End:
-    """Hook of the same, also after an exception."""
-
-    __slots__ = ("path", "running")
-
-    def __init__(self, running: Running, path: str) -> None:
-        self.running = running
-        self.path = path
+    def __init__(self, path: str, running: Running) -> None:
+        self.path, self.running = path, running
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        if not torch.compiler.is_compiling() and self.running.path == self.path:
-            self.running.path = None
-
-
-class Together:
-    """Hook of a module between the root and blocks that was called by itself: it gives whole tensors."""
-
-    __slots__ = ("parts", "path", "running")
-
-    def __init__(self, parts: Sequence[Part], cuts: Sequence[Cut], ranks: Ranks, path: str, running: Running) -> None:
-        self.parts = [(part.path, part.dim, Axis.of(ranks, part.axis, cuts[part.cut].shares)) for part in parts]
-        self.path = path
-        self.running = running
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
-        if torch.compiler.is_compiling() or self.running.path != self.path:
-            return result
-        for path, dim, axis in self.parts:
-            tensor = tensor_at(result, path)
-            if tensor is not None and dim < tensor.dim() and tensor.shape[dim] == axis.width:
-                result = replace_at(result, path, axis.gather(tensor, dim))
-        return result
+        if not torch.compiler.is_compiling() and not self.running.runs:
+            raise ApplyError(
+                f"{self.path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
+                'Call the whole model, or place whole modules (strategy="balanced").'
+            )
 
 
 class KnownResults:
-    """Hook of a block, or of a module around blocks: refuse what a rank may have only a part of.
+    """Hook of a block, or of the root: refuse what a rank may have only a part of.
 
     `known`: what it gave when the plan was made, and what was the same on all ranks since, as `result_of` has it.
-    `running`: look only if the module was called by itself; None: always.
     """
 
-    __slots__ = ("known", "path", "ranks", "running")
+    __slots__ = ("known", "path", "ranks")
 
-    def __init__(self, known: Collection[str], ranks: Ranks, path: str, running: Running | None = None) -> None:
+    def __init__(self, known: Collection[str], ranks: Ranks, path: str) -> None:
         self.known = set(known)
         self.ranks = ranks
         self.path = path
-        self.running = running
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        if self.running is not None and (torch.compiler.is_compiling() or self.running.path != self.path):
-            return
         if isinstance(result, torch.Tensor) and result_of("", result.dim()) in self.known:
             return
         new = dict(self._new(result))

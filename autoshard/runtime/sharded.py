@@ -16,21 +16,21 @@ is nothing. Before an optimizer steps, ranks agree on which nobody used: these h
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
-from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import is_below
 from autoshard.packed import own_attributes
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter, Weight
 from autoshard.runtime.moves import set_data
 
 
@@ -51,6 +51,7 @@ class Sharing:
     ranks: ProcessRanks
     shared: ProcessRanks
     replicas: ProcessRanks | None = None
+    weight: Weight = field(default_factory=Weight)
 
 
 def shard(
@@ -75,7 +76,7 @@ def shard(
     options |= {"ignored_params": set(absent)}
     if plan.mesh is not None and plan.mesh.pp > 1:
         options["reshard_after_forward"] = False  # all micro-batches go through them
-    order = Order(ranks, device)
+    order = Order(ranks, device, alone=sharing.shared.size == 1)
     for number, module in enumerate((*blocks, model)):
         own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
@@ -86,10 +87,10 @@ def shard(
         engine = fully_shard(module, **options)
         for one, data in zip(own, whole, strict=True):
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
-        engine.set_custom_all_gather(_Gather(ranks, order, number))
-        engine.set_custom_reduce_scatter(_ReduceScatter(ranks))
+        engine.set_custom_all_gather(Gather(ranks, order, number))
+        engine.set_custom_reduce_scatter(ReduceScatter(ranks))
         if sharing.replicas is not None:
-            engine.set_all_reduce_hook(_MeanOfReplicas(ranks, sharing.replicas))
+            engine.set_all_reduce_hook(MeanOfReplicas(ranks, sharing.replicas, sharing.weight))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)
@@ -133,9 +134,12 @@ def policy_of(plan: Plan) -> dict[str, Any]:
 
 
 def shards(plan: Plan) -> bool:
-    """Whether fully_shard carries out a plan: of sharded replicas, and of all that are trained by a given precision."""
+    """Whether fully_shard carries out a plan: of sharded replicas, and of all replicas that are trained."""
     mesh = plan.mesh
-    return mesh is not None and (mesh.sharded or (bool(plan.launch) and plan.workload.training))
+    if mesh is None:
+        return False
+    trained = plan.workload.training and (bool(plan.launch) or (mesh.data > 1 and mesh.pipeline == 1))
+    return mesh.sharded or trained
 
 
 def forget_whole(replaced: Sequence[Replaced]) -> None:
@@ -152,77 +156,6 @@ def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
         one.parameter.data = one.parameter.data.to(one.dtype)
         for module, name in one.places:
             module._parameters[name] = one.parameter
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """What fully_shard calls to exchange: as torch does, and an error says which process is gone."""
-
-    ranks: ProcessRanks
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _call(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        try:
-            return collective(*args, **options)
-        except RuntimeError as error:
-            raise lost(self.ranks, error) from error
-
-
-class Order:
-    """Which blocks were gathered, one after another, as one number; a hook of the model that compares it."""
-
-    def __init__(self, ranks: ProcessRanks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
-        self.digest = 0
-
-    def add(self, number: int) -> None:
-        """Note that a block is gathered now."""
-        self.digest = (self.digest * 31 + number + 1) % 65521
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        """Raise `RankError` on all ranks if they gathered other blocks than each other."""
-        digest = float(self.digest)
-        mine = torch.tensor([digest, digest**2], dtype=torch.float64, device=self.device)
-        total, squares = self.ranks.all_reduce(mine).tolist()
-        if total**2 != self.ranks.size * squares:  # a mean of squares is the square of the mean of equals only
-            raise RankError(
-                "ranks have run different blocks of this model, or in another order: its parameters are sharded, and "
-                "each rank has computed with parts of the wrong ones. Let all ranks go the same way "
-                "through the forward (layers left out at random, branches on values), or plan without sharding."
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Gather(_Named):
-    order: Order
-    number: int
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        self.order.add(self.number)
-        return self._call(_all_gather, output_tensor, input_tensor, **options)
-
-
-class _ReduceScatter(_Named):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        return self._call(_reduce_scatter, output_tensor, input_tensor, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class _MeanOfReplicas(_Named):
-    """Hook of fully_shard on the gradients of a block, which are means over the ranks of one replica."""
-
-    replicas: ProcessRanks
-
-    def __call__(self, gradients: torch.Tensor) -> None:
-        self._call(dist.all_reduce, gradients, group=self.replicas.group)
-        gradients.div_(self.replicas.size)
-
-
-# Their names since torch 2.13, and before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_shardable(model: nn.Module, plan: Plan) -> None:

@@ -8,7 +8,7 @@ Tied names stay tied: what shares memory is cut once.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -37,14 +37,6 @@ class CutTensor:
     dim: int
     axis: str
     shares: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """Parameters that are off their device between calls: `names` in CPU memory, but for parts that are `in_file`."""
-
-    names: frozenset[str] = frozenset()
-    in_file: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTensor]:
@@ -103,22 +95,17 @@ def cut_tensors(
     device: torch.device | None,
     log: list[Undo],
     allocate: Allocate | None = None,
-    kept: Kept | None = None,
 ) -> None:
     """Give every tensor its part, or a replica, on `device` (None: where it is); `log` takes what undoes it.
 
-    `allocate`: gives memory, to be filled by the caller, to the parts of what is on meta. `kept`: what is elsewhere.
+    `allocate`: gives memory, to be filled by the caller, to the parts of what is on meta.
     """
     tensors = named_tensors(model)
-    kept = kept or Kept()
 
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
-        if name in kept.in_file:
-            return kept.in_file[name]
-        place = CPU if name in kept.names else device
         if whole.is_meta and allocate is not None:
-            return _empty_part(whole, cuts.get(name), ranks, place or CPU, allocate)
-        return _part(whole, cuts.get(name), ranks, place)
+            return _empty_part(whole, cuts.get(name), ranks, device or CPU, allocate)
+        return _part(whole, cuts.get(name), ranks, device)
 
     replace_all(tensors, part, log)
 
@@ -129,17 +116,11 @@ def merge_tensors(
     ranks: Ranks,
     devices: Mapping[str, torch.device],
     log: list[Undo],
-    meeting: torch.device | None = None,
 ) -> None:
-    """Put the whole of every tensor in place again, on the device it was on; all ranks must do it at once.
-
-    `meeting`: the device of this process on which ranks give each other what they have, None: where it is.
-    """
+    """Put the whole of every tensor in place again, on the device it was on; all ranks must do it at once."""
     tensors = named_tensors(model)
 
     def whole(name: str, part: torch.Tensor) -> torch.Tensor:
-        if meeting is not None and name in cuts:
-            part = part.to(meeting)
         merged = merge(part, cuts.get(name), ranks, devices.get(name))
         return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 

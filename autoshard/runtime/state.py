@@ -1,7 +1,7 @@
 """What the hooks of one applied model share: copies, calls in progress, and what is known of the model's tree."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,7 @@ class Call:
     hook: Any
     frame: Any
     watching: Align | None = None
-    paused: Align | None = None
-    gathered: Any = None
+    unfused: bool = False
     previous_device: int | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     output_device: torch.device | None = None
@@ -42,21 +41,18 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.watcher: Align | None = None
-        self.stepping = False  # a schedule calls the model, part by part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """How calls of the model are divided, into micro-batches or over replicas.
 
-    `count`: into how many, one after another through `stages` devices in the order that `schedule` names. `devices`: of
-    replicas, which run at the same time; `shares` as in `Mesh`.
+    `count`: into how many, one after another through the devices. `devices`: of replicas, which run at the same time;
+    `shares` as in `Mesh`.
     """
 
     batch: BatchAxis
     count: int
-    stages: int
-    schedule: str
     devices: tuple[torch.device, ...] = ()
     shares: tuple[int, ...] = ()
 
@@ -104,17 +100,18 @@ class Runtime:
 
     def _start(self) -> None:
         self.copies = Copies()
-        self.gathering = threading.RLock()
-        self.before_first: Callable[[nn.Module, tuple, dict], None] | None = None  # see verify/first_batch.py
+        self.unfused = False  # see `boundaries.leaves_fused`
         self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
-        return {"record": self.record, "handles": self.handles, "hooked": self.hooked, "streams": self.streams}
+        names = ("record", "handles", "hooked", "streams", "unfused")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.handles, self.hooked, self.record = state["handles"], state["hooked"], state["record"]
         self.tree = None  # the copy's modules are others; it looks at them before its first forward
         self._start()
+        self.unfused = state["unfused"]
         self.stream_with(state["streams"])
 
     def stream_with(self, streams: Streams) -> None:
@@ -151,16 +148,8 @@ class Runtime:
         watcher.homes.append(target)
         call.watching = watcher
 
-    def pause_watching(self, call: Call) -> None:
-        """Stop watching until `unwatch`, if the watcher is the innermost function mode."""
-        watcher = self.local.watcher
-        if watcher is not None and torch_private.innermost_function_mode() is watcher:
-            watcher.__exit__(None, None, None)
-            self.local.watcher = None
-            call.paused = watcher
-
     def unwatch(self, call: Call) -> None:
-        """Undo what `watch` or `pause_watching` did for this call."""
+        """Undo what `watch` did for this call."""
         if call.watching is not None:
             watcher = call.watching
             watcher.homes.pop()
@@ -169,6 +158,3 @@ class Runtime:
                 watcher.on = False
                 if torch_private.innermost_function_mode() is watcher:
                     watcher.__exit__(None, None, None)
-        if call.paused is not None:
-            call.paused.__enter__()
-            self.local.watcher = call.paused

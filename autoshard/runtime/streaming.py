@@ -16,7 +16,7 @@ parameters (a view, what autograd saves) stays what it is.
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,10 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
-from autoshard.module_paths import is_below
 from autoshard.nested import tensors_in
-from autoshard.runtime.carriers import Carrier, carrier_for
+from autoshard.runtime.carriers import Carrier, Ticket
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.freshness import versions
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.pinned import lock_for, pin
 
@@ -44,14 +42,12 @@ class Slot:
 
     Attributes:
         ticket: of the carrier.
-        versions: of each parameter when the bringing began.
         run: in which it began, None if outside of any.
         users: calls in progress; `uses`: stream that has computed with the copies -> an event behind that.
         homes: for each parameter that has the memory of a copy now, (its own memory, gradient, version of the copy).
     """
 
-    ticket: Any
-    versions: list[Any]
+    ticket: Ticket
     run: int | None
     users: int = 0
     uses: dict[Any, Any] = field(default_factory=dict)
@@ -64,7 +60,7 @@ class Streamer:
     def __init__(self, device: torch.device, units: Mapping[str, list[nn.Parameter]]) -> None:
         self.device = device
         self.units = dict(units)
-        self.carrier: Carrier = carrier_for(device)
+        self.carrier = Carrier(device)
         self.slots: dict[str, Slot] = {}
         self.next = dict(itertools.pairwise(units))
         self.last: tuple[str, int | None] | None = None
@@ -112,7 +108,7 @@ class Streamer:
         if slot is not None and slot.users:  # by another thread, maybe: its stream has waited for the copies, not ours
             self.carrier.take(slot.ticket)
             return slot
-        if slot is not None and not self._is_fresh(path, slot, run):
+        if slot is not None and self.carrier.copies and (run is None or run != slot.run):  # written to since, perhaps
             self._drop(path)
             slot = None
         if slot is not None:
@@ -140,7 +136,7 @@ class Streamer:
                 )
         with torch.inference_mode(False), torch.no_grad():
             ticket = self.carrier.begin([parameter.detach() for parameter in parameters])
-        slot = self.slots[path] = Slot(ticket, versions(parameters), run)
+        slot = self.slots[path] = Slot(ticket, run)
         return slot
 
     def _installed(self, path: str, slot: Slot) -> Slot:
@@ -182,12 +178,6 @@ class Streamer:
     def _drop(self, path: str) -> None:
         slot = self.slots.pop(path)
         self.carrier.done(slot.ticket, slot.uses)
-
-    def _is_fresh(self, path: str, slot: Slot, run: int | None) -> bool:
-        """Whether the parameters still are what was brought."""
-        if not self.carrier.copies:
-            return True
-        return run is not None and run == slot.run and versions(self.units[path]) == slot.versions
 
 
 class Streams:
@@ -319,14 +309,11 @@ def _refuse_gradients(output: Any, path: str) -> None:
             tensor.register_hook(refuse)
 
 
-def hook_streams(modules: Mapping[str, nn.Module], streams: Streams, uncounted_below: Iterable[str]) -> list[Any]:
-    """Hook the streamed modules; returns the handles. Nobody should count hooks below `uncounted_below`."""
-    outer = list(uncounted_below)
+def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> list[Any]:
+    """Hook the streamed modules; returns the handles."""
     handles = []
     for path in streams.devices:
         module = modules[path]
-        if any(is_below(path, shy) for shy in outer):
-            torch_private.uncount_hooks(module)
         handles.append(module.register_forward_pre_hook(Enter(streams, path), with_kwargs=True))
         handles.append(module.register_forward_hook(Leave(streams, path), with_kwargs=True, always_call=True))
     return handles

@@ -103,6 +103,7 @@ def data_parallel(
         ),
         batch=batch,
         stages=tuple(Stage(paths=(block.path,)) for block in task.blocks[:-1]) if best.sharded else (),
+        layers=() if best.sharded or not processes else tuple(block.path for block in task.blocks[:-1]),
         reasons=_reasons(task, best, tried, devices, objective),
         fingerprint=profile.graph.fingerprint,
     )

@@ -105,7 +105,7 @@ def _ways(
     count, units = len(devices), len(find_units(profile).paths)
     most, training = min(count, units), profile.workload.training
     numbers = range(2, most + 1) if count <= _FEW else [*(p for p in (2, 4, 8, 16, 32, 64, 128) if p < count), count]
-    names = [schedule] if schedule else ["gpipe", "1f1b"] if training else ["gpipe"]
+    names = [schedule] if schedule else ["gpipe"]
     if processes and training and schedule is None:
         names = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
     for number in (one for one in ([processes] if processes else numbers) if one <= most):
@@ -285,11 +285,6 @@ def _reasons(
             f"instead of keeping them: else the activations of {max(s.in_flight for s in run.stages)} micro-batches "
             "don't fit"
         )
-    if plan.schedule == "1f1b" and not processes:
-        yield (
-            "keeping all micro-batches' activations is slower or too much here: train with autoshard.schedule(model), "
-            "which runs backwards in between; output.backward() would keep them all"
-        )
     full = figures.fullest
     yield f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"
     unused = [device.name for device in devices if device.name not in names]
@@ -324,10 +319,8 @@ def _check(
         raise SpecError('a pipeline needs at least two devices that compute. Give more devices, or use "balanced".')
     if processes > 1 and processes != devices:
         raise SpecError(f"a pipeline over {devices} devices needs as many processes; {processes} run.")
-    if not processes and schedule in ("interleaved", "zero-bubble"):
-        raise SpecError(
-            f'the schedule "{schedule}" needs a process per device: run under torchrun, or use "gpipe" or "1f1b".'
-        )
+    if not processes and schedule in ("1f1b", "interleaved", "zero-bubble"):
+        raise SpecError(f'the schedule "{schedule}" needs a process per device: run under torchrun, or use "gpipe".')
     if num_microbatches is None:
         return
     if num_microbatches < 1:

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.capture.backward import training_loss
 from autoshard.plan import Plan
 from autoshard.runtime.hooks import RootHook
-from autoshard.runtime.schedule import LocalSchedule
 from autoshard.runtime.state import Division
 from autoshard.verify.draws import steady_draws
 
@@ -39,19 +36,6 @@ def is_divided(plan: Plan) -> bool:
 def runs_in_parts(model: nn.Module) -> bool:
     """Whether such a plan is applied to a model."""
     return _division(model) is not None
-
-
-def steps_by_schedule(model: nn.Module) -> bool:
-    """Whether the plan that is applied to a model has backwards between forwards, which only a schedule can run."""
-    division = _division(model)
-    return division is not None and division.schedule == "1f1b" and not division.devices
-
-
-def step_by_schedule(model: nn.Module, args: tuple, kwargs: dict[str, Any], own_loss: bool) -> Any:
-    """Run a batch by the schedule; `own_loss`: the model has one, else its outputs are summed as in planning."""
-    name = type(model).__name__
-    loss = None if own_loss else lambda output: training_loss(output, name)
-    return LocalSchedule(model, loss, "sum", check=False).step(*args, **kwargs)
 
 
 def _division(model: nn.Module) -> Division | None:

@@ -72,7 +72,6 @@ def check_at_first_call(model: nn.Module) -> nn.Module:
         return model
     runtime = _runtime(model)
     runtime.handles.append(hook.handle)
-    runtime.before_first = hook.check
     return model
 
 
@@ -93,8 +92,6 @@ class FirstBatch:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self.waits or torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
-            return
-        if cut_record(module) is None and _runtime(module).local.stepping:  # a part: the schedule calls `check` itself
             return
         self.check(module, args, kwargs)
 

@@ -15,7 +15,6 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.packed import named_stored
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.verify.cuts import COARSE, CoarsestType, matched, rounding_of, whole_tensors
-from autoshard.verify.divided import step_by_schedule, steps_by_schedule
 from autoshard.verify.report import Difference
 
 
@@ -136,7 +135,6 @@ def _train(
     loss.backward()
     yield from results_of("forward", "", "output", output)
     yield from results_of("backward", "", "loss", loss)
-    own_loss = _own_loss(output) is not None
     gradients = list(_gradients(model, args, kwargs))
     yield from gradients
     yield from _buffers(model)
@@ -152,12 +150,9 @@ def _train(
         model.zero_grad()
         args, kwargs = _copied((work.args, work.kwargs), device)
         measure()
-        if steps_by_schedule(model):
-            output = step_by_schedule(model, args, kwargs, own_loss)
-        else:
-            output = _listed(model(*args, **kwargs))
-            loss = training_loss(output, type(model).__name__)
-            loss.backward()
+        output = _listed(model(*args, **kwargs))
+        loss = training_loss(output, type(model).__name__)
+        loss.backward()
         if optimizer is not None:
             optimizer.step()
 

@@ -39,7 +39,12 @@ class Stage:
 
 @contextlib.contextmanager
 def same_start(devices: list[torch.device]) -> Iterator[Callable[[], None]]:
-    """Give a function that puts all random number generators where they are now; they are there at the end."""
+    """Give a function that puts all random number generators where they are now; they are there at the end.
+
+    Inside, torch's encoder layers take no fused path, which rounds otherwise and which layers with hooks leave.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     numpy_state, python_state, cpu_state = numpy.random.get_state(), random.getstate(), torch.get_rng_state()
     accelerators = [
         (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
@@ -57,6 +62,7 @@ def same_start(devices: list[torch.device]) -> Iterator[Callable[[], None]]:
     try:
         yield restart
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         restart()
 
 

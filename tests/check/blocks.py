@@ -148,15 +148,14 @@ class Alike(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention of torch; `apart`: to something else than what asks."""
+    """Attention of torch."""
 
-    def __init__(self, width: int = 24, heads: int = 4, apart: bool = False, weights: bool = False) -> None:
+    def __init__(self, width: int = 24, heads: int = 4) -> None:
         super().__init__()
-        self.inner, self.apart, self.weights = nn.MultiheadAttention(width, heads), apart, weights
+        self.inner = nn.MultiheadAttention(width, heads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        other = x.tanh() if self.apart else x
-        return self.inner(x, other, other, need_weights=self.weights)[0]
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 class Scaled(nn.Module):

@@ -175,7 +175,7 @@ def check_training(name: str, whole: nn.Module, model: nn.Module, inputs: dict[s
                 gradient = merge(own[key].grad, record.tensors.get(key), record.ranks)
                 relative = GRADIENTS * 10**step  # rounding grows: steps divide by roots of small gradients
                 assert_near(where, gradient, parameter.grad, relative, 1e-5 * largest)
-        norms = [float(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)) for one in (whole, model)]
+        norms = [float(autoshard.clip_grad_norm_(one.parameters(), 0.1)) for one in (whole, model)]
         assert abs(norms[0] - norms[1]) <= 1e-4 * norms[0], (name, norms)
         for optimizer in optimizers:
             optimizer.step()

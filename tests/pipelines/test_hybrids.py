@@ -77,7 +77,7 @@ def steps(model, step):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
         yield step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        autoshard.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

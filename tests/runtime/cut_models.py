@@ -358,50 +358,6 @@ def decoder_cuts(layers):
     return heads, units
 
 
-class Attending(nn.Module):
-    """Attention of torch, which makes the widths of its heads of the width of its query; with the mean of its maps."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(12, 6, batch_first=True)
-        nn.init.normal_(self.inner.in_proj_bias)
-
-    def forward(self, x):
-        return self.inner(x, x, x)
-
-
-def cut_attending(ranks, divide=even_shares):
-    lengths = (
-        ("unflatten", "0.2.1", 2, "*6x2"),
-        ("view", "0.2", 3, "2x*6"),
-        ("view", "0.2", 4, "*6"),
-        ("reshape", "0.2", 2, "*6x2"),
-        ("view", "0.2", 2, "*6x2"),  # of torch 2.11
-    )
-    return (
-        Cut(
-            blocks=("inner",),
-            size=6,
-            shares=divide(6, ranks),
-            shards=(
-                Shard(name="in_proj_weight", dim=0, axis="3x*6x2"),
-                Shard(name="in_proj_bias", dim=0, axis="3x*6x2"),
-                Shard(name="out_proj.weight", dim=1, axis="*6x2"),
-            ),
-            actions=(
-                Action(kind="enter", module="", function="linear", occurrence=0, argument="0.0"),
-                Action(kind="reduce", module="", function="linear", occurrence=1, addend="0.2"),
-                Action(kind="mean", module="", function="mean", occurrence=0, axis="*6"),
-                *(
-                    Action(kind="length", module="", function=name, argument=path, dim=count, axis=axis)
-                    for name, path, count, axis in lengths
-                ),
-            ),
-            title="heads",
-        ),
-    )
-
-
 # forward: all-reduces and gathers; both: these and the conjugates in backward, where the input needs a gradient
 CASES = {
     "perceptron": Case(Perceptron, (batch(2, 5, 8),), cut_perceptron, 2, 4),
@@ -412,6 +368,5 @@ CASES = {
     # back: two tensors enter, and the rows of k and v that every rank keeps (weight and bias) are summed
     "fused": Case(Fused, (batch(2, 5, 8),), cut_fused, 2, 6),
     "means": Case(Means, (batch(2, 4, 5),), cut_means, 3, 4),
-    "torch's": Case(Attending, (batch(2, 5, 12),), cut_attending, 2, 3),
     "dropout": Case(Dropped, (batch(2, 5, 8),), cut_dropped, 1, 2),
 }

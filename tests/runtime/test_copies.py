@@ -87,7 +87,7 @@ def test_copies_with_history_end_with_the_forward(devices):
     copies, one = memo(), torch.device(ONE)
     weight = nn.Parameter(torch.ones(4, device="cpu:0"))
     copy, other = copies.get(weight, one), copies.get(weight, one)
-    assert copy.data_ptr() == other.data_ptr() and copy.grad_fn is not other.grad_fn is not None
+    assert copy is other and copy.grad_fn is not None
     del other
     copies.end()
     gone = weakref.ref(copy)
@@ -260,26 +260,6 @@ def test_private_torch_that_the_runtime_needs():
     torch_private.swap_contents(left, nn.Parameter(torch.ones(3)))
     with pytest.raises(RuntimeError, match="before autoshard moved"):
         loss.backward()
-
-    module, calls = nn.Linear(2, 2), []
-
-    class Quiet:
-        uncounted = True
-
-        def __call__(self, *_):
-            calls.append(1)
-
-    torch_private.uncount_hooks(module)
-    handles = [module.register_forward_pre_hook(Quiet()), module.register_forward_hook(Quiet())]
-    assert len(module._forward_hooks) + len(module._forward_pre_hooks) == 0
-    module(torch.ones(2))
-    assert len(calls) == 2 and len(torch_private.forward_pre_hooks(module)) == 1
-    other = module.register_forward_hook(lambda *_: None)
-    assert len(module._forward_hooks) == 1
-    for handle in (*handles, other):
-        handle.remove()
-    torch_private.count_hooks_again(module)
-    assert type(module._forward_hooks) is OrderedDict and not module._forward_hooks
 
     assert torch_private.innermost_function_mode() is None
     with torch.overrides.TorchFunctionMode() as mode:

@@ -69,7 +69,7 @@ def all_cases():
     counter = Counter()
     for name in CASES:
         check_case(name, ProcessRanks.of(), lambda: counter.count)
-    for name in ("perceptron", "attention", "words", "fused", "means", "torch's"):
+    for name in ("perceptron", "attention", "words", "fused", "means"):
         check_case(name, ProcessRanks.of(), lambda: counter.count, uneven_shares)
     check_checkpoint(ProcessRanks.of())
 
@@ -89,7 +89,7 @@ def test_equal_to_the_original_on_three_ranks():
 
 def compiled():
     """One module deep: a watch on the root itself would begin before the compiled code does."""
-    for name, backend in (("attention", "eager"), ("fused", "aot_eager"), ("torch's", "eager"), ("means", "eager")):
+    for name, backend in (("attention", "eager"), ("fused", "aot_eager"), ("means", "eager")):
         case, original, model = CASES[name], make(name), nn.Sequential(make(name))
         cuts = [replace(cut, blocks=tuple(join("0", block) for block in cut.blocks)) for cut in case.cuts(2)]
         apply_cuts(model, cuts, ProcessRanks.of())

@@ -77,7 +77,7 @@ def alone(name):
         loss.backward()
         return float(loss.detach())
 
-    found = train(model, step, lambda model, norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm))
+    found = train(model, step, lambda model, norm: autoshard.clip_grad_norm_(model.parameters(), norm))
     return *found, {name: one.detach() for name, one in model.named_parameters()}
 
 

@@ -169,8 +169,6 @@ def test_modules_that_mix_rows_in_training_stay_in_evaluation_mode():
         model.blocks[1][2].train()
         with pytest.warns(RuntimeWarning, match=r"blocks\.1 was in evaluation mode at planning"):
             model(**inputs)
-        with pytest.raises(PlanError, match=r"blocks\.1 was in evaluation mode at planning"):
-            autoshard.schedule(model).step(**inputs)
     assert seen == [2, 2, 2, 2, 8]
 
 
@@ -189,8 +187,7 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("order", ["whole", "gpipe", "1f1b"])
-def test_buffers_begin_alike_in_every_part(order):
+def test_buffers_begin_alike_in_every_part():
     batch = BatchAxis(
         size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), written=("calls",),
         outputs=(BatchOutput(path="", how="cat", axis="*8"),),
@@ -199,14 +196,10 @@ def test_buffers_begin_alike_in_every_part(order):
     model, x = Counts().double(), torch.randn(8, 8, dtype=torch.float64)
     original = copy.deepcopy(model)
     with autoshard.simulate("3x16MiB"):
-        autoshard.apply(model, pipeline(model, {"x": x}, batch, schedule=order))
-        steps = autoshard.schedule(model, lambda output: output.sum(), reduction="sum")
+        autoshard.apply(model, pipeline(model, {"x": x}, batch))
         for _ in range(2):
-            if order == "whole":
-                found = model(x)
-                found.sum().backward()
-            else:
-                found = steps.step(x)
+            found = model(x)
+            found.sum().backward()
             wanted = original(x)
             wanted.sum().backward()
             close(found.detach(), wanted.detach())

@@ -59,16 +59,6 @@ def test_a_hook_on_a_cut_parameter_is_refused():
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
 
 
-def test_a_hook_that_a_schedule_would_call_per_micro_batch_is_refused():
-    x, model = torch.randn(8, 8), hooked([])
-    with autoshard.simulate("2x64MiB") as devices:
-        asked = {"strategy": "pipeline", "objective": "throughput", "workload": TRAINING, "num_microbatches": 2}
-        autoshard.apply(model, autoshard.plan(model, devices, inputs=x, **asked))
-        with pytest.raises(ApplyError, match="for each micro-batch"):
-            autoshard.schedule(model, nn.functional.mse_loss).step(x, target=torch.zeros(8, 8))
-        autoshard.remove(model)
-
-
 def test_nothing_stays_where_apply_fails_after_the_move(monkeypatch):
     x, model = torch.randn(8, 8), hooked([])
 

@@ -10,7 +10,6 @@ import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.outsiders import Dense
-from autoshard.runtime.rank_tensor import collect
 from tests.ranks import run_ranks
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
@@ -84,16 +83,12 @@ def check_asked():
     for tokens in (6, 1):  # the maps of one token are ones on all ranks
         with pytest.raises(ApplyError, match=r"\[2, 2, \d, \d\] at 'maps.0' that the plan does not know"):
             model(x[:, :tokens], maps=True)
-    found, wanted = model.inner(x), whole.inner(x)
-    for one, other in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True):
-        torch.testing.assert_close(collect(one, x.device), other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ApplyError, match="inner was called by itself"):
+        model.inner(x)
     twin = copy.deepcopy(model)
     with pytest.raises(ApplyError, match=r"maps.0"):
         twin(x, maps=True)
     torch.testing.assert_close(model(x), whole(x), rtol=1e-5, atol=1e-5)
-    with pytest.raises(RuntimeError) as caught:
-        model(x[..., 1:])
-    assert "plan again with inputs and settings like these" in caught.value.__notes__[0]
     autoshard.remove(model)
     assert torch.equal(model.inner(x)[0], whole.inner(x)[0])
 
@@ -129,8 +124,6 @@ def test_padding_masks_that_were_not_planned():
     x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
     autoshard.apply(model, DEVICES, inputs={"src": x}, strategy="column-parallel", objective="memory")
     with torch.no_grad(), pytest.raises(ApplyError, match="enable_nested_tensor=False"):
-        model(x, src_key_padding_mask=padding)
-    with pytest.raises(ApplyError, match="given a padding mask"):
         model(x, src_key_padding_mask=padding)
     assert any(isinstance(hook, Dense) for hook in torch_private.forward_pre_hooks(model.layers[0]))
     with pytest.raises(ApplyError, match="Linear is cut: a nested tensor"):  # in one of several processes

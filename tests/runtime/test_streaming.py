@@ -17,8 +17,9 @@ from autoshard.checkpoint.mapped import mapped_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied, remove
+from autoshard.runtime.carriers import Carrier
 from autoshard.runtime.mapped import file_of
-from autoshard.runtime.pinned import CopyAhead, pin
+from autoshard.runtime.pinned import pin
 from autoshard.runtime.streaming import Streamer, Streams, hook_streams
 from autoshard.sharding import Cut
 from autoshard.strategies.streamable import divisions
@@ -428,9 +429,9 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
         block.up.weight.data = block.up.weight.data.t().contiguous().t()  # not row by row
     original = copy.deepcopy(model)
     streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
-    carrier = CopyAhead(torch.device("cpu"))
+    carrier = Carrier(torch.device("cpu"), by_stream=True)
     streams.streamers[torch.device("cpu")].carrier = carrier
-    handles = hook_streams(dict(model.named_modules()), streams, ())
+    handles = hook_streams(dict(model.named_modules()), streams)
     seen = set()
     model.blocks[1].up.register_forward_pre_hook(lambda module, args: seen.add(module.weight.data_ptr()))
     home = model.blocks[1].up.weight.data_ptr()
@@ -492,7 +493,7 @@ def test_the_private_count_of_who_holds_a_storage():
 
 def test_copies_larger_than_the_staging_buffers(monkeypatch):
     monkeypatch.setattr("autoshard.runtime.pinned.BUFFER_BYTES", 1000)
-    carrier = CopyAhead(torch.device("cpu"))
+    carrier = Carrier(torch.device("cpu"), by_stream=True)
     homes = [
         torch.randn(50, 33),
         torch.randn(3).bfloat16(),

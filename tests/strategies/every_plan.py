@@ -106,8 +106,7 @@ def pipelines(request: Request) -> Iterator[Plan]:
     """Stages of units, orders of devices, micro-batches, schedules, and which stages compute again."""
     training, size, processes = request.profile.workload.training, request.batch.size, request.processes
     units, devices = len(find_units(request.profile).paths), request.limited.devices
-    names = ["gpipe", "1f1b"] if training else ["gpipe"]
-    names += ["interleaved", "zero-bubble"] if training and processes else []
+    names = ["gpipe", "1f1b", "interleaved", "zero-bubble"] if training and processes else ["gpipe"]
     for count in [processes] if processes else range(2, len(devices) + 1):
         for schedule, m in product(names, range(1, size + 1)):
             if processes and size % m:
