@@ -114,8 +114,14 @@ def search(task: Task) -> Searched:
     if task.training and task.goal != "memory":
         near = [one for one in ranking if one.seconds <= WORTH_KEEPING * ranking[0].seconds]
         ranking = sorted((*(_keeping(task, one) for one in near), *ranking[len(near) :]), key=lambda one: one.seconds)
-    good = [one for one in ranking if one.value(task.goal) <= ranking[0].value(task.goal) * AS_GOOD]
+    able = [one for one in ranking if is_run(task, one.recipe)] or ranking
+    good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
+
+
+def is_run(task: Task, recipe: Recipe) -> bool:
+    """Whether `apply` carries it out: generate() runs in no stages over processes."""
+    return not task.new_tokens or recipe.pp == 1
 
 
 def _keeping(task: Task, one: Priced) -> Priced:

@@ -82,9 +82,9 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> Task:
     card = card_of(device, compute)
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
     given = replace(asked.given, axes=STRATEGY_AXES[asked.strategy])
-    limits = limits_of(
-        traced.work, traced.samples, widest=topology.devices_per_host, why_not=asked.why_undivided
-    )  # fmt: skip
+    # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
+    widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
+    limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided)
     check_given(given, limits, topology.devices)
     return Task(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,

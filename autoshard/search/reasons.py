@@ -7,7 +7,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.engine.memory import outside_bytes
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, Task, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, Task, is_run, part_of, search
 from autoshard.sizes import format_bytes, format_seconds
 
 WHAT: Mapping[str, str] = {
@@ -65,6 +65,11 @@ def _what(task: Task, best: Priced) -> Iterator[str]:
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
+    if not is_run(task, recipe):
+        yield (
+            "this is priced only: apply runs generate() in no stages over processes, and nothing without stages fits; "
+            "serve it with what does, or take more devices or fewer bits (--dtype int8)"
+        )
 
 
 def _counted(count: int, one: str, more: str = "") -> str:
@@ -116,7 +121,8 @@ def _others(task: Task, found: Searched) -> Iterator[str]:
         kinds.add(_kind(other.recipe))
         shown += 1
         factor = other.value(task.goal) / best.value(task.goal)
-        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {beside(factor)}"
+        why = "" if is_run(task, other.recipe) or not is_run(task, best.recipe) else "; generate() runs in no stages"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {beside(factor)}{why}"
     fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 

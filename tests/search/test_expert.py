@@ -94,8 +94,9 @@ def test_answers_of_70b_on_8_h100_are_tensor_parallel():
 
 
 def test_answers_of_405b_on_16_h100_are_tensor_parallel_within_hosts():
-    mesh = answer("405B", "16xH100-80GB").plan.mesh
-    assert mesh in (Mesh(tp=8, pp=2), Mesh(tp=16))
+    """With 8 heads of keys and values nothing without stages fits, and the plan says that generate() runs in none."""
+    plan = answer("405B", "16xH100-80GB").plan
+    assert plan.mesh == Mesh(tp=8, pp=2) and any("generate() in no stages" in reason for reason in plan.reasons)
 
 
 def test_8b_on_one_of_two_cards():
@@ -117,4 +118,4 @@ def test_a_mixture_on_8_cards_uses_all_of_them():
 
 def test_two_hosts_are_never_one_process():
     found = answer("70B", "2 hosts of 1xH100-80GB")
-    assert found.plan.launch == "processes" and found.plan.mesh == Mesh(pp=2)
+    assert found.plan.launch == "processes" and found.plan.mesh == Mesh(tp=2)
