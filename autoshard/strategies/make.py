@@ -25,7 +25,7 @@ from autoshard.strategies.paths import pins_of_units
 from autoshard.strategies.placing import Checked, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
-from autoshard.stream_cost import compute_devices
+from autoshard.stream_cost import compute_devices, streaming_bound
 
 PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are proved on it."""
@@ -62,7 +62,8 @@ def make_plan(
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found, cold = _placed(profile, limited, units, chain, strategy, goal)
-    if may_stream(profile, every) and (found is None or _leaves_accelerators(found, limited, objective)):
+    streams = may_stream(profile, every) and (found is None or _leaves_accelerators(found, limited, objective))
+    if streams and (found is None or streaming_bound(profile, every, goal, computing) < _value(found, goal)):
         streamed = offload(
             profile, every, units, fixed,
             computing=computing, objective=goal, in_memory=in_memory,
@@ -91,11 +92,12 @@ def _placed(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, goal: Objective
 ) -> tuple[Checked | None, tuple[str, ...]]:  # fmt: skip
     """The best plan that streams nothing, and its reasons where its cold parts are on the CPU."""
-    found = place(profile, cluster, units, chain, strategy, goal)
     pins = cold_pins(chain) if strategy == "auto" and goal != "memory" else None
     if pins is None:
-        return found, ()
+        return place(profile, cluster, units, chain, strategy, goal), ()
     colder = place(profile, cluster, units, replace(chain, pins=pins), strategy, goal)
+    beat = None if colder is None else _value(colder, goal)
+    found = place(profile, cluster, units, chain, strategy, goal, beat=beat)
     instead = None if found is None else _value(found, goal)
     if colder is None or (instead is not None and instead <= _value(colder, goal)):
         return found, ()

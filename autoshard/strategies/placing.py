@@ -120,9 +120,12 @@ class _Task:
 
 def place(
     profile: Profile, cluster: Cluster, units: Units, chain: Chain, strategy: str, objective: Objective,
-    *, any_will_do: bool = False,
+    *, any_will_do: bool = False, beat: float | None = None,
 ) -> Checked | None:  # fmt: skip
-    """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits."""
+    """Find the best plan by the exact estimate among those with cuts at every depth; None if none fits.
+
+    `beat`: what another plan has; what the chain says is no better is not looked at once something fits.
+    """
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
     weights = weight_bytes(profile, units)
     if weights.sum() > np.maximum(budget, 0).sum():
@@ -147,14 +150,14 @@ def place(
             solution = task.solve(finest, room)
             task.wanted = set() if solution is None else set(solution.assignment)
         for posed in levels(posed_chain, room):
-            room, best = _rounds(task, posed, room, best)
+            room, best = _rounds(task, posed, room, best, beat)
             if any_will_do and best is not None and best.estimate.fits:
                 return best
     return best if best is not None and best.estimate.fits else None
 
 
 def _rounds(
-    task: _Task, posed: Sequence[Posed], room: Room, best: Checked | None
+    task: _Task, posed: Sequence[Posed], room: Room, best: Checked | None, beat: float | None = None
 ) -> tuple[Room, Checked | None]:  # fmt: skip
     """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
     seen: set[tuple[int, ...]] = set()
@@ -168,6 +171,8 @@ def _rounds(
         if solution is None or solution.assignment in seen:
             break
         if best is not None and fits and task.score(solution) >= task.score(best) * (1 - _BETTER):
+            break
+        if fits and beat is not None and task.score(solution) >= beat:
             break
         seen.add(solution.assignment)
         found = task.check(solution)
