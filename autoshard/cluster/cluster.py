@@ -114,22 +114,6 @@ class Links(Sequence[Link]):
         """Latency and bytes per second of one pair."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Among:
-    """The links among some devices, those that are equal once.
-
-    Attributes:
-        machines: the devices of every host.
-        ring: from each device to the next, machine by machine, and back to the first; every: between any two.
-        incoming: what one device gets from all others at once shares its port.
-    """
-
-    machines: tuple[tuple[str, ...], ...]
-    ring: tuple[Pace, ...]
-    every: tuple[Pace, ...]
-    incoming: tuple[Pace, ...]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Cluster:
     """Devices in the order the user gave them, and every ordered pair's link. `spec` is the text it was made from.
@@ -184,27 +168,18 @@ class Cluster:
         rate.setflags(write=False)
         return latency, rate
 
-    def among(self, names: Sequence[str]) -> Among:
-        """The links among some devices; asked for again and again, so worked out once."""
+    def among(self, names: Sequence[str]) -> tuple[Pace, ...]:
+        """The links of a ring through some devices, machine by machine and back to the first; equal ones once."""
         key = tuple(names)
         if key not in self._among:
-            hosts: dict[str, list[str]] = {}
-            for name in key:
-                hosts.setdefault(self.device(name).host, []).append(name)
-            order = [name for machine in hosts.values() for name in machine]
+            hosts = dict.fromkeys(self.device(name).host for name in key)
+            order = [name for host in hosts for name in key if self.device(name).host == host]
             ring = [self._pace(a, b) for a, b in zip(order, [*order[1:], *order[:1]], strict=True) if a != b]
-            into = [[self._pace(other, name) for other in key if other != name] for name in key]
-            port = [(max(late for late, _ in own), 1.0 / sum(1.0 / rate for _, rate in own)) for own in into if own]
-            self._among[key] = Among(
-                machines=tuple(map(tuple, hosts.values())),
-                ring=tuple(dict.fromkeys(ring)),
-                every=tuple(dict.fromkeys(pace for own in into for pace in own)),
-                incoming=tuple(dict.fromkeys(port)),
-            )
+            self._among[key] = tuple(dict.fromkeys(ring))
         return self._among[key]
 
     @cached_property
-    def _among(self) -> dict[tuple[str, ...], Among]:
+    def _among(self) -> dict[tuple[str, ...], tuple[Pace, ...]]:
         return {}
 
     def _pace(self, source: str, destination: str) -> Pace:

@@ -10,8 +10,8 @@ from autoshard.cluster.cluster import Cluster, Link, Links
 from autoshard.cluster.links import make_links
 from autoshard.sizes import format_bytes
 from autoshard.strategies.chain import Chain
-from autoshard.strategies.partition import Room, balanced, most_even
-from autoshard.strategies.placing import Posed, levels
+from autoshard.strategies.partition import Room, most_even
+from autoshard.strategies.placing import levels
 
 _MOST_MORE_DEVICES = 64
 
@@ -39,7 +39,7 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + (_remedy(chain, cluster, device, _extra_memory(chain, posed[-1], device), works) if works else "")
+        + (_remedy(chain, cluster, device, max(need - has, 1.0), works) if works else "")
     )
 
 
@@ -67,24 +67,6 @@ def _remedy(
             return f"It was checked that it fits with {more} like {short.name}."
     said = with_memory() if extra else ""
     return said or "No change of one device that was tried makes it fit: leave out the pins, or take larger devices."
-
-
-def _extra_memory(chain: Chain, posed: Posed, device: int) -> float:
-    """Bytes that one device needs more for everything to fit, by the chain; 0 if no amount helps."""
-
-    def fits(extra: float) -> bool:
-        more = np.array(chain.capacity_bytes, float)
-        more[device] += extra
-        return balanced(posed.costs, Room.of(np.maximum(more, 0.0)), "memory") is not None
-
-    low, high = 0.0, 2.0 * float(np.sum(chain.resident_bytes) + np.max(chain.transient_bytes))
-    high -= min(float(chain.capacity_bytes[device]), 0.0)
-    if not fits(high):
-        return 0.0
-    for _ in range(7):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 def round_up(nbytes: float) -> int:
