@@ -1,7 +1,6 @@
 """A plan with cuts: what every device has a share of, what all of them have whole and why."""
 
 from rich.console import Console
-from rich.text import Text
 
 from autoshard.module_paths import join
 from autoshard.plan import Plan
@@ -37,9 +36,3 @@ def shares(cut: Cut) -> str:
     if len(set(cut.shares)) == 1:
         return f"{cut.size} slices, {cut.shares[0]} on each device"
     return f"{cut.size} slices: {', '.join(map(str, cut.shares))}"
-
-
-def collectives_line(all_reduces: int, all_gathers: int) -> Text:
-    """Count what devices do together."""
-    counts = ((all_reduces, "all-reduce"), (all_gathers, "all-gather"))
-    return Text(", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count))

@@ -56,38 +56,6 @@ def _print_stages(console: Console, plan: Plan) -> None:
     print_table(console, columns, rows)
 
 
-def process_times(plan: Plan, estimate: Estimate) -> list[list[str | Text]]:
-    """Rows of the table of predicted times: a training step, or an answer."""
-    bold = Text(format_seconds(estimate.latency_seconds), style="bold")
-    unit = "tokens" if plan.workload.sequence_length else "samples"
-    speed = f"{estimate.tokens_per_second:,.0f} {unit}/s"
-    devices = len(plan.devices)
-    if plan.workload.training:
-        each = f"{speed}, {estimate.tokens_per_second / devices:,.0f} per device"
-        rows: list[list[str | Text]] = [["one training step", bold, each]]
-        if devices > 1:
-            rows.append(["waits for communication", format_seconds(estimate.exposed_seconds), "of the step"])
-        if estimate.bubble:
-            rows.append(["stages are idle", f"{estimate.bubble:.0%}", "of the time"])
-        return rows
-    tokens = plan.workload.new_tokens
-    if not tokens:
-        return [["one pass", bold, speed]]
-    return answer_times(estimate, tokens)
-
-
-def answer_times(estimate: Estimate, new_tokens: int) -> list[list[str | Text]]:
-    """Rows of the table of predicted times of an answer: its prompt, a token, and all of it."""
-    rows: list[list[str | Text]] = [["prompt", format_seconds(estimate.prompt_seconds), "until the first token"]]
-    if estimate.token_seconds:
-        rows.append(["each further token", format_seconds(estimate.token_seconds), "of every sequence"])
-    what = f"{new_tokens} new tokens" if new_tokens > 1 else "1 new token"
-    rate = estimate.tokens_per_second
-    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    bold = Text(format_seconds(estimate.latency_seconds), style="bold")
-    return [*rows, [what, bold, f"{speed} tokens/s of the whole machine"]]
-
-
 def ranks_label(rank: RankEstimate, plan: Plan) -> str:
     """Name a class of equal ranks: its pipeline rank, and its devices."""
     more = f" and {rank.devices - 1} more" if rank.devices > 1 else ""

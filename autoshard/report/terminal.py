@@ -8,7 +8,8 @@ from rich.text import Text
 from autoshard.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.report.cuts import collectives_line, print_cuts
+from autoshard.report.cuts import print_cuts
+from autoshard.report.figures import time_rows
 from autoshard.report.layout import (
     INDENT,
     Column,
@@ -25,7 +26,7 @@ from autoshard.report.layout import (
     table_width,
 )
 from autoshard.report.pipelined import print_pipelining
-from autoshard.report.processes import answer_times, print_curve, print_mesh, print_ranks, process_times
+from autoshard.report.processes import print_curve, print_mesh, print_ranks
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
@@ -38,7 +39,7 @@ from autoshard.report.rows import (
     tied_modules,
     transfer_rows,
 )
-from autoshard.report.streamed import print_groups, print_streamed, with_streaming
+from autoshard.report.streamed import print_groups, print_streamed
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.workload import Workload
 
@@ -112,13 +113,14 @@ def print_plan(
     if estimate.pipelining is not None:
         print_pipelining(console, estimate.pipelining)
     print_section(console, "Predicted")
+    columns = [Column(), Column(right=True), Column(flexible=True)]
+    rows: list[list[str | Text]] = [[*row] for row in time_rows(plan, estimate, profile)]
+    for row in rows:
+        row[1] = Text(str(row[1]), style="bold" if row[1] == format_seconds(estimate.latency_seconds) else "")
+    print_table(console, columns, rows, INDENT)
     if plan.launch:
-        columns = [Column(), Column(right=True), Column(flexible=True)]
-        print_table(console, columns, process_times(plan, estimate), INDENT)
         print_ranks(console, plan, estimate)
         print_curve(console, plan, estimate)
-    else:
-        _print_times(console, estimate, profile)
     _print_transfers(console, estimate)
     print_sentences(console, "Why", [as_sentence(reason) for reason in plan.reasons])
     print_sentences(console, "Notes", [*capture_notes(profile), *estimate_notes(estimate), *notes])
@@ -267,50 +269,6 @@ def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
         table.append([row.path, f"{row.count} x" if row.count > 1 else "", row.class_name, weights, device])
     print_table(console, columns, table)
     print_left_off(console, len(rows) - MOST_ROWS, "rows", "--json and -o list all")
-
-
-def _print_times(console: Console, estimate: Estimate, profile: Profile) -> None:
-    if estimate.prompt_seconds:
-        lines = answer_times(estimate, profile.workload.new_tokens)
-    else:
-        bold = Text(format_seconds(estimate.latency_seconds), style="bold")
-        lines = [[what_is_timed(profile), bold, rate(profile, estimate.latency_seconds)]]
-    if estimate.pipelining is not None:
-        lines.append(["devices wait", f"{estimate.pipelining.bubble:.0%}", "of the pass, on average"])
-    elif estimate.streaming is not None:
-        lines = with_streaming(lines, estimate.streaming, estimate)
-    elif estimate.all_reduces or estimate.all_gathers:
-        count = collectives_line(estimate.all_reduces, estimate.all_gathers)
-        lines.append(["collectives", format_seconds(estimate.collective_seconds), count])
-    elif sum(1 for device in estimate.devices if device.peak_bytes > 0) > 1:
-        busiest = max(estimate.devices, key=lambda d: d.compute_seconds + d.transfer_seconds)
-        overlapping = rate(profile, estimate.bottleneck_seconds)
-        overlapped = f"{busiest.name}; {overlapping} if passes overlap" if overlapping else busiest.name
-        lines.append(["busiest device", format_seconds(estimate.bottleneck_seconds), overlapped])
-    if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
-        gap = "proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
-        lines.append(["lower bound", format_seconds(estimate.lower_bound_seconds), gap])
-    print_table(console, [Column(), Column(right=True), Column(flexible=True)], lines, INDENT)
-
-
-def what_is_timed(profile: Profile) -> str:
-    """Say what a pass of the workload is."""
-    if any(name == "decode" for name, _, _ in profile.graph.phases):
-        return "prompt and one new token"
-    return "one training step" if profile.workload.training else "one pass"
-
-
-def rate(profile: Profile, seconds: float) -> str:
-    """Tokens, or samples, or passes per second; nothing where a prompt and a new token are timed together."""
-    workload = profile.workload
-    if seconds <= 0 or any(name == "decode" for name, _, _ in profile.graph.phases):
-        return ""
-    batch, length = workload.batch_size, workload.sequence_length
-    if batch and length:
-        return f"{format_count(batch * length / seconds)} tokens/s"
-    if batch:
-        return f"{format_count(batch / seconds)} samples/s"
-    return f"{format_count(1 / seconds)} {'steps' if workload.training else 'passes'}/s"
 
 
 def _print_transfers(console: Console, estimate: Estimate) -> None:

@@ -17,8 +17,9 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.profile.measure import profile_graph
 from autoshard.report.document import plan_document
 from autoshard.report.explained_processes import explain_study
+from autoshard.report.figures import time_rows
 from autoshard.report.page.curves import held
-from autoshard.report.page.processes import events_of, make_process_page, process_figures
+from autoshard.report.page.processes import events_of, make_process_page
 from autoshard.report.terminal import print_plan
 from autoshard.report.trace import trace_document
 from autoshard.search.limits import Given
@@ -71,7 +72,7 @@ def test_terminal_json_page_and_explain_say_the_same(case):
     seconds = format_seconds(document["latency_seconds"])
     assert all(seconds in shown for shown in (printed, text)) and explain_study(found).chosen is not None
     assert explain_study(found).chosen.value == document["latency_seconds"]
-    for _, figure, _ in process_figures(plan, estimate)[:-1]:
+    for _, figure, _ in time_rows(plan, estimate, profile):
         assert figure in printed and figure in text
     fullest = max(document["devices"], key=lambda row: row["peak_bytes"])
     assert all(format_bytes(fullest["peak_bytes"]) in shown for shown in (printed, text, explained))

@@ -54,7 +54,7 @@ def make_page(
         title=title or profile.modules[0].class_name,
         headline=headline(plan, estimate),
         workload=describe_workload(profile.workload, profile.dtype),
-        figures=key_figures(estimate, profile),
+        figures=key_figures(plan, estimate, profile),
         sentences=sentences(plan, estimate, profile),
         lanes=_lanes(estimate, cluster),
         legend=[part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)],

@@ -7,6 +7,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.estimate import Estimate, Event, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.figures import fullest_row, time_rows
 from autoshard.report.page.assumptions import assumptions
 from autoshard.report.page.colours import HELD, KINDS, SPENT
 from autoshard.report.page.curves import curve_rows, curve_svg, kinds_of, percent
@@ -39,7 +40,7 @@ def make_process_page(
         plan=plan,
         estimate=estimate,
         verdict=_verdict(estimate),
-        figures=process_figures(plan, estimate),
+        figures=[*time_rows(plan, estimate, profile), fullest_row(estimate)],
         study=study,
         curves=[_curve(rank, plan, estimate) for rank in shown_ranks(estimate.ranks)],
         kinds=kinds_of(estimate.ranks),
@@ -71,34 +72,6 @@ def make_process_page(
 def _lane(name: str, labels: Mapping[str, str]) -> str:
     link, _, device = name.rpartition(" ")
     return f"{link}{' ' if link else ''}{labels[device].partition(' · ')[0]}"
-
-
-def process_figures(plan: Plan, estimate: Estimate) -> list[tuple[str, str, str]]:
-    """(what, figure, remark) of the figures that count, as the terminal has them."""
-    unit = "tokens/s" if plan.workload.sequence_length else "samples/s"
-    speed = f"{estimate.tokens_per_second:,.0f} {unit}"
-    fullest = estimate.fullest
-    found: list[tuple[str, str, str]]
-    if plan.workload.training:
-        each = f"{estimate.tokens_per_second / len(plan.devices):,.0f} per device"
-        found = [("One training step", format_seconds(estimate.latency_seconds), ""), ("Speed", speed, each)]
-        if len(plan.devices) > 1:
-            found.append(("Waits for communication", format_seconds(estimate.exposed_seconds), "of the step"))
-        if estimate.bubble:
-            found.append(("Stages are idle", f"{estimate.bubble:.0%}", "of the time"))
-    elif plan.workload.new_tokens:
-        found = [
-            ("Prompt", format_seconds(estimate.prompt_seconds), "until the first token"),
-            ("Each further token", format_seconds(estimate.token_seconds), "of every sequence"),
-            (f"{plan.workload.new_tokens} new tokens", format_seconds(estimate.latency_seconds), "prompt included"),
-            ("Speed", speed, "of the whole machine"),
-        ]
-    else:
-        found = [("One pass", format_seconds(estimate.latency_seconds), ""), ("Speed", speed, "of the whole machine")]
-    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
-    found.append(("Fullest device", f"{share:.0%}", f"{format_bytes(fullest.peak_bytes)} of "
-                  f"{format_bytes(fullest.memory_bytes)}, {fullest.name}"))  # fmt: skip
-    return found
 
 
 def _verdict(estimate: Estimate) -> tuple[str, str]:

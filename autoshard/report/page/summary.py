@@ -3,11 +3,10 @@
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.figures import fullest_row, time_rows, what_is_timed
 from autoshard.report.layout import format_count, format_flops
-from autoshard.report.processes import answer_times
 from autoshard.report.rows import device_parts
-from autoshard.report.terminal import rate, what_is_timed
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.sizes import format_bytes
 
 
 def headline(plan: Plan, estimate: Estimate) -> str:
@@ -20,31 +19,14 @@ def headline(plan: Plan, estimate: Estimate) -> str:
     return f"Fits on {devices}"
 
 
-def key_figures(estimate: Estimate, profile: Profile) -> list[tuple[str, str, str]]:
+def key_figures(plan: Plan, estimate: Estimate, profile: Profile) -> list[tuple[str, str, str]]:
     """(what, figure, remark) of the few figures that count."""
-    fullest, moved = estimate.fullest, estimate.moved_bytes
-    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
-    latency, bottleneck = estimate.latency_seconds, estimate.bottleneck_seconds
-    if estimate.prompt_seconds:
-        rows = [[str(cell) for cell in row] for row in answer_times(estimate, profile.workload.new_tokens)]
-        found = [(what.capitalize(), figure, remark) for what, figure, remark in (rows[-1], *rows[:-1])]
-    else:
-        found = [(what_is_timed(profile).capitalize(), format_seconds(latency), rate(profile, latency))]
-    if bottleneck < latency * (1 - 1e-9):
-        overlapped = "" if profile.workload.training else rate(profile, bottleneck)  # steps can't overlap
-        found.append(("Busiest device", format_seconds(bottleneck), overlapped and f"{overlapped} if passes overlap"))
-    found.append(("Fullest device", f"{share:.0%}", f"{fullest.name}, {format_bytes(fullest.free_bytes)} free"))
+    found, moved = [*time_rows(plan, estimate, profile), fullest_row(estimate)], estimate.moved_bytes
     if moved:
         brought = f"{format_bytes(estimate.brought_bytes)} of parameters" if estimate.brought_bytes else ""
         tensors = f"{len(estimate.transfers)} tensors" if estimate.transfers else ""
-        what = "Moved for prompt and token" if estimate.token_seconds else "Moved per pass"
+        what = "moved for prompt and token" if estimate.token_seconds else "moved per pass"
         found.append((what, format_bytes(moved), ", ".join(filter(None, (brought, tensors)))))
-    elif estimate.collective_seconds:
-        count = estimate.all_reduces + estimate.all_gathers
-        found.append(("In collectives", format_seconds(estimate.collective_seconds), f"{count} of them"))
-    if estimate.lower_bound_seconds > 0 and estimate.objective != "memory":
-        gap = "reached: proved optimal" if estimate.gap < 5e-4 else f"this plan is {100 * estimate.gap:.1f} % above it"
-        found.append(("Lower bound", format_seconds(estimate.lower_bound_seconds), gap))
     return found
 
 
