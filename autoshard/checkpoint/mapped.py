@@ -7,32 +7,18 @@ Every load maps the files anew, so what is written to a weight is seen in that m
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source
+from autoshard.checkpoint.traced import Leaf, bare, leaves
 from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed
-from autoshard.runtime.mapped import MappedFile, map_file, map_tensor
+from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import streamed_module
-
-
-class _Files(dict[Path, MappedFile]):
-    """The mappings of one load: each file is mapped when it is first asked for."""
-
-    def __missing__(self, path: Path) -> MappedFile:
-        self[path] = map_file(path)
-        return self[path]
-
-
-def mapped_entries(entries: Iterable[Entry]) -> list[torch.Tensor]:
-    """Return CPU tensors that privately map their bytes in the files; nothing is read. Raises `ApplyError`."""
-    files = _Files()
-    return [map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for entry in entries]
 
 
 def mapped_tensors(
@@ -50,8 +36,7 @@ def mapped_tensors(
     """
     if not in_memory and "disk" not in streamed.values():
         return {}
-    uses = Counter(piece.entry for source in sources.values() for piece in source.pieces)
-    uses.update(entry for source in sources.values() if source.compute is not None for entry in source.compute[0])
+    uses = Counter(entry for source in sources.values() for entry in leaves(source.made))
     wanted: dict[str, Entry] = {}
     for names in tied_groups(tensors):
         name = next((name for name in names if name in sources), None)
@@ -73,7 +58,10 @@ def mapped_tensors(
                 "checkpoint."
             )
     entries = {entry.name: entry for entry in wanted.values()}
-    mapped = dict(zip(entries, mapped_entries(entries.values()), strict=True))
+    files = {path: map_file(path) for path in dict.fromkeys(entry.file for entry in entries.values())}
+    mapped = {
+        name: map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for name, entry in entries.items()
+    }
     return {name: mapped[entry.name] for name, entry in wanted.items()}
 
 
@@ -90,12 +78,12 @@ def not_in_files(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str,
 
 def _in_file(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> tuple[Entry | None, str]:
     """Return the entry that is a parameter, byte for byte, or None and why there is none."""
-    whole = source.pieces[0] if len(source.pieces) == 1 and not source.pieces[0].views else None
-    if whole is None:
-        return None, "the model makes it of several tensors of the checkpoint, or of parts of one"
+    made = bare(source.made)
+    if not isinstance(made, Leaf):
+        return None, "the model makes it of several tensors of the checkpoint, of parts of one, or in another dtype"
     if is_packed(tensor) or source.pack is not None:
         return None, "the model packs it"
-    entry = checkpoint.entries[whole.entry]
+    entry = checkpoint.entries[made.name]
     if (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype) and tensor.is_contiguous():
         return entry, ""
     return None, f"there it is {entry.dtype} {list(entry.shape)}, in the model {tensor.dtype} {list(tensor.shape)}"

@@ -1,48 +1,63 @@
-"""Which parts of which tensors this process holds, whatever plan is applied: what a training checkpoint is made of.
+"""What this process holds of each tensor of a model, as the planners of torch's distributed checkpoints ask for it.
 
-    q.weight [4096, 4096], "*32x128", rank 1 of 2     part at (2048, 0) of size (2048, 4096)
-    qkv.weight, "(*8x64|*8x64|*8x64)", rank 1 of 2    parts at (256, 0), (768, 0) and (1280, 0) of size (256, ...)
-    of another stage of a pipeline                    no part
-    a shard of FSDP                                   what torch says of its DTensor
-
-Optimizer state that has the shape of its parameter is laid out as the parameter is.
+Of another stage of a pipeline that is nothing, and what several stages have the first of them writes. Optimizer state
+that has the shape of its parameter is laid out as the parameter is.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from autoshard.checkpoint.boxes import Box, boxes_of
 from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed
-from autoshard.runtime.collectives import layout
+from autoshard.runtime.cut_state import whole_shape
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.slices import CutTensor, runs_of, runs_within
+from autoshard.runtime.sharded import is_sharded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A box of a tensor of which this process holds the values; `value` is a view of what it holds.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The boxes that this process holds of one tensor, whose whole has `shape`; tied ones are under their first name.
 
-    `written`: whether this process writes it; of what several have, one does.
+    The methods are those by which torch's planners ask an object which boxes of a tensor are here.
     """
 
-    value: torch.Tensor
-    offset: tuple[int, ...]
-    written: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What this process holds of one tensor, whose whole has `shape`; tied tensors are under their first name."""
-
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    boxes: Sequence[Box]
+
+    def size(self) -> torch.Size:
+        """Shape of the whole."""
+        return torch.Size(self.shape)
+
+    def values(self, index: MetadataIndex, number: int | None = None) -> torch.Tensor:
+        """The values of a box that was named to torch: by its place among the boxes, or by its offset."""
+        if number is not None:
+            return self.boxes[number].value
+        return next(box.value for box in self.boxes if box.offset == tuple(index.offset or ()))
+
+    def __create_write_items__(self, name: str, held: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for box, chunk in zip(self.boxes, self.__create_chunk_list__(), strict=True)
+            if box.written
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offset), box.value.shape) for box in self.boxes]
 
 
 Layout = Callable[[str, torch.Tensor], Held]
@@ -59,80 +74,19 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Return what tells which parts of a tensor of this model are here. Raises `CheckpointError` for packed ones."""
-    cuts = cut_record(model)
-    stages = pipeline_record(model)
+    """Return what tells which boxes of a tensor of this model are here. Raises `CheckpointError` for packed ones."""
+    cuts, stages = cut_record(model), pipeline_record(model)
 
     def held(name: str, tensor: torch.Tensor) -> Held:
-        if is_packed(tensor) and not hasattr(tensor, "__create_chunk_list__"):
+        if stages is not None and not stages.has(name):
+            return Held(tuple(tensor.shape), tensor.dtype, ())
+        if is_packed(tensor) and not is_sharded(tensor) and not isinstance(tensor, RankTensor):
             raise CheckpointError(
                 f"{name} is quantised, and a training checkpoint holds plain tensors. Train the model as it was before."
             )
-        if stages is not None and not stages.has(name):
-            return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=())
-        cut = cuts.tensors.get(name) if cuts is not None else None
-        if hasattr(tensor, "__create_chunk_list__"):
-            return _of_dtensor(name, tensor, cut, (cuts.ranks.rank if cuts is not None else None) or 0)
-        if isinstance(tensor, RankTensor):
-            return _of_ranks(name, tensor, cut)
-        written = stages is None or stages.owner(name) == stages.position
-        if cut is None or cuts is None or not tensor.dim():
-            part = Part(value=tensor.detach(), offset=(0,) * tensor.dim(), written=written)
-            return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=(part,))
-        parts = _cut_parts(tensor.detach(), cut, cuts.ranks.rank or 0)
-        return Held(name=name, shape=_whole_shape(tensor, cut), dtype=tensor.dtype, parts=parts)
+        boxes = boxes_of(name, tensor, cuts)
+        if stages is not None and stages.owner(name) != stages.position:
+            boxes = [replace(box, written=False) for box in boxes]
+        return Held(whole_shape(tensor, name, cuts) if tensor.dim() else (), tensor.dtype, boxes)
 
     return held
-
-
-def _of_dtensor(name: str, tensor: torch.Tensor, cut: CutTensor | None, rank: int) -> Held:
-    """The shard of a tensor, or of a rank's part of it where it is cut as well."""
-    boxes = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    local = tensor.detach().to_local()  # type: ignore[attr-defined]
-    parts = tuple(Part(value=local, offset=tuple(box.offsets)) for box in boxes if local.numel())
-    if cut is None or not tensor.dim():
-        return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts)
-    found: list[Part] = []
-    for part in parts:
-        first = part.offset[0]
-        for one in _cut_parts(local, cut, rank, first if cut.dim == 0 else 0):
-            rows = one.offset[0] if cut.dim == 0 else first
-            found.append(Part(value=one.value, offset=(rows, *one.offset[1:]), written=one.written))
-    return Held(name=name, shape=_whole_shape(tensor, cut), dtype=tensor.dtype, parts=tuple(found))
-
-
-def _of_ranks(name: str, tensor: RankTensor, cut: CutTensor | None) -> Held:
-    if cut is None or not tensor.dim():
-        offset = (0,) * tensor.dim()
-        replicas = tuple(
-            Part(value=part.detach(), offset=offset, written=not rank) for rank, part in enumerate(tensor.parts)
-        )
-        return Held(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=replicas)
-    parts = [one for rank, part in enumerate(tensor.parts) for one in _cut_parts(part.detach(), cut, rank)]
-    return Held(name=name, shape=_whole_shape(tensor, cut), dtype=tensor.dtype, parts=tuple(parts))
-
-
-def _whole_shape(part: torch.Tensor, cut: CutTensor) -> tuple[int, ...]:
-    size = layout(cut.axis, cut.shares).size
-    return (*part.shape[: cut.dim], size, *part.shape[cut.dim + 1 :])
-
-
-def _cut_parts(part: torch.Tensor, cut: CutTensor, rank: int, first: int = 0) -> tuple[Part, ...]:
-    """The stretches of what is given of a rank's part, from its place `first` on; what all keep, rank 0 writes."""
-    kept = layout(cut.axis, cut.shares).kept[rank]
-    common = {int(kept[place]) for place in layout(cut.axis, cut.shares).common[rank]}
-    found: list[Part] = []
-    place = 0
-    for begin, end in runs_within(runs_of(cut, rank), first, first + part.shape[cut.dim]):
-        at = begin
-        while at < end:  # a stretch may go over from what all keep to what only this rank has
-            stop, shared = at + 1, at in common
-            while stop < end and (stop in common) == shared:
-                stop += 1
-            offset = [0] * part.dim()
-            offset[cut.dim] = at
-            value = part.narrow(cut.dim, place, stop - at)
-            found.append(Part(value=value, offset=tuple(offset), written=not shared or rank == 0))
-            place += stop - at
-            at = stop
-    return tuple(found)

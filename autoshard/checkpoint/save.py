@@ -1,27 +1,28 @@
-"""Save a model as ordinary sharded safetensors, byte for byte the same whatever plan it is under.
+"""Save a model as ordinary sharded safetensors, the same whatever plan it is under.
 
     state dict of the model ──names, shapes──▶ Stored per tensor of the files ──split──▶ files
                                                       │
-    one tensor after another: gather from devices or ranks ──▶ CPU ──▶ append to the file of rank 0
+    the tensors of one file: gathered from devices or ranks ──▶ CPU of rank 0 ──▶ safetensors.torch.save_file
 
-Nothing is ever held but the tensor that is being written (and, where several are made of one, that one).
+Rank 0 never holds more than one file, and what its tensors are made of.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
-from autoshard.checkpoint.header import INDEX_FILE, SINGLE_FILE
-from autoshard.checkpoint.write import Described, Writer, dtype_name, header_of, in_file_order, replacing
+from autoshard.checkpoint.header import DTYPES, INDEX_FILE, SINGLE_FILE
+from autoshard.checkpoint.traced import Expression, evaluate, leaf, leaves
+from autoshard.checkpoint.write import replacing
 from autoshard.errors import CheckpointError
 from autoshard.packed import is_packed
 from autoshard.progress import tell
@@ -39,30 +40,27 @@ from autoshard.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored(Described):
-    """One tensor of the files, made of tensors of the model.
+class Stored:
+    """One tensor of the files; `made`: of tensors of the model, by their names in its state dict."""
 
-    Attributes:
-        sources: names in the model's state dict.
-        make: what turns their values, on the CPU, into this tensor; None: it is the only source, as it is.
-    """
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    made: Expression
 
-    sources: tuple[str, ...]
-    make: "Callable[..., torch.Tensor] | None" = None
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes in a file."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One file and its tensors, in the order in which they lie in it."""
+    """One file and its tensors."""
 
     file: str
     tensors: tuple[Stored, ...]
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
-
-    @property
-    def header(self) -> bytes:
-        """The bytes before the tensors."""
-        return header_of(self.tensors, self.metadata)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +84,7 @@ class State:
         """Say what a tensor is when whole and on the CPU."""
         value = self.values[name]
         shape = whole_shape(value, name, self.record)
-        return Stored(name=name, dtype=value.dtype, shape=shape, sources=(name,))
+        return Stored(name=name, dtype=value.dtype, shape=shape, made=leaf(name, shape, value.dtype))
 
     def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; all ranks call it at once."""
@@ -125,7 +123,10 @@ def state_of(model: nn.Module) -> State:
             )
         if value.layout is not torch.strided or value.is_nested:
             raise CheckpointError(f"{name} is no dense tensor ({value.layout}). Make it dense before saving.")
-        dtype_name(name, value.dtype)
+        if value.dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"{name} is of {value.dtype}, which safetensors files can't hold. Convert it before saving."
+            )
         values[name] = value.detach()
     record = cut_record(model)
     parameters = [torch.Size(whole_shape(one, name, record)).numel() for name, one in model.named_parameters()]
@@ -164,8 +165,8 @@ def split(tensors: Iterable[Stored], left_out: Mapping[str, str], max_shard_byte
     shards = []
     for file, names in found.filename_to_tensors.items():
         tied = {name: kept for name, kept in sorted(left_out.items()) if kept in names}
-        inside = in_file_order([by_name[name] for name in names])
-        shards.append(Shard(file=file, tensors=tuple(inside), metadata={"format": "pt", **tied}))
+        tensors_of_file = tuple(by_name[name] for name in names)
+        shards.append(Shard(file=file, tensors=tensors_of_file, metadata={"format": "pt", **tied}))
     return shards
 
 
@@ -190,7 +191,7 @@ def save_state(
             state = state_of(model)
             shards = prepare(state)
             if writes:
-                check_path(path, sum(shard.nbytes for shard in shards))
+                _check_path(path, sum(shard.nbytes for shard in shards))
                 folder = stack.enter_context(replacing(path))
                 if write_more is not None:
                     write_more(folder)
@@ -199,13 +200,13 @@ def save_state(
         _settle(ranks, path, error, Mark(model=_digest(shards)))
         done_bytes, total_bytes = 0, sum(shard.nbytes for shard in shards)
         for shard in shards:
-            _settle(ranks, path, _write_shard(state, shard, folder, done_bytes, total_bytes))
+            tell("bytes", done_bytes, total_bytes)
+            _settle(ranks, path, _write_shard(state, shard, folder))
             done_bytes += shard.nbytes
         try:
             if folder is not None:
                 if len(shards) > 1:
-                    (folder / INDEX_FILE).write_text(index_of(shards, state.num_parameters), encoding="utf-8")
-                _sync_files(folder)
+                    (folder / INDEX_FILE).write_text(_index_of(shards, state.num_parameters), encoding="utf-8")
                 stack.close()
         except Exception as found:
             error = found
@@ -222,63 +223,48 @@ def _ranks_of(model: nn.Module) -> Ranks | None:
     return None if cuts is None else cuts.ranks
 
 
-def _write_shard(
-    state: State, shard: Shard, folder: Path | None, done_bytes: int, total_bytes: int
-) -> Exception | None:
+def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception | None:
     """Gather every tensor of a file and write it; after an error go on gathering, for the other ranks wait for it."""
     error: Exception | None = None
-    last = {name: place for place, one in enumerate(shard.tensors) for name in one.sources}
-    values: dict[str, torch.Tensor] = {}  # on the CPU
-    with contextlib.ExitStack() as stack:
-        for place, one in enumerate(shard.tensors):
-            tell("bytes", done_bytes, total_bytes)
-            done_bytes += one.nbytes
-            gathered = {name: state.whole(name) for name in one.sources if name not in values}
-            if folder is not None and error is None:
-                try:
-                    if not place:
-                        writer = stack.enter_context(contextlib.closing(Writer(folder / shard.file, shard.header)))
-                    values.update({name: _on_host(value) for name, value in gathered.items()})
-                    writer.add(_made(one, values))
-                    if one is shard.tensors[-1]:
-                        writer.finish()
-                except Exception as found:
-                    error = found
-            else:
-                values.update(gathered)
-            del gathered
-            for name in one.sources:
-                if last[name] == place:
-                    values.pop(name, None)
-    return error
-
-
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    return value if value.device == CPU else fresh_copy(value, CPU)
+    values: dict[str, torch.Tensor] = {}  # of the model, on the CPU
+    for name in dict.fromkeys(name for one in shard.tensors for name in leaves(one.made)):
+        value = state.whole(name)
+        if folder is not None and error is None:
+            try:
+                values[name] = value if value.device == CPU else fresh_copy(value, CPU)
+            except Exception as found:
+                error = found
+    if folder is None or error is not None:
+        return error
+    try:
+        made = {one.name: _made(one, values) for one in shard.tensors}
+        save_file(made, folder / shard.file, dict(shard.metadata))
+    except SafetensorError as found:
+        return CheckpointError(f"could not write {folder / shard.file}: {found}. {_KEPT}")
+    except Exception as found:
+        return found
+    return None
 
 
 def _made(one: Stored, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    sources = [values[name] for name in one.sources]
-    made = sources[0] if one.make is None else one.make(*sources)
+    """A tensor as it is written: whole rows one after the other, in memory that no other has."""
+    made = evaluate(one.made, values.__getitem__)
     if tuple(made.shape) != one.shape or made.dtype != one.dtype:
         raise CheckpointError(
             f"{one.name} came out as {list(made.shape)} {made.dtype} and not as {list(one.shape)} {one.dtype}."
         )
-    return made
+    made = made.resolve_conj().resolve_neg().contiguous()
+    return made if made.nbytes == made.untyped_storage().nbytes() else made.clone()
 
 
-def index_of(shards: Sequence[Shard], num_parameters: int) -> str:
+def _index_of(shards: Sequence[Shard], num_parameters: int) -> str:
     """The index of several files, as Transformers writes it."""
-    tensors = [one for shard in shards for one in shard.tensors]
-    about: dict[str, Any] = {
-        "total_parameters": num_parameters,
-        "total_size": sum(one.nbytes for one in tensors),
-    }
     where = {one.name: shard.file for shard in shards for one in shard.tensors}
+    about = {"total_parameters": num_parameters, "total_size": sum(shard.nbytes for shard in shards)}
     return json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
 
 
-def check_path(path: Path, needed_bytes: int) -> None:
+def _check_path(path: Path, needed_bytes: int) -> None:
     """Raise `CheckpointError` if a checkpoint can't be written to `path`, as far as can be known now."""
     if (path.exists() and not path.is_dir()) or path.suffix == ".safetensors":
         raise CheckpointError(f"{path} names a file. Give a directory: a checkpoint is several files.")
@@ -291,13 +277,13 @@ def check_path(path: Path, needed_bytes: int) -> None:
         )
 
 
+_KEPT = "What was there is as it was. Free space on that disk, or save to another directory."
+
+
 def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: Mark | None = None) -> None:
     """Raise on all ranks if one has an error, or another mark than rank 0."""
     if isinstance(error, OSError):
-        made = CheckpointError(
-            f"could not write {error.filename or path}: {error.strerror or error}. What was at {path} is as it was. "
-            "Free space on that disk, or save to another directory."
-        )
+        made = CheckpointError(f"could not write {error.filename or path}: {error.strerror or error}. {_KEPT}")
         made.__cause__ = error
         error = made
     if ranks is not None:
@@ -307,15 +293,6 @@ def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: Mark
 
 
 def _digest(shards: Sequence[Shard]) -> str:
-    return hashlib.sha256(b"".join(shard.file.encode() + shard.header for shard in shards)).hexdigest()
-
-
-def _sync_files(folder: Path) -> None:
-    """Wait until the small files are on the disk; those with tensors are already."""
-    for item in os.scandir(folder):
-        if item.is_file(follow_symlinks=False) and not item.name.endswith(".safetensors"):
-            descriptor = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """What all ranks must be about to write alike."""
+    listed = [(shard.file, [(one.name, one.dtype, one.shape) for one in shard.tensors]) for shard in shards]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()

@@ -1,9 +1,10 @@
 """Training checkpoints: written by all processes at once, read again on any number of them, under any plan.
 
-The format and the engine are torch's (`torch.distributed.checkpoint`). Here is only who holds what: a planner that
-knows the parts of cut models, of pipelines and of replicas.
+The format, the engine and the planners are torch's (`torch.distributed.checkpoint`); `parts.py` tells them who holds
+what of cut models, of pipelines and of replicas. Optimizer state is under the names of its parameters, so that it is
+found again under any plan.
 
-    save    rank 0 makes .last.saving-…/ ──▶ every rank writes its parts ──▶ all agree ──▶ exchanged for last/
+    save    rank 0 makes .last.saving/ ──▶ every rank writes its parts ──▶ all agree ──▶ renamed to last/
     load    the boxes that were written ∩ the parts that are here ──▶ copied into place
 """
 
@@ -13,49 +14,67 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
-from autoshard.checkpoint.optimizer import (
-    check_groups,
-    groups_of,
-    is_like,
-    make_state,
-    parameter_names,
-    restore_groups,
-)
-from autoshard.checkpoint.parts import Held, Part, layout_of, tensors_of
-from autoshard.checkpoint.write import replacing
+from autoshard.checkpoint.boxes import Box
+from autoshard.checkpoint.parts import Held, Layout, layout_of, tensors_of
+from autoshard.checkpoint.write import replacing, standing
 from autoshard.errors import CheckpointError, first_line
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes, lost
 
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra", "random."
 _MOST_LISTED = 5
+Content = dict[str, Any]
+"""Key of a checkpoint -> what this process holds of a tensor (`Held`), or values to be pickled."""
+Group = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What this process has for a checkpoint: tensors by key, and bytes that it writes."""
+class SaveParts(DefaultSavePlanner):
+    """torch's planner for what this process holds; of equal parts it writes those of the lowest rank."""
 
-    tensors: Mapping[str, Held]
-    blobs: Mapping[str, bytes]
+    def __init__(self, content: Content) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+        self.content = content
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(self.content, storage_meta, is_coordinator)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.content[index.fqn]
+        return found.values(index) if isinstance(found, Held) else found
+
+
+class LoadParts(DefaultLoadPlanner):
+    """torch's planner for reading into what this process holds; pickled values take their place in `content`."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.content = content
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = self.content, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.content[index.fqn].values(index, index.index)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.content[read_item.dest_index.fqn] = torch.load(value, weights_only=True)  # no code is run
 
 
 def save_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer: Optimizer | None, state: Any) -> None:
     """Write a checkpoint; see `autoshard.save_checkpoint`."""
-    import torch.distributed.checkpoint as dcp
-
-    from autoshard.checkpoint.planners import SaveParts
-
-    path = Path(path)
-    ranks = _ranks()
+    path, ranks = Path(path), _ranks()
     with _agreed(ranks):
         content = _content(model, optimizer, state, ranks)
         _check_place(path)
@@ -70,37 +89,32 @@ def save_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
 
 def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer: Optimizer | None) -> Any:
     """Read a checkpoint; see `autoshard.load_checkpoint`."""
-    import torch.distributed.checkpoint as dcp
-
-    from autoshard.checkpoint.planners import LoadParts
-
-    path = Path(path)
-    ranks = _ranks()
+    path, ranks = standing(Path(path)), _ranks()
     reader = dcp.FileSystemReader(path)
 
-    def read(content: Content) -> Mapping[str, bytes]:
-        planner = LoadParts(content)
+    def read(content: Content) -> Content:
         with _explained(ranks, path, "read"), torch.no_grad():
-            dcp.load({}, storage_reader=reader, planner=planner, no_dist=ranks is None)
-        return planner.blobs
+            dcp.load({}, storage_reader=reader, planner=LoadParts(content), no_dist=ranks is None)
+        return content
 
     own = f"{RANDOM}{0 if ranks is None else ranks.rank}"
     with _agreed(ranks):
         saved = _read_metadata(reader, path)
-    blobs = read(Content(tensors={}, blobs={key: b"" for key in (EXTRA, own) if key in saved}))
+    pickled = read({key: None for key in (EXTRA, own) if key in saved})
+    extra = pickled[EXTRA]
     # Nothing is written into the model before all is known to fit.
     with _agreed(ranks):
-        extra = _unpacked(blobs[EXTRA], path)
         wanted, made = _wanted(model, optimizer, saved, path)
         if optimizer is not None:
-            check_groups(model, optimizer, extra["groups"], path)
+            _check_groups(model, optimizer, extra["groups"], path)
     read(wanted)
     if optimizer is not None:
-        restore_groups(optimizer, extra["groups"])
+        for group, values in zip(optimizer.param_groups, extra["groups"], strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
         for parameter, entries in made.items():
             optimizer.state[parameter].update(entries)
-    if own in blobs and extra["ranks"] == (1 if ranks is None else ranks.size):
-        _set_random(_unpacked(blobs[own], path))
+    if own in pickled and extra["ranks"] == (1 if ranks is None else ranks.size):
+        _set_random(pickled[own])
     return extra["state"]
 
 
@@ -132,16 +146,16 @@ def _check_place(path: Path) -> None:
 
 
 def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks | None) -> Path:
-    """The directory that all ranks write to, made by rank 0, which exchanges it at the end."""
-    if ranks is None:
-        return stack.enter_context(replacing(path, carry_over=False))
+    """The directory that all ranks write to, made by rank 0, which puts it in its place at the end."""
     said: list[Any] = [None]
     with _agreed(ranks):
-        if ranks.rank == 0:
+        if ranks is None or ranks.rank == 0:
             try:
                 said = [str(stack.enter_context(replacing(path, carry_over=False)))]
             except OSError as error:
                 raise CheckpointError(f"can't write {path}: {error}") from error
+    if ranks is None:
+        return Path(said[0])
     try:
         dist.broadcast_object_list(said, src=0, group=ranks.group)
     except RuntimeError as error:
@@ -159,38 +173,36 @@ def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks 
 def _content(model: nn.Module, optimizer: Optimizer | None, state: Any, ranks: ProcessRanks | None) -> Content:
     """Collect what this process holds."""
     held_of = layout_of(model)
-    tensors = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
-    rank = 0 if ranks is None else ranks.rank
+    content: Content = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
     groups = None
     if optimizer is not None:
-        groups = groups_of(model, optimizer)
-        names = parameter_names(model, optimizer)
+        groups = _groups_of(model, optimizer)
+        names = _parameter_names(model, optimizer)
         for parameter, entries in optimizer.state.items():
             name = names[id(parameter)]
-            whole = held_of(name, parameter)
             for entry, value in entries.items():
-                key = f"{OPTIMIZER}{name}.{entry}"
                 if not isinstance(value, torch.Tensor):
                     raise CheckpointError(
                         f"the optimizer keeps {entry!r} of {name} as a {type(value).__name__}; only tensors are saved. "
                         "Use one of torch.optim."
                     )
-                if is_like(value, parameter):
-                    tensors[key] = held_of(name, value)
-                elif whole.parts:  # what counts steps: whoever has the parameter has the same
-                    plain = getattr(value, "parts", (value,))[0]
-                    tensors[key] = _whole(key, plain, any(part.written for part in whole.parts))
-    blobs = {f"{RANDOM}{rank}": _packed(_random_states())}
-    if rank == 0:
-        extra = {"state": state, "groups": groups, "ranks": 1 if ranks is None else ranks.size}
-        blobs[EXTRA] = _packed(extra)
-        _unpacked(blobs[EXTRA], Path())  # what can't be read again must not be written
-    return Content(tensors=tensors, blobs=blobs)
+                like = value.shape == parameter.shape and value.dim() > 0
+                content[f"{OPTIMIZER}{name}.{entry}"] = _held(held_of, name, parameter, value, like)
+    content[f"{RANDOM}{0 if ranks is None else ranks.rank}"] = _random_states()
+    if ranks is None or ranks.rank == 0:
+        content[EXTRA] = {"state": state, "groups": groups, "ranks": 1 if ranks is None else ranks.size}
+        _check_readable(content[EXTRA])
+    return content
 
 
-def _whole(name: str, value: torch.Tensor, written: bool = True) -> Held:
-    part = Part(value=value.detach(), offset=(0,) * value.dim(), written=written)
-    return Held(name=name, shape=tuple(value.shape), dtype=value.dtype, parts=(part,))
+def _held(held_of: Layout, name: str, parameter: torch.Tensor, value: torch.Tensor, like: bool) -> Held:
+    """What this process holds of a piece of state: laid out `like` its parameter, or the same wherever that is."""
+    if like:
+        return held_of(name, value)
+    plain: torch.Tensor = getattr(value, "parts", (value,))[0]
+    whole = held_of(name, parameter).boxes
+    box = Box(plain.detach(), (0,) * plain.dim(), any(one.written for one in whole))
+    return Held(tuple(plain.shape), plain.dtype, (box,) if whole else ())
 
 
 def _wanted(
@@ -198,31 +210,36 @@ def _wanted(
 ) -> tuple[Content, dict[torch.Tensor, dict[str, Any]]]:
     """What this process needs of a checkpoint, and the optimizer state that it is read into; nothing is set yet."""
     held_of = layout_of(model)
-    wanted = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
+    wanted: Content = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
     _check_same(wanted, {key: one for key, one in saved.items() if key.startswith(MODEL)}, path)
     made: dict[torch.Tensor, dict[str, Any]] = {}
-    if optimizer is not None:
-        names = parameter_names(model, optimizer)
-        states = [key for key in saved if key.startswith(OPTIMIZER)]
-        by_name: dict[str, list[str]] = {}
-        for key in states:
+    if optimizer is None:
+        return wanted, made
+    names = _parameter_names(model, optimizer)
+    entries: dict[str, list[str]] = {}
+    for key in saved:
+        if key.startswith(OPTIMIZER):
             name, _, entry = key.removeprefix(OPTIMIZER).rpartition(".")
-            by_name.setdefault(name, []).append(entry)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                here = held_of(name, parameter)
-                for entry in by_name.get(name, []) if here.parts else []:
-                    key = f"{OPTIMIZER}{name}.{entry}"
-                    shape, dtype = tuple(saved[key].size), saved[key].properties.dtype
-                    like = shape == here.shape and len(shape) > 0
-                    value = make_state(parameter, like, shape, dtype, group)
-                    made.setdefault(parameter, {})[entry] = value
-                    wanted[key] = held_of(name, value) if like else _whole(key, value)
-    return Content(tensors=wanted, blobs={}), made
+            entries.setdefault(name, []).append(entry)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            here = held_of(name, parameter)
+            for entry in entries.get(name, []) if here.boxes else []:
+                key = f"{OPTIMIZER}{name}.{entry}"
+                shape, dtype = tuple(saved[key].size), saved[key].properties.dtype
+                like = shape == here.shape and len(shape) > 0
+                if like:
+                    value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                else:  # what counts steps is on the CPU unless the optimizer runs fused or captured
+                    device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+                    value = torch.zeros(shape, dtype=dtype, device=device)
+                made.setdefault(parameter, {})[entry] = value
+                wanted[key] = _held(held_of, name, parameter, value, like)
+    return wanted, made
 
 
-def _check_same(wanted: Mapping[str, Held], saved: Mapping[str, Any], path: Path) -> None:
+def _check_same(wanted: Content, saved: Mapping[str, Any], path: Path) -> None:
     """Raise `CheckpointError` unless a checkpoint has this model's tensors in their shapes, and no others."""
     missing = sorted(key.removeprefix(MODEL) for key in wanted.keys() - saved.keys())
     strange = sorted(key.removeprefix(MODEL) for key in saved.keys() - wanted.keys())
@@ -250,8 +267,6 @@ def _read_metadata(reader: Any, path: Path) -> Mapping[str, Any]:
 @contextlib.contextmanager
 def _explained(ranks: ProcessRanks | None, path: Path, done: str) -> Iterator[None]:
     """Turn what torch's engine raises into errors that say whose fault it was."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         with warnings.catch_warnings():
             # It says that it runs in one process, which is what it was asked to do.
@@ -267,29 +282,59 @@ def _explained(ranks: ProcessRanks | None, path: Path, done: str) -> Iterator[No
         raise lost(ranks, error) from error
 
 
-def _packed(value: Any) -> bytes:
+def _check_readable(value: Any) -> None:
+    """Raise `CheckpointError` for what could be written but not read again."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(data: bytes, path: Path) -> Any:
-    """Read what `_packed` wrote: tensors, numbers, texts and containers of them; no code is run."""
+    buffer.seek(0)
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        torch.load(buffer, weights_only=True)
     except pickle.UnpicklingError as error:
-        what = f"the state in {path}" if path.name else "the state to be saved"
         raise CheckpointError(
-            f"{what} has more than tensors, numbers, texts and lists or dicts of them: {first_line(error)}"
+            f"the state to be saved has more than tensors, numbers, texts and lists or dicts of them: "
+            f"{first_line(error)}"
         ) from None
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """id of a parameter -> its first name. Raises `CheckpointError` for parameters that the model does not have."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), name)
+    for number, group in enumerate(optimizer.param_groups):
+        strange = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if strange:
+            raise CheckpointError(
+                f"group {number} of the optimizer has a parameter of shape {list(strange[0].shape)} that the model "
+                "does not have. Make the optimizer after autoshard.apply, from model.parameters()."
+            )
+    return names
+
+
+def _groups_of(model: nn.Module, optimizer: Optimizer) -> list[Group]:
+    """The parameter groups with names in the place of parameters."""
+    names = _parameter_names(model, optimizer)
+    return [{**group, "params": [names[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
+
+
+def _check_groups(model: nn.Module, optimizer: Optimizer, saved: list[Group] | None, path: Path) -> None:
+    """Raise `CheckpointError` unless an optimizer groups its parameters as the saved one did."""
+    if saved is None:
+        raise CheckpointError(f"{path} was written without an optimizer. Load it without one, and start a new one.")
+    now = _groups_of(model, optimizer)
+    if [sorted(group["params"]) for group in now] != [sorted(group["params"]) for group in saved]:
+        counts = [", ".join(str(len(group["params"])) for group in groups) for groups in (now, saved)]
+        raise CheckpointError(
+            f"the optimizer has {len(now)} groups of {counts[0]} parameters, and the one in {path} has {len(saved)} of "
+            f"{counts[1]}, or of others. Make the optimizer as it was when the checkpoint was written."
+        )
 
 
 def _random_states() -> dict[str, Any]:
     """The states of torch's random generators: of the CPU and of the current accelerator."""
     states: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
-        module = torch.get_device_module()
-        states["accelerator"] = module.get_rng_state()
+        states["accelerator"] = torch.get_device_module().get_rng_state()
     return states
 
 

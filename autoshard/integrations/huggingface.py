@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.checkpoint.traced import leaf, traced
 from autoshard.errors import SpecError
 from autoshard.integrations.rehearsal import rehearse
 from autoshard.integrations.skeleton import without_weights
-from autoshard.integrations.traced import traced
 from autoshard.integrations.words import one_line
 from autoshard.packed import is_packed
 
@@ -70,7 +70,7 @@ def _use_dtypes_of_loading(model: Any, model_class: Any, config: Any, file: Path
     if hasattr(model, "_get_dtype_plan") and not model._get_dtype_plan(_dtype(config)):
         return  # nothing is kept; asking is faster than the rehearsal
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {name: traced(name, tuple(one.shape), one.dtype) for name, one in model.state_dict().items()}
+    state = {name: traced(leaf(name, tuple(one.shape), one.dtype)) for name, one in model.state_dict().items()}
     rehearsed, _ = rehearse(model_class, config, state, _dtype(config), where=file, strict=True)
     for name, other in (*rehearsed.named_parameters(), *rehearsed.named_buffers()):
         if name in tensors and tensors[name].dtype != other.dtype:

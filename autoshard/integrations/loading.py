@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Piece, Source
+from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.own_part import divides_processes, load_own_part
+from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.reading import Progress
-from autoshard.checkpoint.targets import load_applied
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.pretrained import open_pretrained
 from autoshard.integrations.quantised import INT8, mark_quantised, quantised
@@ -70,7 +69,7 @@ def open_module(
         if entry.shape != tuple(tensor.shape):
             shapes[names[0]] = (entry.shape, tuple(tensor.shape))
             continue
-        sources[names[0]] = Source(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=(Piece(entry=kept[0]),))
+        sources[names[0]] = whole_entry(entry, tensor.dtype)
     unexpected = [name for name in entries if name not in known]
     found = Differences(missing=missing, unexpected=unexpected, shapes=shapes, dtypes=other_kinds(checkpoint, sources))
     check_differences(checkpoint, type(model).__name__, found, allow)
@@ -147,10 +146,7 @@ def fill(
     """
     model = unfilled.model
     placed = Plan.from_device_map(plan or {"": "cpu"}) if isinstance(plan, Mapping) else plan
-    if placed is not None and divides_processes(placed):
-        load_own_part(model, placed, unfilled.checkpoint, unfilled.sources, progress=progress)
-    else:
-        load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
+    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
     if placed is not None:
         bring_back_to(model, CPU)
     if isinstance(plan, Mapping):

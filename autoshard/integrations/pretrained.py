@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from autoshard.checkpoint.data import Checkpoint, Source
+from autoshard.checkpoint.data import Checkpoint
+from autoshard.checkpoint.reading import read_entry
+from autoshard.checkpoint.traced import Leaf, Traced, leaf, traced
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.huggingface import config_file, model_class_of, read_config
-from autoshard.integrations.plainly import open_plainly
-from autoshard.integrations.recipe import sources_of
 from autoshard.integrations.rehearsal import quiet, rehearse
 from autoshard.integrations.strictness import Differences, check_differences, other_kinds
-from autoshard.integrations.traced import Leaf, Traced, traced
-from autoshard.integrations.unfilled import Unfilled, leave_unfilled, read_one
+from autoshard.integrations.unfilled import Unfilled, leave_unfilled
 from autoshard.integrations.words import one_line
 from autoshard.torch_private import no_dispatch_modes
 
@@ -44,8 +43,7 @@ def open_pretrained(
     wanted = _dtype_named(dtype)
     if getattr(config, "quantization_config", None) is not None:
         return _read_quantised(model_class, config, checkpoint, directory, wanted, allow)
-    plain = open_plainly(checkpoint, model_class, config, wanted)
-    unfilled = plain or _open_rehearsed(checkpoint, model_class, config, wanted, allow)
+    unfilled = _open_rehearsed(checkpoint, model_class, config, wanted, allow)
     model: Any = unfilled.model
     kinds = other_kinds(checkpoint, unfilled.sources)
     check_differences(checkpoint, type(model).__name__, Differences(dtypes=kinds), allow)
@@ -64,23 +62,18 @@ def _open_rehearsed(
     if any(_stands_for_nothing(one) for one in (*model.parameters(), *model.buffers())):
         # What the library says need not be there; it initialises it, so let it.
         model, _ = rehearsed(strict=False)
-    return leave_unfilled(model, checkpoint, functools.partial(_sources, checkpoint))
+    return leave_unfilled(model, checkpoint)
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Traced]:
     return {
-        name: traced(name, entry.shape, entry.dtype, functools.partial(read_one, checkpoint, name))
+        name: traced(leaf(name, entry.shape, entry.dtype, functools.partial(read_entry, checkpoint, name)))
         for name, entry in checkpoint.entries.items()
     }
 
 
 def _stands_for_nothing(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, Traced) and isinstance(tensor.expression, Leaf) and tensor.expression.missing
-
-
-def _sources(checkpoint: Checkpoint, tensors: dict[str, Traced]) -> dict[str, Source]:
-    entries = checkpoint.entries
-    return sources_of(tensors, {name: (entry.shape, entry.dtype) for name, entry in entries.items()})
 
 
 def _read_quantised(

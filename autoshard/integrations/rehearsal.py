@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoshard.checkpoint.traced import Traced, missing
 from autoshard.errors import CheckpointError
 from autoshard.integrations.strictness import Differences
-from autoshard.integrations.traced import Traced, missing
 from autoshard.integrations.words import count, first, one_line
 from autoshard.torch_private import no_dispatch_modes
 
@@ -66,7 +66,7 @@ class _NoMemoryForMissing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: "dict[str, Any] | None" = None
     ) -> Any:
         if func is torch.empty_like and isinstance(args[0], nn.Parameter) and args[0].is_meta:
-            return missing("", args[0])
+            return missing(args[0])
         return func(*args, **(kwargs or {}))
 
 

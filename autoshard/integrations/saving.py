@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
+from autoshard.checkpoint.traced import Traced, leaf, traced
 from autoshard.errors import CheckpointError
-from autoshard.integrations.traced import Leaf, Traced, evaluate, lean, leaves, traced
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.scales import unscaled
 from autoshard.sizes import parse_bytes
@@ -71,7 +71,7 @@ def file_tensors(model: Any, state: State) -> list[Stored]:
     tied = _loaded_by_another(model, state)
     given = {name: state.described(name) for name in kept if name not in tied}
     try:
-        made = revert_weight_conversion(model, {n: traced(n, one.shape, one.dtype) for n, one in given.items()})
+        made = revert_weight_conversion(model, {n: traced(leaf(n, o.shape, o.dtype)) for n, o in given.items()})
     except Exception as error:
         raise CheckpointError(
             f"the names that Transformers gives the tensors of {type(model).__name__} in files can't be found: {error}"
@@ -96,13 +96,4 @@ def _loaded_by_another(model: Any, state: State) -> set[str]:
 def _stored(name: str, tensor: torch.Tensor) -> Stored:
     if not isinstance(tensor, Traced):
         raise CheckpointError(f"Transformers makes {name} out of nothing in the model; it is not known how to save it.")
-    expression, shape = lean(tensor.expression), tuple(tensor.shape)
-    if isinstance(expression, Leaf):
-        return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=(expression.name,))
-    sources = leaves(expression)
-
-    def make(*values: torch.Tensor) -> torch.Tensor:
-        contiguous = [value.contiguous() for value in values]  # as the traced ones were
-        return evaluate(expression, dict(zip(sources, contiguous, strict=True)))
-
-    return Stored(name=name, dtype=tensor.dtype, shape=shape, sources=sources, make=make)
+    return Stored(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), made=tensor.expression)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autoshard.checkpoint.data import Checkpoint, Source
+from autoshard.checkpoint.traced import leaves
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.words import count, first
 
@@ -59,8 +60,7 @@ def other_kinds(checkpoint: Checkpoint, sources: Mapping[str, Source]) -> dict[s
     """Tensors that a cast would change more than rounding does: integers for floats, packed or 8-bit floats."""
     found = {}
     for name, source in sources.items():
-        entries = source.compute[0] if source.compute is not None else [piece.entry for piece in source.pieces]
-        for dtype in {checkpoint.entries[entry].dtype for entry in entries}:
+        for dtype in {checkpoint.entries[entry].dtype for entry in leaves(source.made)}:
             if _kind(dtype) != _kind(source.dtype):
                 found[name] = (dtype, source.dtype)
     return found

@@ -1,15 +1,15 @@
 """A model whose parameters have no values yet, and where those come from."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Piece, Source, Target
+from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.reading import read_into
+from autoshard.checkpoint.traced import META, Traced
 from autoshard.errors import CheckpointError
-from autoshard.integrations.traced import META, Traced
 from autoshard.runtime.moves import named_tensors
 
 
@@ -26,9 +26,7 @@ class Unfilled:
     quantised: bool = False
 
 
-def leave_unfilled(
-    model: nn.Module, checkpoint: Checkpoint, sources_of: Callable[[dict[str, Traced]], dict[str, Source]]
-) -> Unfilled:
+def leave_unfilled(model: nn.Module, checkpoint: Checkpoint) -> Unfilled:
     """Put parameters on meta in the place of traced ones; traced buffers are read: they decide what is run."""
     names: dict[int, str] = {}
     found: dict[str, Traced] = {}
@@ -39,7 +37,10 @@ def leave_unfilled(
                     f"{type(model).__name__} changes {name} after loading it, in a way not known here."
                 )
             found[name] = tensor
-    sources = sources_of(found)
+    sources = {
+        name: Source(shape=tuple(tensor.shape), dtype=tensor.dtype, made=tensor.expression)
+        for name, tensor in found.items()
+    }
     buffers = {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
     values = {name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in buffers.items()}
     read_into(checkpoint, sources, [Target(source=name, tensor=value) for name, value in values.items()])
@@ -55,12 +56,3 @@ def leave_unfilled(
                     registered[name] = made[id(value)]  # type: ignore[assignment]
     rest = {name: source for name, source in sources.items() if name not in buffers}
     return Unfilled(model=model, checkpoint=checkpoint, sources=rest)
-
-
-def read_one(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read one tensor of the files."""
-    entry = checkpoint.entries[name]
-    source = Source(shape=entry.shape, dtype=entry.dtype, pieces=(Piece(entry=name),))
-    value = torch.empty(entry.shape, dtype=entry.dtype)
-    read_into(checkpoint, {name: source}, [Target(source=name, tensor=value)])
-    return value
