@@ -435,11 +435,11 @@ def save(
 ) -> None:
     """Write a model to a directory as ordinary safetensors files, with its configuration where it has one.
 
-    The files are byte for byte the same whatever plan is applied; of a model cut over processes, all of them call it
-    and the first writes. `path` is replaced in one step at the end: if anything fails before, or the process is killed,
-    what was there is whole. Other files in it are kept. Needs room for the old and the new one, and memory for the
-    largest tensor. `progress`: whether a bar is shown; by default on a terminal. Raises `CheckpointError`; on the other
-    ranks `RankError`.
+    The files hold the same whatever plan is applied; of a model cut over processes, all of them call it and the first
+    writes. `path` is replaced in one step at the end: if anything fails before, or the process is killed, what was
+    there is whole. Other files in it are kept. Needs room for the old and the new one, and memory for one file
+    (`max_shard_size`). `progress`: whether a bar is shown; by default on a terminal. Raises `CheckpointError`; on the
+    other ranks `RankError`.
     """
     from autoshard.integrations.saving import save as write
 

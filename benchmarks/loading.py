@@ -63,7 +63,7 @@ def from_pretrained(folder: Path, dtype: object = "auto") -> object:
 
 def columns(folder: Path, ranks: int) -> object:
     """Only the reading: one rank's equal part of the columns of every matrix."""
-    from autoshard.checkpoint.data import Piece, Source, Target
+    from autoshard.checkpoint.data import Target, whole_entry
     from autoshard.checkpoint.header import open_checkpoint
     from autoshard.checkpoint.reading import read_into
 
@@ -71,9 +71,9 @@ def columns(folder: Path, ranks: int) -> object:
     for name, entry in checkpoint.entries.items():
         if len(entry.shape) == 2:
             width = entry.shape[1] // ranks
-            sources[name] = Source(shape=entry.shape, dtype=entry.dtype, pieces=(Piece(entry=name),))
+            sources[name] = whole_entry(entry)
             tensor = torch.empty(entry.shape[0], width, dtype=entry.dtype)
-            targets.append(Target(source=name, tensor=tensor, dim=1, runs=((width, 2 * width),)))
+            targets.append(Target(source=name, tensor=tensor, begin=(0, width)))
     read_into(checkpoint, sources, targets)
     return targets
 

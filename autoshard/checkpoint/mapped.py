@@ -21,6 +21,12 @@ from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import streamed_module
 
 
+def mapped_entries(entries: Collection[Entry]) -> list[torch.Tensor]:
+    """Return CPU tensors that privately map their bytes in the files; nothing is read. Raises `ApplyError`."""
+    files = {path: map_file(path) for path in dict.fromkeys(entry.file for entry in entries)}
+    return [map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for entry in entries]
+
+
 def mapped_tensors(
     tensors: Mapping[str, torch.Tensor],
     streamed: Mapping[str, str],
@@ -58,10 +64,7 @@ def mapped_tensors(
                 "checkpoint."
             )
     entries = {entry.name: entry for entry in wanted.values()}
-    files = {path: map_file(path) for path in dict.fromkeys(entry.file for entry in entries.values())}
-    mapped = {
-        name: map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for name, entry in entries.items()
-    }
+    mapped = dict(zip(entries, mapped_entries(entries.values()), strict=True))
     return {name: mapped[entry.name] for name, entry in wanted.items()}
 
 

@@ -237,8 +237,14 @@ def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception |
     if folder is None or error is not None:
         return error
     try:
-        made = {one.name: _made(one, values) for one in shard.tensors}
-        save_file(made, folder / shard.file, dict(shard.metadata))
+        made, seen = {}, set[int]()
+        for one in shard.tensors:
+            made[one.name] = _made(one, values, seen)
+        file = folder / shard.file
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(made, file, dict(shard.metadata))
+        file.chmod(mode)  # the library makes it private
     except SafetensorError as found:
         return CheckpointError(f"could not write {folder / shard.file}: {found}. {_KEPT}")
     except Exception as found:
@@ -246,15 +252,19 @@ def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception |
     return None
 
 
-def _made(one: Stored, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor as it is written: whole rows one after the other, in memory that no other has."""
+def _made(one: Stored, values: Mapping[str, torch.Tensor], seen: set[int]) -> torch.Tensor:
+    """A tensor as it is written: whole rows one after the other, in memory that no other has; `seen`: addresses."""
     made = evaluate(one.made, values.__getitem__)
     if tuple(made.shape) != one.shape or made.dtype != one.dtype:
         raise CheckpointError(
             f"{one.name} came out as {list(made.shape)} {made.dtype} and not as {list(one.shape)} {one.dtype}."
         )
     made = made.resolve_conj().resolve_neg().contiguous()
-    return made if made.nbytes == made.untyped_storage().nbytes() else made.clone()
+    storage = made.untyped_storage()
+    if storage.nbytes() != made.nbytes or storage.data_ptr() in seen:
+        made = made.clone()
+    seen.add(made.untyped_storage().data_ptr())
+    return made
 
 
 def _index_of(shards: Sequence[Shard], num_parameters: int) -> str:

@@ -12,6 +12,7 @@ from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.reading import Progress
+from autoshard.checkpoint.write import standing
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.pretrained import open_pretrained
 from autoshard.integrations.quantised import INT8, mark_quantised, quantised
@@ -112,7 +113,7 @@ def local_directory(path: "str | os.PathLike[str]", *, local_files_only: bool = 
 
     It is downloaded only if asked. Raises `CheckpointError` if it is not here.
     """
-    found = Path(path)
+    found = standing(Path(path))
     if found.exists() or not _is_hub_name(str(path)):
         return found
     try:

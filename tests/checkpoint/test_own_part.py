@@ -8,7 +8,7 @@ import torch
 
 import autoshard
 from autoshard.api import _completed
-from autoshard.checkpoint.own_part import load_own_part
+from autoshard.checkpoint.load import load_applied
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
 from autoshard.plan import Mesh, Plan
@@ -55,7 +55,7 @@ def loaded(folder, mesh):
     autoshard.remove(model)
     back = all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in model.state_dict().items())
     unfilled = open_weights(folder, model=lambda: made()[0])
-    report = load_own_part(unfilled.model, plan, unfilled.checkpoint, unfilled.sources)
+    report = load_applied(unfilled.model, plan, unfilled.checkpoint, unfilled.sources)
     return report.bytes_read, apart, back
 
 
@@ -72,7 +72,7 @@ def refused(folder):
     if torch.distributed.get_rank() == 1:
         del unfilled.sources["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises((CheckpointError, RankError), match="nothing says how") as error:
-        load_own_part(unfilled.model, plan_for(MESHES["stages"]), unfilled.checkpoint, unfilled.sources)
+        load_applied(unfilled.model, plan_for(MESHES["stages"]), unfilled.checkpoint, unfilled.sources)
     return type(error.value).__name__, all(parameter.is_meta for parameter in unfilled.model.parameters())
 
 
@@ -113,7 +113,7 @@ def read_by(folder, text):
     unfilled = open_weights(folder, model=launched.decoder)
     inputs = {"ids": launched.samples(), "labels": launched.samples()}
     plan = _completed(unfilled.model, Plan.from_json(text), inputs)
-    return load_own_part(unfilled.model, plan, unfilled.checkpoint, unfilled.sources).bytes_read
+    return load_applied(unfilled.model, plan, unfilled.checkpoint, unfilled.sources).bytes_read
 
 
 @sharded_replicas

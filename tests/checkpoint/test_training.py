@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autoshard
+from autoshard.checkpoint import training
 from autoshard.errors import CheckpointError, RankError
 from autoshard.nested import tensors_in
 from autoshard.runtime.collectives import ProcessRanks
@@ -153,9 +154,7 @@ def failing(path, how):
             autoshard.save_checkpoint(path, model, optimizer, state={"step": object()})
     elif how == "killed":
         if ranks.rank == 1:
-            from autoshard.checkpoint import planners
-
-            planners.SaveParts.resolve_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            training.SaveParts.resolve_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RankError, match="rank 1"):
             autoshard.save_checkpoint(path, model, optimizer, state={"step": 2})
     return before

@@ -146,8 +146,8 @@ def _step_of(model, kind, given):
 
 def _set_traps(when):
     """Phases that are none of the model's: between two meetings of `apply`, and while a checkpoint is written."""
-    from autoshard.checkpoint.planners import SaveParts
     from autoshard.checkpoint.save import State
+    from autoshard.checkpoint.training import SaveParts
     from autoshard.runtime import agreement
 
     meet, resolve, whole, meetings = agreement.meet, SaveParts.resolve_data, State.whole, []
