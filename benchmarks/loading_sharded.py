@@ -105,7 +105,8 @@ def main() -> None:
             for rank, pipe in enumerate(pipes):
                 found = pipe.recv()
                 print(f"{mesh:16} rank {rank} {found['own'] / 1e6:8.0f} {found['peak'] / 1e6:9.0f} "
-                      f"{found['peak'] / found['own']:12.2f} {found['mapped'] / 1e6:11.0f} {found['seconds']:9.1f}")  # fmt: skip
+                      f"{found['peak'] / found['own']:12.2f} {found['mapped'] / 1e6:11.0f} {found['seconds']:9.1f}"
+                )  # fmt: skip
             for process in processes:
                 process.join()
 

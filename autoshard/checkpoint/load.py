@@ -9,7 +9,7 @@
 Nothing is read that no device here needs. If anything fails, the model is on meta again.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -192,22 +192,19 @@ class FileLoader:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return _allocate("a part of the model", shape, dtype, META if self.sharded else device)
 
-    def in_file(self, model: nn.Module, streamed: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-        return {} if self.sharded else mapped_tensors(named_tensors(model), streamed, (), self.checkpoint, self.sources)
-
     def fill(self, model: nn.Module, record: CutRecord) -> None:
         if not self.sharded:
             check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
-            self._read(model, record, [name for name in self.sources if name not in record.kept.in_file])
+            self._read(model, record)
 
     def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
-        self._read(model, record, self.sources)
+        self._read(model, record)
 
-    def _read(self, model: nn.Module, record: CutRecord | None, names: Iterable[str]) -> None:
+    def _read(self, model: nn.Module, record: CutRecord | None) -> None:
         tensors = named_tensors(model)
         targets = [
             Target(source=name, tensor=box.value, begin=box.offset)
-            for name in names
+            for name in self.sources
             for box in boxes_of(name, tensors[name], record)
         ]
         self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress)
