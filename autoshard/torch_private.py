@@ -1,8 +1,7 @@
 """Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
 
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -36,7 +35,6 @@ __all__ = [
     "conj_and_neg_keys",
     "default_store",
     "drop_gradient_hooks",
-    "engine_runs",
     "fake_device_read",
     "fake_from_meta",
     "flop_formulas",
@@ -64,7 +62,6 @@ __all__ = [
     "release",
     "run_composite",
     "sequence_number",
-    "set_version",
     "swap_contents",
     "undo_fully_shard",
     "untracked_views",
@@ -79,25 +76,6 @@ def autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-@contextmanager
-def engine_runs(begin: Callable[[Sequence[Any]], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `begin` with the outputs before every run of the autograd engine in this thread, `end` after it."""
-    run, thread = torch.autograd._engine_run_backward, threading.get_ident()
-
-    def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return run(outputs, *args, **kwargs)
-        begin(outputs)
-        try:
-            return run(outputs, *args, **kwargs)
-        finally:
-            end()
-
-    torch.autograd._engine_run_backward = watched  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -120,11 +98,6 @@ def sequence_number() -> int:
 def node_sequence(node: Any) -> int:
     """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
     return node._sequence_nr()
-
-
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set how often a tensor was written in place."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_write_to_view(node: Any) -> bool:

@@ -40,7 +40,7 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
 
     def pack(tensor: torch.Tensor) -> _Kept:
         value, op, origin = recorder.saved(tensor)
-        save = ledger.save(value, op, recorder.calls.current)
+        save = ledger.save(value, op)
         recorder.unpacked = id(tensor)
         # A detached tensor is a view and holds its base, with all of its history; `.data` holds the memory alone.
         return _Kept(tensor.data, origin, ledger, save)

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from autoshard.capture.graph import Call
 from autoshard.capture.ledger import Ledger
 from autoshard.errors import CaptureError
-from autoshard.torch_private import sequence_number
 
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A call in the making, as `Call`; `sequence`: the number of the first autograd node made in it."""
+    """A call in the making, as `Call`."""
 
     path: str
     parent: int
@@ -21,8 +18,6 @@ class _Row:
     contained: tuple[int, ...]
     input_paths: tuple[str, ...]
     backward: bool
-    grad: bool
-    sequence: int
     end: int = -1
     outputs: tuple[int, ...] = ()
     output_paths: tuple[str, ...] = ()
@@ -55,6 +50,9 @@ class Calls:
         """The outermost call that began last."""
         return self._root
 
+    def path_of(self, call: int) -> str:
+        return self._rows[call].path if call < len(self._rows) else ""
+
     def begin(
         self, path: str, inputs: tuple[int, ...], contained: tuple[int, ...], paths: tuple[str, ...], backward: bool
     ) -> int:
@@ -64,8 +62,7 @@ class Calls:
             self._root = index
         row = _Row(
             path=path, parent=self.running[-1] if self.running else -1, begin=self._ledger.now, inputs=inputs,
-            contained=contained, input_paths=paths, backward=backward, grad=torch.is_grad_enabled(),
-            sequence=sequence_number(),
+            contained=contained, input_paths=paths, backward=backward,
         )  # fmt: skip
         self._rows.append(row)
         self.running.append(index)
@@ -77,12 +74,6 @@ class Calls:
             self.running.pop()
         row = self._rows[index]
         row.end, row.outputs, row.output_paths = self._ledger.now, outputs, paths
-
-    def made_in(self, number: int, call: int) -> int:
-        """The innermost call, `call` or one around it, that was running when an autograd node got this number."""
-        while call >= 0 and self._rows[call].sequence > number:
-            call = self._rows[call].parent
-        return call
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""
@@ -125,7 +116,6 @@ class Calls:
                 outputs=row.outputs,
                 backward=row.backward,
                 contained=row.contained,
-                grad=row.grad,
                 input_paths=row.input_paths,
                 output_paths=row.output_paths,
             )

@@ -99,7 +99,6 @@ class Call:
 
     `contained` is those of `inputs` found only inside lists, dicts or dataclasses: hooks do not move them.
     `input_paths` and `output_paths` are where `tensors_in` found the values, in composite graphs; else empty.
-    `grad`: gradients were enabled; not in a forward that is checkpointed.
     """
 
     index: int
@@ -111,7 +110,6 @@ class Call:
     outputs: tuple[int, ...]
     backward: bool = False
     contained: tuple[int, ...] = ()
-    grad: bool = True
     input_paths: tuple[str, ...] = ()
     output_paths: tuple[str, ...] = ()
 
@@ -139,55 +137,11 @@ class SiteCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A tensor kept by autograd for backward: saved by `op`, let go at time `released` (len(ops) if never).
-
-    `call`: the module that was running then, -1 if unknown. It is around that of `op` if a function of the user's calls
-    modules.
-    """
+    """A tensor kept by autograd for backward: saved by `op`, let go at time `released` (len(ops) if never)."""
 
     value: int
     op: int
     released: int
-    call: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradEdge:
-    """A gradient that an autograd node sent: `value`, into `slot` of `node` (an index into `ModelGraph.nodes`).
-
-    `sum`: the op at which it became a term of a sum with what was in the slot, -1 if nothing was. It is the gradient of
-    the value `read` as the forward op `reader` saw it, -1 if unknown.
-    """
-
-    node: int
-    slot: int
-    value: int
-    sum: int = -1
-    reader: int = -1
-    read: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradNode:
-    """An autograd node, once it ran: ops `begin` to `end`, followed by the sums of what it sent.
-
-    Attributes:
-        made: the forward op it differentiates (the first one, for a function of the user's), -1 if it fills a `.grad`.
-        call: the module that was running when it was made, -1 if unknown. It is around that of op `made` if a function
-            of the user's calls modules.
-        leaf: the value whose `.grad` it fills, else -1.
-        run: which run of the engine; a node may start another (reentrant checkpointing) while it runs.
-        incoming: per slot, the gradient it got, -1 if none.
-    """
-
-    made: int
-    call: int = -1
-    leaf: int = -1
-    run: int = 0
-    begin: int
-    end: int
-    incoming: tuple[int, ...]
-    edges: tuple[GradEdge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,9 +194,6 @@ class ModelGraph:
         measured: in composite graphs, (value, call) where Python asked how large a tensor is.
         lasting: values that ops made and that are there after the run, other than `gradients`: outputs, tables kept on
             attributes, the gradient of a leaf that the model made.
-        carried: (storage, time) of what modules keep on attributes: the one that the forward before this left them, as
-            large and in the same place, is there from the start until this time.
-        nodes: autograd nodes in the order in which they ran.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
         plain: (path, number or text) of what else than tensors the root returned in a forward.
@@ -271,9 +222,7 @@ class ModelGraph:
     functions: tuple[Function, ...] = ()
     sites: tuple[SiteCall, ...] = ()
     measured: frozenset[tuple[int, int]] = frozenset()
-    nodes: tuple[GradNode, ...] = ()
     lasting: tuple[int, ...] = ()
-    carried: tuple[tuple[int, int], ...] = ()
     plain: tuple[tuple[str, Any], ...] = ()
     sealed: tuple[tuple[str, str], ...] = ()
     aside: frozenset[int] = frozenset()
@@ -298,16 +247,27 @@ class ModelGraph:
         alive = (value for value in (*self.outputs, *self.state) if self.values[value].died >= end)
         return frozenset([*self.inputs, *alive, *self.lasting])
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Storages that modules keep: in the long run there is one from the forward before until they have another."""
+        returned = {self.values[value].storage for value in (*self.outputs, *self.state)}
+        return frozenset(self.values[value].storage for value in self.lasting) - returned
+
     def lives(self) -> list[tuple[Storage, int, int]]:
-        """(storage, born, died) of inputs and activations where nothing moves, in the long run: a storage that modules
-        keep has a second row, for the one that the forward before left. What the caller has dies after the last op."""
-        end, held = len(self.ops), {self.values[value].storage for value in self.held}
-        found = [
-            (row, max(row.born, 0), end + 1 if row.index in held else min(row.died, end + 1))
+        """(storage, born, died) of inputs and activations where nothing moves, in the long run.
+
+        What the caller has dies after the last op; what modules keep is there from the start.
+        """
+        end, held, kept = len(self.ops), {self.values[value].storage for value in self.held}, self.kept
+        return [
+            (
+                row,
+                0 if row.index in kept else max(row.born, 0),
+                end + 1 if row.index in held else min(row.died, end + 1),
+            )
             for row in self.storages
             if row.kind in ("activation", "input")
         ]
-        return found + [(self.storages[index], 0, time) for index, time in self.carried]
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two or more parameter or buffer names that share one storage, in first-name order."""

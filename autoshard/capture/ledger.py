@@ -6,6 +6,7 @@ keeps.
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Ledger:
         self.contents: dict[int, torch.Tensor] = {}  # by value: copies of lifted constants
         self._values: list[list[Any]] = []  # as in Value, from `storage` on
         self._storages: list[list[Any]] = []  # [nbytes, kind, born, died, name]
-        self._saves: list[list[int]] = []  # [value, op, released, call]
+        self._saves: list[list[int]] = []  # [value, op, released]
         self._tensor_refs: dict[int, _Ref] = {}
         self._storage_refs: dict[int, _Ref] = {}
         self._closed = False
@@ -104,6 +105,9 @@ class Ledger:
     def storage_of_value(self, value: int) -> int:
         return self._values[value][0]
 
+    def kind_of(self, storage: int) -> StorageKind:
+        return self._storages[storage][1]
+
     def mark_differentiable(self, value: int) -> None:
         self._values[value][6] = True
 
@@ -121,8 +125,8 @@ class Ledger:
             self.fx_graph.erase_node(op.node)
         return op
 
-    def save(self, value: int, op: int, call: int) -> int:
-        self._saves.append([value, op, -1, call])
+    def save(self, value: int, op: int) -> int:
+        self._saves.append([value, op, -1])
         return len(self._saves) - 1
 
     def release(self, save: int) -> None:
@@ -154,10 +158,12 @@ class Ledger:
         """Values that are still there."""
         return tuple(index for index, row in enumerate(self._values) if row[2] < 0)
 
-    def tensors_of_ops(self) -> list[torch.Tensor]:
-        """Tensor objects made by ops that are still there."""
-        found = [(ref(), ref.row) for ref in list(self._tensor_refs.values())]
-        return [tensor for tensor, row in found if tensor is not None and self._values[row][1] >= 0]
+    def tensors_of_ops(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Tensor objects made by ops that are still there, with their values."""
+        for ref in list(self._tensor_refs.values()):
+            tensor = ref()
+            if tensor is not None and self._values[ref.row][1] >= 0:
+                yield tensor, ref.row
 
     def storages(self) -> tuple[Storage, ...]:
         end = len(self.ops)
@@ -168,10 +174,7 @@ class Ledger:
 
     def saves(self) -> tuple[Save, ...]:
         end = len(self.ops)
-        return tuple(
-            Save(value=value, op=op, released=end if out < 0 else out, call=call)
-            for value, op, out, call in self._saves
-        )
+        return tuple(Save(value=value, op=op, released=end if out < 0 else out) for value, op, out in self._saves)
 
     def _storage_of(self, tensor: torch.Tensor, nbytes: int, born: int, kind: StorageKind, name: str | None) -> int:
         if tensor.layout is not torch.strided:  # sparse tensors have several storages: one row stands for them

@@ -4,9 +4,10 @@ It sees ops below autograd, forward and backward alike, in the order in which th
 keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond the op it belongs to.
 """
 
+import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +19,8 @@ from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
-from autoshard.capture.graph import FOUND, UNKNOWN, Function, GradNode, Op
+from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
 from autoshard.capture.ledger import Ledger
-from autoshard.capture.nodes import Histories, NodeLog
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.errors import CaptureError
@@ -90,11 +90,10 @@ class Recorder(DispatchMode):
         busy: an op is being run; what reads devices now is not the model.
         composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
         state: values of the state that the last step of a generation returned.
-        histories: set if gradients are wanted: where those of the inputs of every op go.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
         tape: set if calls and readings are noted, too.
         aside: ops that ran where no torch function is overridden.
-        about_to_write: told of every tensor before an op writes into it.
+        elsewhere: what other threads did of the run, in words.
     """
 
     def __init__(self, engine: Engine, *, composite: bool = False) -> None:
@@ -111,7 +110,9 @@ class Recorder(DispatchMode):
         self.unpacked: int | None = None
         self.tape: Any = None
         self.aside: set[int] = set()
-        self.about_to_write: Callable[[torch.Tensor], None] | None = None
+        self.elsewhere: list[str] = []
+        self._lifted: list[tuple[weakref.ref[torch.Tensor], int]] = []  # constants, and their values
+        self._overwritten: set[int] = set()  # storages of constants that were written
         self._detached: weakref.ref | None = None
         self._sequences = Sequences()
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
@@ -120,8 +121,6 @@ class Recorder(DispatchMode):
         self._formulas = formulas(composite)
         self._ops: dict[int, _KnownOp] = {}  # by address, for ops hash slowly
         self.state: tuple[int, ...] = ()
-        self.node_log = NodeLog(self.ledger.find, lambda: self.ledger.now)
-        self.histories: Histories | None = None
 
     # ---- ops
 
@@ -170,9 +169,9 @@ class Recorder(DispatchMode):
             self._detached = weakref.ref(args[0])
         inputs = tensors_of(args, kwargs)
         values = [self.value_of(tensor) for tensor in inputs]
-        if self.about_to_write is not None and (traits.writes or traits.unmarked):
+        if traits.writes or traits.unmarked:
             for tensor in written_by(traits, args, kwargs):
-                self.about_to_write(tensor)
+                self._note_write(self.value_of(tensor))
         out = self.engine.run(func, traits, inputs, args, kwargs)
         if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
             self._record(op, inputs, values, out, args, kwargs)
@@ -223,9 +222,41 @@ class Recorder(DispatchMode):
         node = ledger.constant_node()
         value = ledger.add(tensor, node, born=ledger.now, kind="constant")
         node.meta.update(kind="constant", name="", value=value)
+        self._lifted.append((weakref.ref(tensor), value))
         if content is not None:
             ledger.contents[value] = content
         return value
+
+    def _note_write(self, value: int) -> None:
+        """Note a write into a tensor from outside; refuse it if its contents were too large to keep."""
+        ledger = self.ledger
+        storage = ledger.storage_of_value(value)
+        if ledger.kind_of(storage) == "constant":
+            lifted = [one for _, one in self._lifted if ledger.storage_of_value(one) == storage]
+            if ledger.contents.keys().isdisjoint(lifted):
+                where = self.calls.path_of(self.calls.current) or "the model"
+                raise CaptureError(
+                    f"{where} writes in place into a large tensor that is neither a parameter nor a buffer. Register "
+                    "it as a buffer."
+                )
+            self._overwritten.add(storage)
+
+    def restore_constants(self) -> None:
+        """Write back what tensors from outside of the model held before ops wrote into them."""
+        ledger = self.ledger
+        with no_modes(), torch.no_grad():
+            for reference, value in reversed(self._lifted):
+                tensor, content = reference(), ledger.contents.get(value)
+                if tensor is not None and content is not None and ledger.storage_of_value(value) in self._overwritten:
+                    tensor.data.copy_(content)
+
+    def refuse_elsewhere(self) -> None:
+        """Raise CaptureError if other threads ran parts of the model."""
+        if self.elsewhere:
+            raise CaptureError(
+                f"{self.elsewhere[0]}, which can't be recorded. Do this work in the thread that calls forward, and "
+                "call the model in no other thread while it is planned for."
+            )
 
     def _record(
         self, op: "_KnownOp", inputs: list[torch.Tensor], values: list[int], out: Any, args: tuple,
@@ -242,10 +273,6 @@ class Recorder(DispatchMode):
             for tensor, value in zip(inputs, values, strict=True):
                 if tensor.requires_grad:
                     ledger.mark_differentiable(value)
-        if self.histories is not None and (not self.backward or self.calls.running):
-            for tensor, value in zip(inputs, values, strict=True):
-                if tensor.requires_grad:
-                    self.histories.note(index, value, tensor)
         lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
         # Arguments are set afterwards, since `create_node` looks for symbolic numbers among those that it is given.
         node = ledger.fx_graph.create_node("call_function", traits.op, name=op.name)
@@ -308,29 +335,27 @@ class Recorder(DispatchMode):
         self._last_forward = forward
         return self.ledger.ops[forward].call, forward
 
-    def _made_at(self, number: int, after: bool) -> range:
-        return self._sequences.made_at(number, after, self.ledger.now)
-
-    def _made_in(self, number: int, op: int) -> int:
-        """The innermost module call that was running when the node of this number was made, for op `op`."""
-        return self.calls.made_in(number, self.ledger.ops[op].call)
-
-    def grad_nodes(self) -> tuple[GradNode, ...]:
-        """Return the autograd nodes that ran."""
-        if self.histories is None:
-            return ()
-        made_by = [value.op for value in self.ledger.values()]
-        return self.node_log.nodes(self.ledger.ops, made_by, self._made_at, self._made_in, self.histories)
-
     def lasting(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """Values made by ops that are still there: outputs, what modules keep, but not the parameters' gradients."""
         values = self.ledger.values()
         gone = {values[value].storage for value in gradients}
         return tuple(v for v in self.ledger.alive() if values[v].op >= 0 and values[v].storage not in gone)
 
-    def without_values(self) -> list[torch.Tensor]:
-        """The tensors that ops made which are still there and whose values mean nothing."""
-        return [tensor for tensor in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+    def refuse_kept(self) -> None:
+        """Raise CaptureError if somebody still has a tensor without values that an op made: the next forward would."""
+        left = [row for tensor, row in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+        if left:
+            gc.collect()  # most are in cycles that nobody has
+            left = [row for tensor, row in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+        if left:
+            value = self.ledger.values()[left[0]]
+            op = self.ledger.ops[value.op]
+            where = self.calls.path_of(op.call) or "the model"
+            raise CaptureError(
+                f"a tensor of shape {value.shape} that {op.target} made in {where} was kept outside of the model while "
+                "it was recorded, where it has no values. Call the model once before, so that this is filled already, "
+                "or keep it on a module."
+            )
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""

@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,26 +16,19 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
-from autoshard.capture.carried import Carried, left_by_the_last
-from autoshard.capture.context import as_the_prompt_left_it
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.escaped import clear_frames, refuse_kept
 from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, silenced
-from autoshard.capture.graph import GradNode, ModelGraph, TensorInfo
+from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
-from autoshard.capture.material import prepared_input
+from autoshard.capture.material import Make, prepared_input, put_stand_ins
 from autoshard.capture.names import Row, module_table, tensor_rows
-from autoshard.capture.nodes import Histories
 from autoshard.capture.observe import Observer
-from autoshard.capture.reachable import Reachable
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
-from autoshard.capture.stand_in import Make, put_stand_ins
+from autoshard.capture.state import as_it_was, clear_frames
 from autoshard.capture.tape import Tape
-from autoshard.capture.threads import Elsewhere
-from autoshard.capture.used_up import described
-from autoshard.capture.user_code import calling_line
+from autoshard.capture.threads import watched_threads
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
@@ -75,40 +68,31 @@ def record_run(
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
-    Raises CaptureError if somebody keeps a tensor without values that it made, or what was used up can't be set back.
+    Raises CaptureError if somebody keeps a tensor without values that it made, or other threads ran parts of it.
     """
     recorder = Recorder(engine, composite=run.composite)
-    reachable = Reachable(run.model, (run.args, run.kwargs))
-    recorder.about_to_write = reachable.about_to_write
-    elsewhere = Elsewhere(calling_line)
     try:
-        # What the model sets in context variables stays in there.
-        graph = contextvars.copy_context().run(_recorded, run, recorder, elsewhere, make, level, decode)
+        with as_it_was(run.model, (run.args, run.kwargs)):
+            # What the model sets in context variables stays in there.
+            graph = contextvars.copy_context().run(_recorded, run, recorder, make, level, decode)
         if run.tape is not None:
             run.tape.let_go()
-        elsewhere.refuse()
+        recorder.refuse_elsewhere()
     except Exception as error:
         clear_frames(error)
-        elsewhere.refuse()
+        recorder.refuse_elsewhere()
         raise
     finally:
-        recorder.about_to_write = None
         torch.clear_autocast_cache()  # within the caller's autocast it has casts of what stood in for parameters
-        reachable.put_back()
+        recorder.restore_constants()
         if run.tape is None:  # which keeps what calls gave; the same forward was recorded without one before
-            refuse_kept(recorder.without_values)
-    for item in reachable.used_up():
-        raise CaptureError(
-            f"{type(run.model).__name__} uses {described(item)} that its forward did not make, which has moved on by "
-            "that and can't be set back. Make it anew in each forward, or count in a buffer; and load the model anew."
-        )
+            recorder.refuse_kept()
     return graph
 
 
 def _recorded(
-    run: Run, recorder: Recorder, elsewhere: Elsewhere, make: Make, level: Literal["fake", "real", "invented"],
-    decode: Decoding | None,
-) -> ModelGraph:  # fmt: skip
+    run: Run, recorder: Recorder, make: Make, level: Literal["fake", "real", "invented"], decode: Decoding | None
+) -> ModelGraph:
     model, training = run.model, run.workload.training
     modules = module_table(model)
     rows = tensor_rows(model)
@@ -131,23 +115,19 @@ def _recorded(
         args, kwargs, inputs = _enter_inputs(given, recorder.engine, recorder)
         if run.tape is not None:
             stack.enter_context(run.tape.watching_functions())
-        stack.enter_context(elsewhere.watching())
-        stack.enter_context(_module_calls(model, recorder, run, decode is not None, elsewhere))
-        carried = Carried(recorder.ledger)
-        stack.enter_context(carried.watching())
+        stack.enter_context(watched_threads(recorder.elsewhere.append))
+        stack.enter_context(_module_calls(model, recorder, run, decode is not None))
         stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
         if training:
-            recorder.histories = Histories()
             stack.enter_context(saved_tensor_hooks(recorder))
         seen = _run_model(run, recorder, args, kwargs, decode)
-        kept = carried.found(model)
         if run.at_end is not None:
             run.at_end(recorder.ledger.find)
         return _graph_of(
-            recorder, seen, kept, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
+            recorder, seen, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
             training=training, sites=sources.found() if isinstance(sources, Sites) else (),
             measured=frozenset(sources.measured) if isinstance(sources, Sites) else frozenset(),
         )  # fmt: skip
@@ -161,7 +141,6 @@ class _Seen:
     state: tuple[int, ...]
     phases: tuple[tuple[str, int, int], ...]
     gradients: dict[str, int]
-    nodes: tuple[GradNode, ...]
     plain: tuple[tuple[str, Any], ...]
     sealed: tuple[tuple[str, str], ...]
 
@@ -188,8 +167,7 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
         phases = [("forward", 0, ledger.now)]  # the loss belongs to it
         torch.clear_autocast_cache()  # as where autocast ends, which it does before a backward
         recorder.backward = True
-        with recorder.node_log.watching():
-            torch.autograd.backward(loss)
+        torch.autograd.backward(loss)
         phases.append(("backward", phases[0][2], ledger.now))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -197,14 +175,13 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     ledger.close()
     found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
     state = tuple(dict.fromkeys(found if decode is None else recorder.state))
-    nodes = recorder.grad_nodes()  # of the loss, while it is there
     return _Seen(
-        outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, nodes=nodes, plain=plain, sealed=sealed
+        outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, plain=plain, sealed=sealed
     )  # fmt: skip
 
 
-def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | None]], **about: Any) -> ModelGraph:
-    """Make the graph of what was recorded; `found`: what modules keep; `about`: the fields known before the run."""
+def _graph_of(recorder: Recorder, seen: _Seen, **about: Any) -> ModelGraph:
+    """Make the graph of what was recorded; `about`: the fields known before the run."""
     ledger = recorder.ledger
     ledger.fx_graph.output(
         (
@@ -217,16 +194,12 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
             node.meta["content"] = ledger.contents[node.meta["value"]]
     begins = {name: range(begin, end) for name, begin, end in seen.phases}
     backward_begin = begins["backward"].start if "backward" in begins else ledger.now
-    calls, storages, values = recorder.calls.finished(), ledger.storages(), ledger.values()
-    if "context" in begins:
-        kept = {ledger.storage_of_value(value) for value in seen.state}
-        storages, values = as_the_prompt_left_it(storages, values, ledger.ops, calls, begins["context"], kept)
     return ModelGraph(
         fx_graph=ledger.fx_graph,
-        calls=calls,
+        calls=recorder.calls.finished(),
         ops=tuple(ledger.ops),
-        values=values,
-        storages=storages,
+        values=ledger.values(),
+        storages=ledger.storages(),
         saves=ledger.saves(),
         outputs=seen.outputs,
         state=seen.state,
@@ -235,9 +208,7 @@ def _graph_of(recorder: Recorder, seen: _Seen, found: Sequence[tuple[int, int | 
         backward_begin=backward_begin,
         gradients=tuple(seen.gradients.items()),
         functions=tuple(recorder.functions),
-        nodes=seen.nodes,
         lasting=recorder.lasting(seen.gradients.values()),
-        carried=left_by_the_last(found, values, storages),
         plain=seen.plain,
         sealed=seen.sealed,
         aside=frozenset(recorder.aside),
@@ -371,22 +342,20 @@ def _is_inference(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _module_calls(
-    model: nn.Module, recorder: Recorder, run: Run, generates: bool, elsewhere: Elsewhere
-) -> Iterator[None]:
+def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
-    observer, tape = run.observer, run.tape
+    observer, tape, thread = run.observer, run.tape, threading.get_ident()
 
     def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self))
         if path is None:
             return call(self, *args, **kwargs)
-        if not elsewhere.is_here():
-            elsewhere.note(f"{path or 'the model'} was called in another thread while the model was recorded")
+        if threading.get_ident() != thread:
+            recorder.elsewhere.append(f"{path or 'the model'} was called in another thread")
             return call(self, *args, **kwargs)
         if observer is not None:
             observer.note(path, args, kwargs)
@@ -413,7 +382,7 @@ def _module_calls(
                 recorder.note_state(self, output)
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        if not elsewhere.is_here():
+        if threading.get_ident() != thread:
             return apply(self, fn, recurse)
         for child in self.children() if recurse else ():
             child._apply(fn)

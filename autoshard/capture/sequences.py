@@ -35,14 +35,5 @@ class Sequences:
 
     def op_of(self, number: int, after: bool, default: int) -> int:
         """The op for which the node of this number was made; `after`: the node was made after the op, not before it."""
-        place = self._place(number, after)
+        place = bisect_left(self._below, number) if after else bisect_right(self._below, number)
         return self._ops[place] if place < len(self._ops) else default
-
-    def made_at(self, number: int, after: bool, end: int) -> range:
-        """The forward ops for which this node was made: several for one of a user's function; `end`: after all ops."""
-        place = min(self._place(number, after), len(self._below) - 1)
-        following = self._ops[place + 1 : place + 2] or [end]
-        return range(self._ops[place], following[0])
-
-    def _place(self, number: int, after: bool) -> int:
-        return bisect_left(self._below, number) if after else bisect_right(self._below, number)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from autoshard.capture.reachable import Reachable
+from autoshard.capture.state import as_it_was
 from autoshard.errors import PlanError
 
 Made = TypeVar("Made")
@@ -17,16 +17,14 @@ def untouched(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
 
     Raises PlanError if a tensor that copies share with the model was written in place.
     """
-    reachable = Reachable(model, given)
-    try:
-        return contextvars.copy_context().run(run)
-    finally:
-        written = reachable.overwritten()
-        reachable.put_back()
-        if written:
-            names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-            name = names.get(id(written[0]), f"a tensor of shape {tuple(written[0].shape)} that its code can reach")
-            raise PlanError(
-                f"{type(model).__name__} writes into {name} in place, which copies of the model share with it, so "
-                "planning has changed it. Keep it in a buffer of the model, and load the model anew."
-            )
+    with as_it_was(model, given) as state:
+        made = contextvars.copy_context().run(run)
+        written = state.overwritten()
+    if written:
+        names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+        name = names.get(id(written[0]), f"a tensor of shape {tuple(written[0].shape)} that it holds")
+        raise PlanError(
+            f"{type(model).__name__} writes into {name} in place, which copies of the model share with it, so "
+            "planning has changed it. Keep it in a buffer of the model, and load the model anew."
+        )
+    return made

@@ -129,8 +129,6 @@ def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[
 def weight_ops(graph: ModelGraph) -> np.ndarray:
     """Which ops do nothing but make gradients of parameters."""
     ends = {graph.values[value].storage for _, value in graph.gradients}
-    for node in graph.nodes:
-        ends |= {graph.values[e.value].storage for e in node.edges if graph.nodes[e.node].leaf >= 0}
     found = np.zeros(len(graph.ops), bool)
     for op in graph.ops[graph.backward_begin :]:
         found[op.index] = bool(op.outputs) and all(graph.values[value].storage in ends for value in op.outputs)

@@ -6,14 +6,10 @@ copy on each device that needs it:
     value 7, made on device 0      object 7 in buffer A        lives as the recorded tensor did
     copy of it on device 1         object 9 in buffer B        lives as long as object 7: the memo of copies holds it
     op 32 views the copy           object 10 in buffer B
-
-Copies with autograd history share their memory and have a way back for gradients each:
-
-    layers.8 is called with it     object 11 in buffer B       an alias of object 9; its gradient goes to object 7
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +18,6 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.flow.data import HOST_NAME, Buffers, Copy, CopyReason
 
 HOST_DEVICE = -1
-_WITH_WAY_BACK = ("hook", "align", "output")
 
 
 class Objects:
@@ -34,7 +29,6 @@ class Objects:
         saved: object -> time at which autograd lets go of the memory; held: of this very object. A node keeps its
             inputs as they are, but of outputs with history the memory alone (torch's saved_variable.cpp).
         used: object -> the last op that read it.
-        way_back: alias of a copy -> the time it was made, at which its gradient goes back.
         until: copy -> time at which whoever made it drops it, whatever becomes of its source.
         buffer_version: buffer -> how often it was written.
         current: per value, its original object, -1 if there is none yet.
@@ -64,8 +58,6 @@ class Objects:
         self.elsewhere: dict[tuple[int, int], int] = {}
         self.copies: list[Copy] = []
         self.in_forward = False
-        self.way_back: dict[int, float] = {}
-        self._versions: dict[int, tuple[int, int]] = {}  # alias -> versions of its source and of itself when made
         # (object, device, has history) -> copy, version it was made of
         self._memo: dict[tuple[int, int, bool], tuple[int, int]] = {}
         self._returned: list[int] = []  # copies that the last forward returned of what it had been given
@@ -112,37 +104,12 @@ class Objects:
         obj = self.current[value] = self.new_object(value, buffer)
         return obj
 
-    def copy(self, obj: int, device: int, time: float, reason: CopyReason, consumer: str, tracked: bool = True) -> int:
-        """Return the copy of an object on a device; with a way back of its own if it has history that is `tracked`."""
-        differentiable = tracked and self._has_history(obj)
-        if reason not in _WITH_WAY_BACK or not differentiable:
-            return self._copy(obj, device, time, reason, consumer, differentiable)
-        obj = self.root(obj)
-        if self.device_of(obj) == device:
-            return obj
-        return self._alias(obj, self._copy(obj, device, time, reason, consumer, True), time)
-
-    def root(self, obj: int) -> int:
-        """Return what an alias of a copy leads back to; the object itself if it is none, or if either was written."""
-        if obj not in self.way_back:
-            return obj
-        source = self.source[obj]
-        return source if self._versions[obj] == self._both_versions(source, obj) else obj
-
     def _has_history(self, obj: int) -> bool:
         return self.grad and self.graph.values[self.value[obj]].requires_grad
 
-    def _both_versions(self, source: int, obj: int) -> tuple[int, int]:
-        return self.buffer_version[self.buffer[source]], self.buffer_version[self.buffer[obj]]
-
-    def _alias(self, root: int, copy: int, time: float) -> int:
-        alias = self.new_object(self.value[root], self.buffer[copy], source=root)
-        self.until[alias], self.way_back[alias] = time, time
-        self._versions[alias] = self._both_versions(root, alias)
-        return alias
-
-    def _copy(self, obj: int, device: int, time: float, reason: CopyReason, consumer: str, differentiable: bool) -> int:
+    def copy(self, obj: int, device: int, time: float, reason: CopyReason, consumer: str) -> int:
         """Return the copy of an object on a device: remembered, unless its source was written since."""
+        differentiable = self._has_history(obj)
         key, version = (obj, device, differentiable), self.buffer_version[self.buffer[obj]]
         known = self._memo.get(key)
         if known is not None and known[1] == version and reason != "output":
@@ -235,12 +202,10 @@ class Objects:
         return name.rpartition(".")[0] if name else ""
 
 
-def buffer_deaths(
-    objects: Objects, left: Mapping[int, int], passed_on: Set[int] = frozenset(), outlived: Set[int] = frozenset()
-) -> list[float]:
+def buffer_deaths(objects: Objects, left: Mapping[int, int]) -> list[float]:
     """Return when each buffer is freed: with its last object, or when autograd lets go of the last one it saved.
 
-    `left`: object -> time by which it has gone to another device for good. `passed_on`, `outlived`: see `Gradients`.
+    `left`: object -> time by which it has gone to another device for good.
     """
     graph, copies, to_the_end = objects.graph, objects.copies, objects.graph.held
     after = len(graph.ops) + 1
@@ -271,11 +236,6 @@ def buffer_deaths(
     alone = ~np.isin(storage, storage[copied])  # nothing of it left its device: the recorded death is exact
     died = np.where(~copied & (alone | fixed), recorded, died)
     died[[copy.buffer for copy in copies if copy.kept]] = after
-    for buffer in passed_on:
-        index = objects.buffer_storage[buffer]
-        died[buffer] = last_read[buffer] + 1
-        if index in outlived and buffer == objects.original_buffer[index]:
-            died[buffer] = max(died[buffer], rows[index].died)
     return list(np.minimum(died, after).tolist())
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
-from autoshard.flow.alone import flow_alone
 from autoshard.flow.data import Flow
 from autoshard.flow.walk import Walk
 from autoshard.placement import resolve_homes, tensor_devices
@@ -29,7 +28,4 @@ def _walk(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
     devices = tensor_devices(homes, graph.tied())
     stages = tuple(dict.fromkeys(placements.values()))
-    alone = flow_alone(graph, homes, devices, *stages) if len(stages) == 1 else None
-    if alone is not None:
-        return alone
     return Walk(graph, homes, devices, stages).run()

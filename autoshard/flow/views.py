@@ -48,9 +48,3 @@ class Views:
         if obj < 0:
             obj = self._all[-1].get(value, self._objects.current[value])
         return obj if obj >= 0 else self._objects.original(value, HOST_DEVICE, 0)
-
-    def sees_at(self, value: int, depth: int) -> int:
-        """The object that the call around it at this depth means by a value."""
-        views = (view for level, view in reversed(self._levels) if level <= depth and value in view)
-        obj = next(views, self._objects.current)[value]
-        return obj if obj >= 0 else self._objects.original(value, HOST_DEVICE, 0)

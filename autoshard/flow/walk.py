@@ -26,7 +26,6 @@ class Walk:
         op_device: per op, the index of its device, -1 for the host.
         op_objects: per op, the objects it read; kept only where a backward pass will ask.
         saved: (op, value) -> the object that autograd saved for that op.
-        given: (op, value) -> the object that a function of the user's was given, if it calls modules that read a copy.
         left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
     """
@@ -45,7 +44,6 @@ class Walk:
         self.op_device = [HOST_DEVICE] * self.end
         self.op_objects: list[tuple[int, ...]] = []
         self.saved: dict[tuple[int, int], int] = {}
-        self.given: dict[tuple[int, int], int] = {}
         self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
@@ -66,11 +64,6 @@ class Walk:
         for save in graph.saves:
             saves.setdefault(save.op, []).append(save)
         gradients = Gradients(self) if objects.grad else None
-        outer: dict[int, list[tuple[int, int]]] = {}  # op -> (value, call that a function of the user's was called in)
-        for node in graph.nodes:
-            for edge in node.edges:
-                if edge.reader >= 0 and node.call not in (-1, graph.ops[edge.reader].call):
-                    outer.setdefault(edge.reader, []).append((edge.read, node.call))
         for op in graph.ops:
             if op.index >= self._event:
                 self._advance(op.index)
@@ -78,8 +71,6 @@ class Walk:
                 read, device = gradients.inputs_of(op)
             else:
                 read, device = self._inputs_of(op)
-                for value, call in outer.get(op.index, ()):
-                    self.given[op.index, value] = self._views.sees_at(value, self._stack.index(call) + 1)
             self.op_device[op.index] = device
             self._make_outputs(op, read, device)
             for obj in read:  # only autograd is known to use something later than now
@@ -89,6 +80,8 @@ class Walk:
                     objects.use(obj, op.index)
             if op.mutates:
                 self._mark_written(op, read)
+            if gradients is not None and op.backward:
+                gradients.made(op)
             for save in saves.get(op.index, ()):
                 self._keep_saved(op, read, save)
             if objects.grad:
@@ -98,7 +91,7 @@ class Walk:
             self._leave(self.end)
         if gradients is not None:
             gradients.finish()
-        return self._result(gradients)
+        return self._result()
 
     # ---- the start
 
@@ -174,7 +167,7 @@ class Walk:
                 continue
             obj = self.sees(value)
             if self.objects.device_of(obj) != home:
-                view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path, call.grad)
+                view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path)
                 self._hold(view[value], call.end)
         self._views.given(len(self._stack), view)
 
@@ -359,9 +352,8 @@ class Walk:
     def _keep_saved(self, op: Op, read: tuple[int, ...], save: Save) -> None:
         objects = self.objects
         obj = next((obj for obj, given in zip(read, op.inputs, strict=True) if given == save.value), -1)
-        around = save.call != op.call and save.call in self._stack
-        if obj < 0 or around:
-            obj = self._views.sees_at(save.value, self._stack.index(save.call) + 1 if around else len(self._stack))
+        if obj < 0:
+            obj = self.sees(save.value)
         self.saved[op.index, save.value] = obj
         objects.saved[obj] = max(objects.saved.get(obj, 0), save.released)
         memory_alone = save.value in op.outputs and self.graph.values[save.value].requires_grad
@@ -371,17 +363,11 @@ class Walk:
 
     # ---- the end
 
-    def _result(self, gradients: Gradients | None) -> Flow:
+    def _result(self) -> Flow:
         objects = self.objects
-        if gradients is None:
-            died = buffer_deaths(objects, self.left)
-        else:
-            died = buffer_deaths(objects, self.left, gradients.passed_on, gradients.outlived)
-        for storage, time in self.graph.carried:  # what the forward before left where this one leaves it
-            left = objects.original_buffer[storage]
-            if left >= 0:
-                objects.new_buffer(storage, objects.buffer_device[left], objects.buffer_bytes[left], 0)
-                died.append(time)
+        died = buffer_deaths(objects, self.left)
+        for storage in self.graph.kept:  # what the forward before left where this one leaves it
+            objects.buffer_born[objects.original_buffer[storage]] = 0
         buffers, copies = columns(objects, died)
         order = [module.path for module in self.graph.modules]
         called = {call.path for call in self.graph.calls}

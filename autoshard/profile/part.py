@@ -5,7 +5,7 @@
 
 Which tensors have rows of the batch follows from the inputs that have: what is computed from them has rows too, if its
 number of elements can be divided by theirs, and so has what is repeated for every row (learned queries). A gradient has
-rows if that of which it is the gradient has: autograd's graph says of what is sent from node to node whose it is.
+rows if that of which it is the gradient has.
 """
 
 from collections.abc import Sequence
@@ -145,7 +145,6 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     gradients = {graph.values[value].storage for _, value in graph.gradients}
     carrying_storages = {graph.values[value].storage for value in carrying}
     reads = set(carrying)  # what depends on rows, also where it has none itself: a loss
-    gradient_of = _gradient_of(graph)
     for op in graph.ops:
         depends = not reads.isdisjoint(op.inputs)
         if op.backward and not op.inputs and op.forward >= 0:  # indices, or zeros that a gradient is put into
@@ -163,7 +162,7 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
             elements = prod(row.shape)
             if elements == 0 or elements % size != 0:
                 continue
-            if row.storage in carrying_storages or (made_here and _has_rows(graph, op, value, carrying, gradient_of)):
+            if row.storage in carrying_storages or (made_here and _has_rows(graph, op, value, carrying)):
                 carrying.add(value)
                 if not repeated:
                     carrying_storages.add(row.storage)
@@ -195,31 +194,18 @@ def _made_of_nothing(graph: ModelGraph, carrying: set[int]) -> set[int]:
     return found
 
 
-def _gradient_of(graph: ModelGraph) -> dict[int, list[int]]:
-    """Storage -> the values of the forward whose gradients are in it, where that is known."""
-    found: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        for edge in node.edges:
-            if edge.read >= 0:
-                sums = graph.ops[edge.sum].outputs if edge.sum >= 0 else ()
-                for value in (edge.value, *sums):
-                    found.setdefault(graph.values[value].storage, []).append(edge.read)
-    return found
+def _has_rows(graph: ModelGraph, op: Op, value: int, carrying: set[int]) -> bool:
+    """Whether an output has rows: in backward, if it is as large as a tensor of its forward op that has.
 
-
-def _has_rows(graph: ModelGraph, op: Op, value: int, carrying: set[int], gradient_of: dict[int, list[int]]) -> bool:
-    """Whether an output has rows: in backward, if that has of which it is the gradient.
-
-    Of what a node makes on the way to that nothing says it: it has, unless it is as large as a tensor of the forward op
-    that has none.
+    If others without rows are as large, it has where an op reads both: a weight, and a gradient with rows. What reads
+    gradients and activations alone sums over rows.
     """
-    if not op.backward:
-        return True
-    if (read := gradient_of.get(graph.values[value].storage)) is not None:
-        return not carrying.isdisjoint(read)
-    if op.forward < 0:
+    if not op.backward or op.forward < 0:
         return True
     forward = graph.ops[op.forward]
     elements = prod(graph.values[value].shape)
-    touched = (*forward.inputs, *forward.outputs)
-    return not any(prod(graph.values[one].shape) == elements for one in touched if one not in carrying)
+    alike = [one for one in (*forward.inputs, *forward.outputs) if prod(graph.values[one].shape) == elements]
+    if all(one in carrying for one in alike):
+        return True
+    read = [one in carrying for one in op.inputs]
+    return any(one in carrying for one in alike) and any(read) and not all(read)

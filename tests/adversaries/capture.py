@@ -175,39 +175,6 @@ class CachedFunction(Two):
         return super().forward(x) + frequencies(x.shape[-1])
 
 
-def seen_shapes(x, seen=[]):  # noqa: B006
-    seen.append(tuple(x.shape))
-    return x
-
-
-@watched(lambda _: described(seen_shapes.__defaults__), lambda: seen_shapes.__defaults__[0].clear())
-class DefaultArgument(Two):
-    """Appends to a list that is a default argument."""
-
-    def forward(self, x):
-        return super().forward(seen_shapes(x))
-
-
-class Counter:
-    __slots__ = ("last", "number")
-
-    def __init__(self) -> None:
-        self.number, self.last = 0, None
-
-
-COUNTER = Counter()
-
-
-@watched(lambda _: (COUNTER.number, described(COUNTER.last)), COUNTER.__init__)
-class ObjectWithSlots(Two):
-    """Counts in an object with slots that lives outside of it."""
-
-    def forward(self, x):
-        COUNTER.number += 1
-        COUNTER.last = x
-        return super().forward(x)
-
-
 RECENT: deque[Any] = deque(maxlen=2)
 
 

@@ -4,12 +4,9 @@ import contextlib
 import contextvars
 import functools
 import gc
-import itertools
-import logging
-import queue
 import random
 import threading
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -221,51 +218,22 @@ def test_no_tensor_without_values_is_handed_to_the_next_forward(way, stop):
     assert torch.equal(model(x), x + model.weight * 3)
 
 
-class Shelf:
-    kept = None
+KEPT: list = [None]
 
 
-class KeepsInClass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
+class KeepsOutside(nn.Module):
     def forward(self, x):
-        Shelf.kept = self.weight * 2
-        return x + Shelf.kept
-
-
-def test_what_a_class_keeps_is_taken_back():
-    model, x = KeepsInClass(), torch.randn(3, 4)
-    assert capture(model, x).level == "fake" and Shelf.kept is None
-
-
-def receives():
-    while True:
-        kept = yield
-        yield kept
-
-
-RECEIVER = receives()
-
-
-class KeepsInGenerator(nn.Module):
-    def forward(self, x):
-        next(RECEIVER)
-        RECEIVER.send(x * 2)
+        keep(x * 2)
         return x
 
 
-@pytest.mark.parametrize("fail", [False, True])
-def test_what_cannot_be_taken_back_is_refused_with_its_name(fail):
-    class Model(KeepsInGenerator):
-        def forward(self, x):
-            if (super().forward(x) * 2).sum() > 0 and fail:
-                return x
-            return x
+def keep(x):
+    KEPT[0] = x
 
-    with pytest.raises(CaptureError, match=r"kept as 'RECEIVER' of the file .*, in a generator"):
-        capture(Model() if fail else KeepsInGenerator(), torch.randn(1 << 12, 1 << 11), level="fake")
+
+def test_what_is_kept_outside_of_the_model_is_refused_with_its_maker():
+    with pytest.raises(CaptureError, match=r"that aten.mul.Tensor made in the model was kept outside .* once before"):
+        capture(KeepsOutside(), torch.randn(1 << 12, 1 << 11), level="fake")
 
 
 @pytest.mark.parametrize("level", ["fake", "real"])
@@ -292,73 +260,23 @@ def test_tensors_elsewhere_have_their_values_versions_and_gradients():
 
     model = Model()
     weight, table = model.hidden
-    values, version = table.data_ptr(), table._version
+    values = table.data_ptr()
     capture(model, torch.randn(3, 4), workload=Workload(mode="training"))
     assert model.hidden[0] is weight and weight.grad is None
-    assert table.shape == (2, 4) and not table.any() and (table.data_ptr(), table._version) == (values, version)
-
-
-def fresh():
-    return {
-        "generator": (number for number in range(1, 1000)),
-        "count": itertools.count(1),
-        "iterator": iter([1.0] * 100),
-    }
-
-
-ONWARD = fresh()
-
-
-@pytest.mark.parametrize("name", ONWARD)
-def test_what_is_used_up_is_refused_with_its_name(name):
-    class Model(nn.Module):
-        def forward(self, x):
-            return x * next(ONWARD[name])
-
-    class Honest(nn.Module):
-        def forward(self, x):
-            return x * len(ONWARD)
-
-    ONWARD.update(fresh())
-    assert capture(Honest(), torch.ones(3))
-    with pytest.raises(CaptureError, match=r"Model uses a .*(generator|count|iterator).* has moved on"):
-        capture(Model(), torch.ones(3))
-
-
-LOG = logging.getLogger("a log of a model")
-
-
-def test_logs_and_bound_arguments_are_as_they_were():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.note = functools.partial(list.append, [])
-
-        def forward(self, x):
-            LOG.addHandler(logging.NullHandler())
-            LOG.setLevel(logging.CRITICAL)
-            self.note(x)
-            return x * 2
-
-    model, level = Model(), LOG.level
-    capture(model, torch.ones(3))
-    assert LOG.handlers == [] and LOG.level == level and model.note.args == ([],)
+    assert table.shape == (2, 4) and not table.any() and table.data_ptr() == values
 
 
 VARIABLE = contextvars.ContextVar("VARIABLE")
-LISTED = contextvars.ContextVar("LISTED")
 
 
 def test_context_variables_are_as_they_were():
     class Model(nn.Module):
         def forward(self, x):
             VARIABLE.set(x * 2)
-            LISTED.get().append(x)
             return VARIABLE.get()
 
-    LISTED.set([])
     capture(Model(), torch.ones(3))
-    assert VARIABLE.get(None) is None and LISTED.get() == []
+    assert VARIABLE.get(None) is None
 
 
 class Threaded(nn.Module):
@@ -367,57 +285,18 @@ class Threaded(nn.Module):
         self.layer, self.way = nn.Linear(4, 4), way
 
     def forward(self, x):
-        found = []
-        if self.way == "pool":
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(self.layer, x).result()
-        if self.way == "process":
-            with ProcessPoolExecutor(1) as pool:
-                return self.layer(x) + pool.submit(int, "3").result()
-        if self.way == "queue":
-            TASKS.put((functools.partial(torch.relu, x @ self.layer.weight), found))
-            TASKS.join()
-            return self.layer(found[0])
-        work = {"function": lambda: found.append(torch.relu(x)), "number": lambda: found.append(2)}[self.way]
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return self.layer(x) * found[0]
+        with ThreadPoolExecutor(1) as pool:
+            work = {"module": self.layer, "function": torch.relu, "number": len}[self.way]
+            return self.layer(x) * pool.submit(work, x).result()
 
 
-TASKS = queue.Queue()
-
-
-def work_off():
-    while True:
-        task, found = TASKS.get()
-        found.append(task())
-        del task, found
-        TASKS.task_done()
-
-
-@pytest.mark.parametrize("level", [None, "real"])
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        ("pool", "layer was called in another thread"),
-        ("process", "another process at .*test_untouched.py:"),
-        ("function", "thread started at .*test_untouched.py:"),
-        ("queue", "in another thread or with modes switched off"),
-    ],
-)
-def test_work_of_other_threads_is_refused_by_name(way, message, level):
-    if way == "queue":
-        if level == "real":
-            pytest.skip("nothing tells a tensor that another thread made from one that was there")
-        threading.Thread(target=work_off, daemon=True).start()
-    with pytest.raises(CaptureError, match=message):
-        capture(Threaded(way), torch.ones(2, 4), level=level)
-
-
-def test_threads_without_tensors_are_none_of_its_business():
-    assert sum(op.flops for op in capture(Threaded("number"), torch.ones(2, 4)).ops)
-    assert not vars(threading.Thread)["start"].__closure__
+@pytest.mark.parametrize("way", ["module", "function", "number"])
+def test_work_of_other_threads_is_refused(way):
+    if way == "number":
+        assert capture(Threaded(way), torch.ones(2, 4)).ops
+        return
+    with pytest.raises(CaptureError, match="another thread"):
+        capture(Threaded(way), torch.ones(2, 4))
 
 
 def test_models_of_other_threads_are_as_they_were():

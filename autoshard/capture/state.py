@@ -1,0 +1,262 @@
+"""What a model holds is noted before a run, and put back after it where it changed.
+
+    module ─▶ attributes, lists, dicts, sets, objects, tensors in them        the same objects in the same places
+       ├─ hooks ─▶ closures                                                   outputs.append(…) is undone
+       └─ class ─▶ its attributes, and what its methods mention               TABLE["a"] is what it was
+
+What nobody finds in this way (names of a file that are bound anew, slots, what functions called by methods mention) is
+left alone: if a tensor without values is kept there, the capture is refused.
+"""
+
+import functools
+import sys
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_not
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.torch_private import no_modes
+
+_CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autoshard", "pytest", "_pytest"}
+"""Packages whose objects keep what is their own business."""
+_CACHE = type(functools.lru_cache(len))
+_HOLDERS = (dict, list, set, deque, _CACHE)
+_PLAIN = (torch.Tensor, nn.Parameter)
+_ABSENT: Any = object()
+
+
+class State:
+    """What a model and its arguments hold, as it is when this is made."""
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        self._seen: set[int] = set()
+        self._kinds: dict[Any, Callable[[Any], Iterable[Any]] | None] = {}
+        self._found: list[Any] = []  # objects that were seen: they keep their addresses
+        self._dicts: list[tuple[Any, dict[Any, Any]]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
+        self._caches: list[tuple[Any, int]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, bool]] = []
+        self._dtype = torch.get_default_dtype()
+        with no_modes():
+            self._walk([model, given])
+
+    # ---- before
+
+    def _walk(self, todo: list[Any]) -> None:
+        kinds, seen = self._kinds, self._seen
+        while todo:
+            item = todo.pop()
+            kind = type(item)
+            if kind not in kinds:
+                kinds[kind] = self._look(kind)
+                todo += self._class(kind)
+            look = kinds[kind]
+            if look is not None and id(item) not in seen:
+                seen.add(id(item))
+                self._found.append(item)
+                todo += [part for part in look(item) if kinds.get(type(part), _ABSENT) is not None]
+
+    def _look(self, kind: Any) -> Callable[[Any], Iterable[Any]] | None:
+        """How to look into objects of a class; None where nobody does."""
+        looks: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+            (torch.Tensor, self._tensor),
+            (dict, self._dict),
+            ((list, set, deque), self._list),
+            ((tuple, frozenset), tuple),
+            (FunctionType, self._function),
+            (MethodType, lambda item: (item.__self__, item.__func__)),
+            (functools.partial, lambda item: (item.func, item.args, item.keywords)),
+            (CellType, self._cell),
+            (_CACHE, self._cache),
+            (torch.Generator, self._generator),
+        )
+        look = next((look for bases, look in looks if issubclass(kind, bases)), None)
+        if issubclass(kind, (type, torch.Tensor)) or not (issubclass(kind, nn.Module) or _is_open(kind)):
+            return look
+        return lambda item: [*(look(item) if look else ()), _own(item)]
+
+    def _tensor(self, item: torch.Tensor) -> list[Any]:
+        plain = type(item) in _PLAIN and item.layout is torch.strided and not item.is_nested
+        grad = item.grad if item.is_leaf else None
+        self._tensors.append((item, item.data if plain else None, _version(item), grad, item.requires_grad))
+        return [grad, vars(item) or None]
+
+    def _dict(self, item: Any) -> Iterable[Any]:
+        contents = dict(dict.items(item))
+        self._dicts.append((item, contents))
+        return contents.values()
+
+    def _list(self, item: Any) -> list[Any]:
+        contents = list(_base(item).__iter__(item))
+        self._lists.append((item, contents))
+        return contents
+
+    def _function(self, item: FunctionType) -> list[Any]:
+        """What a function can put something into: its closure, default arguments, and containers of its file."""
+        named = [item.__globals__.get(name) for name in item.__code__.co_names]
+        holders = [value for value in named if isinstance(value, _HOLDERS)]
+        return [*(item.__closure__ or ()), *(item.__defaults__ or ()), *holders]
+
+    def _cell(self, item: CellType) -> tuple:
+        value = _content(item)
+        self._cells.append((item, value))
+        return (value,)
+
+    def _cache(self, item: Any) -> tuple:
+        self._caches.append((item, item.cache_info().misses))
+        return ()
+
+    def _generator(self, item: torch.Generator) -> tuple:
+        self._generators.append((item, item.get_state()))
+        return ()
+
+    def _class(self, kind: Any) -> list[Any]:
+        """The attributes of a class of users and of those behind it."""
+        found: list[Any] = []
+        for base in kind.__mro__:
+            if _is_open(base) and id(base) not in self._seen:
+                self._seen.add(id(base))
+                names = _attributes_of(base)
+                self._classes.append((base, names))
+                found += names.values()
+                found += [one for one in vars(base).values() if isinstance(one, (FunctionType, _CACHE))]
+        return found
+
+    # ---- after
+
+    def put_back(self) -> None:
+        """Put back what changed, except what was written into the memory of tensors."""
+        with no_modes(), torch.no_grad():
+            for item, contents in self._dicts:
+                if not _same(dict.values(item), contents.values()) or not _same(dict.keys(item), contents.keys()):
+                    _refill(item, contents)
+            for item, before in self._lists:
+                base = _base(item)
+                if not _same(list(base.__iter__(item)), before):
+                    base.clear(item)
+                    base.update(item, before) if base is set else base.extend(item, before)
+            for cell, value in self._cells:
+                if _content(cell) is not value:
+                    cell.cell_contents = value
+            for kind, names in self._classes:
+                _put_back_class(kind, names)
+            for cache, misses in self._caches:
+                if cache.cache_info().misses != misses:
+                    cache.cache_clear()
+            for generator, state in self._generators:
+                generator.set_state(state)
+            for tensor, alias, _, grad, requires_grad in self._tensors:
+                if alias is not None and not _same_memory(tensor, alias):
+                    tensor.data = alias
+                if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                    tensor.requires_grad_(requires_grad)
+                if tensor.is_leaf and tensor.grad is not grad:
+                    tensor.grad = grad
+        torch.set_default_dtype(self._dtype)
+        self._kinds.clear()  # its functions hold this, and this all it found
+
+    def overwritten(self) -> list[torch.Tensor]:
+        """Tensors that were written in place."""
+        return [item for item, _, version, _, _ in self._tensors if _version(item) != version]
+
+
+@contextmanager
+def as_it_was(model: nn.Module, given: Any) -> Iterator[State]:
+    """Inside, a model may be run; after, what it holds is as it was."""
+    state = State(model, given)
+    try:
+        yield state
+    finally:
+        state.put_back()
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the functions that an error went through had."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]
+
+
+@functools.cache
+def _is_open(kind: Any) -> bool:
+    """Whether objects of a class are looked into: a class of users, not of torch or the standard library."""
+    return kind.__module__.partition(".")[0] not in _CLOSED
+
+
+def _own(item: Any) -> dict[str, Any] | None:
+    try:
+        return object.__getattribute__(item, "__dict__")
+    except AttributeError:  # it has slots only
+        return None
+
+
+def _base(item: Any) -> Any:
+    return next(base for base in (list, set, deque) if isinstance(item, base))
+
+
+def _same(found: Any, noted: Any) -> bool:
+    """Whether the same objects are there in the same order."""
+    return len(found) == len(noted) and not any(map(is_not, found, noted))
+
+
+def _refill(item: Any, contents: dict[Any, Any]) -> None:
+    """Put the contents of a dict back; what did not change is there at any moment, unless the order is another."""
+    base = OrderedDict if isinstance(item, OrderedDict) else dict
+    for key in [key for key in dict.keys(item) if key not in contents]:
+        base.__delitem__(item, key)
+    for key, value in contents.items():
+        if dict.get(item, key, _ABSENT) is not value:
+            base.__setitem__(item, key, value)
+    if not _same(dict.keys(item), contents.keys()):
+        base.clear(item)
+        base.update(item, contents)
+
+
+def _attributes_of(kind: type) -> dict[str, Any]:
+    """Attributes of a class that are neither its methods nor Python's own."""
+    code = (FunctionType, staticmethod, classmethod, property)
+    return {
+        name: value for name, value in vars(kind).items()
+        if not name.startswith("__") and not isinstance(value, code) and not hasattr(type(value), "__get__")
+    }  # fmt: skip
+
+
+def _put_back_class(kind: type, names: dict[str, Any]) -> None:
+    found = _attributes_of(kind)
+    for name in found.keys() - names.keys():
+        type.__delattr__(kind, name)
+    for name, value in names.items():
+        if found.get(name, _ABSENT) is not value:
+            type.__setattr__(kind, name, value)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put there yet
+        return _ABSENT
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    if tensor.shape != alias.shape or tensor.stride() != alias.stride() or tensor.dtype != alias.dtype:
+        return False
+    same = tensor.untyped_storage()._cdata == alias.untyped_storage()._cdata
+    return bool(same and tensor.storage_offset() == alias.storage_offset())
