@@ -65,7 +65,8 @@ def profile(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workl
 
     asked = workload or Workload(assumed=True)
     graph = capture(model, inputs, workload=workload)
-    return replace(profile_graph(graph, asked), source=(model, inputs))
+    with no_collection():
+        return replace(profile_graph(graph, asked), source=(model, inputs))
 
 
 def plan(

@@ -68,11 +68,12 @@ def record_run(
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
+    No garbage is collected, which would end lifetimes at random.
     Raises CaptureError if somebody keeps a tensor without values that it made, or other threads ran parts of it.
     """
     recorder = Recorder(engine, composite=run.composite)
     try:
-        with as_it_was(run.model, (run.args, run.kwargs)):
+        with no_collection(), as_it_was(run.model, (run.args, run.kwargs)):
             # What the model sets in context variables stays in there.
             graph = contextvars.copy_context().run(_recorded, run, recorder, make, level, decode)
         if run.tape is not None:
@@ -289,8 +290,8 @@ def _refuse_generator(model: nn.Module, output: Any) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection inside (it would end lifetimes at random), and random numbers after as if nothing was."""
-    with no_collection(), silenced(), own_random_numbers():
+    """Random numbers after as if nothing was, and no tracebacks of errors that are handled."""
+    with silenced(), own_random_numbers():
         yield
 
 
