@@ -24,6 +24,7 @@ from autoshard.choices import (
     check_choices,
     strategy_named,
 )
+from autoshard.collector import no_collection
 from autoshard.errors import SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan, refuse_priced_alone

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.capture import capture
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.errors import PlanError
 from autoshard.fingerprint import fingerprint
 from autoshard.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors

@@ -7,7 +7,6 @@
 A saved-tensor hook gives autograd a handle in place of the tensor, so the tensor object dies when Python lets go of it.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -21,14 +20,10 @@ from autoshard.errors import CaptureError
 class _Kept:
     """What autograd holds: an alias of the saved tensor, which keeps the memory but not the tensor object."""
 
-    __slots__ = ("alias", "ledger", "origin", "save", "version")
+    __slots__ = ("alias", "ledger", "save")
 
-    def __init__(self, alias: torch.Tensor, origin: weakref.ref | None, ledger: Ledger, save: int) -> None:
-        self.alias = alias
-        self.origin = origin
-        self.version = _version(origin)
-        self.ledger = ledger
-        self.save = save
+    def __init__(self, alias: torch.Tensor, ledger: Ledger, save: int) -> None:
+        self.alias, self.ledger, self.save = alias, ledger, save
 
     def __del__(self) -> None:
         self.ledger.release(self.save)
@@ -39,19 +34,12 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
     ledger = recorder.ledger
 
     def pack(tensor: torch.Tensor) -> _Kept:
-        value, op, origin = recorder.saved(tensor)
-        save = ledger.save(value, op)
+        value, op = recorder.saved(tensor)
         recorder.unpacked = id(tensor)
         # A detached tensor is a view and holds its base, with all of its history; `.data` holds the memory alone.
-        return _Kept(tensor.data, origin, ledger, save)
+        return _Kept(tensor.data, ledger, ledger.save(value, op))
 
     def unpack(kept: _Kept) -> torch.Tensor:
-        version = _version(kept.origin)
-        if version is not None and version != kept.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {kept.alias.dtype} tensor of shape {tuple(kept.alias.shape)}"
-            )
         recorder.unpacked = id(kept.alias)
         return kept.alias
 
@@ -80,9 +68,3 @@ def training_loss(output: Any, name: str) -> torch.Tensor:
             "Plan it with mode='inference', or pass inputs (labels, for example) that make it return a loss."
         )
     return total
-
-
-def _version(origin: weakref.ref | None) -> int | None:
-    """How often the saved tensor was written; None once it is gone (whoever then runs the model is told by torch)."""
-    tensor = origin() if origin is not None else None
-    return None if tensor is None else tensor._version

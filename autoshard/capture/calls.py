@@ -1,26 +1,10 @@
 """Module calls of a run as they begin and end, and what they tell about its phases."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from autoshard.capture.graph import Call
 from autoshard.capture.ledger import Ledger
 from autoshard.errors import CaptureError
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """A call in the making, as `Call`."""
-
-    path: str
-    parent: int
-    begin: int
-    inputs: tuple[int, ...]
-    contained: tuple[int, ...]
-    input_paths: tuple[str, ...]
-    backward: bool
-    end: int = -1
-    outputs: tuple[int, ...] = ()
-    output_paths: tuple[str, ...] = ()
 
 
 class Calls:
@@ -33,7 +17,7 @@ class Calls:
     def __init__(self, ledger: Ledger) -> None:
         self.running: list[int] = []
         self._ledger = ledger
-        self._rows: list[_Row] = []
+        self._rows: list[Call] = []
         self._root = 0
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
 
@@ -60,9 +44,9 @@ class Calls:
         index = len(self._rows)
         if not self.running:
             self._root = index
-        row = _Row(
-            path=path, parent=self.running[-1] if self.running else -1, begin=self._ledger.now, inputs=inputs,
-            contained=contained, input_paths=paths, backward=backward,
+        row = Call(
+            index=index, path=path, parent=self.running[-1] if self.running else -1, begin=self._ledger.now, end=-1,
+            inputs=inputs, outputs=(), contained=contained, input_paths=paths, backward=backward,
         )  # fmt: skip
         self._rows.append(row)
         self.running.append(index)
@@ -72,8 +56,7 @@ class Calls:
         """Close a call, and those inside it that raised."""
         while self.running and self.running[-1] >= index:
             self.running.pop()
-        row = self._rows[index]
-        row.end, row.outputs, row.output_paths = self._ledger.now, outputs, paths
+        self._rows[index] = replace(self._rows[index], end=self._ledger.now, outputs=outputs, output_paths=paths)
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""
@@ -98,26 +81,11 @@ class Calls:
             return [("forward", 0, begins[-1]), step]
         return [("forward", 0, context), ("context", context, begins[-1]), step]
 
-    def _steps(self) -> list[_Row]:
+    def _steps(self) -> list[Call]:
         """Calls of the module that generates: the root, or a part of it to which the root's `generate` hands over."""
         outermost = [row for row in self._rows if row.parent < 0]
         return [row for row in outermost if row.path == outermost[-1].path]
 
     def finished(self) -> tuple[Call, ...]:
-        """Return the rows as they are in a graph."""
-        return tuple(
-            Call(
-                index=index,
-                path=row.path,
-                parent=row.parent,
-                begin=row.begin,
-                end=row.end,
-                inputs=row.inputs,
-                outputs=row.outputs,
-                backward=row.backward,
-                contained=row.contained,
-                input_paths=row.input_paths,
-                output_paths=row.output_paths,
-            )
-            for index, row in enumerate(self._rows)
-        )
+        """Return the rows."""
+        return tuple(self._rows)

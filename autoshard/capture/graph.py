@@ -10,11 +10,15 @@ while op `i` ran. A call with `begin == 7, end == 10` ran ops 7, 8 and 9 (its ow
 Only data here: tuples of frozen rows that point at each other by index, plus the FX graph for replay.
 """
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.fx
+from torch import nn
+
+from autoshard.errors import CaptureError
 
 StorageKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 HOST = -1
@@ -198,6 +202,7 @@ class ModelGraph:
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
         plain: (path, number or text) of what else than tensors the root returned in a forward.
         sealed: (path, class) of objects among its outputs in which tensors are that nobody can replace.
+        model: a weak reference to the model.
         aside: ops that ran where no torch function is overridden: what the runtime of a cut model adds to the model's.
     """
 
@@ -226,10 +231,28 @@ class ModelGraph:
     plain: tuple[tuple[str, Any], ...] = ()
     sealed: tuple[tuple[str, str], ...] = ()
     aside: frozenset[int] = frozenset()
+    model: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
         name = self.modules[0].class_name
         return f"<ModelGraph: {name}, {len(self.modules)} modules, {len(self.tensors)} tensors, {len(self.ops)} ops>"
+
+    def module(self, model: nn.Module | None = None) -> torch.fx.GraphModule:
+        """Make an `fx.GraphModule` of the run, with the parameters and buffers of a model, by default of its own.
+
+        It takes the tensors of the inputs and returns (output tensors, gradients by parameter name). Nodes have
+        `meta["val"]` (on meta), `meta["nn_module_stack"]` and `meta["seq_nr"]` (the index of the op).
+
+        Raises:
+            CaptureError: the model is gone, the graph took branches on invented values, or it reads a constant that was
+                too large to keep.
+        """
+        from autoshard.capture.module import graph_module
+
+        own = model if model is not None or self.model is None else self.model()
+        if own is None:
+            raise CaptureError("the model that was recorded is gone: give one like it, graph.module(model).")
+        return graph_module(self, own)
 
     def with_notes(self, notes: tuple[str, ...]) -> "ModelGraph":
         """The same graph with notes added."""

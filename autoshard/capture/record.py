@@ -113,7 +113,6 @@ class Recorder(DispatchMode):
         self.elsewhere: list[str] = []
         self._lifted: list[tuple[weakref.ref[torch.Tensor], int]] = []  # constants, and their values
         self._overwritten: set[int] = set()  # storages of constants that were written
-        self._detached: weakref.ref | None = None
         self._sequences = Sequences()
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
@@ -161,12 +160,10 @@ class Recorder(DispatchMode):
             self.value_of(args[0])
             return args[0]
         unpacked, self.unpacked = self.unpacked, None
-        if func is _DETACH:
-            if unpacked == id(args[0]):  # autograd wraps up what it got back: the same tensor to everyone else
-                out = self.engine.run(func, traits, [args[0]], args, kwargs)
-                self.ledger.alias(out, self.value_of(args[0]))
-                return out
-            self._detached = weakref.ref(args[0])
+        if func is _DETACH and unpacked == id(args[0]):  # autograd wraps up what it got back: the same to all others
+            out = self.engine.run(func, traits, [args[0]], args, kwargs)
+            self.ledger.alias(out, self.value_of(args[0]))
+            return out
         inputs = tensors_of(args, kwargs)
         values = [self.value_of(tensor) for tensor in inputs]
         if traits.writes or traits.unmarked:
@@ -367,21 +364,20 @@ class Recorder(DispatchMode):
             if len(inputs) > 1 and (self.ledger.now > begin + 1 or inputs != self.ledger.ops[begin].inputs):
                 self.functions.append(Function(begin=begin, end=self.ledger.now, inputs=inputs))
 
-    def saved(self, tensor: torch.Tensor) -> tuple[int, int, weakref.ref | None]:
-        """(value, op that saves it, the tensor itself) of what autograd hands to a pack hook.
+    def saved(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """(value, op that saves it) of what autograd hands to a pack hook.
 
         It hands over the tensor or a detached alias of it; such a `detach` is no op of the model's and is taken back.
         """
         ledger = self.ledger
         value = self.value_of(tensor)
-        origin: weakref.ref | None = weakref.ref(tensor)
         last = ledger.ops[-1] if ledger.ops else None
         if last is not None and last.target is _DETACH and last.outputs == (value,):
             ledger.drop_last_op(tensor)
-            value, origin = last.inputs[0], self._detached
+            value = last.inputs[0]
             ledger.alias(tensor, value)
         # Inputs are saved before their op runs, when its node is already numbered; outputs after.
-        return value, ledger.now if self._sequences.is_ahead(ledger.now) else ledger.now - 1, origin
+        return value, ledger.now if self._sequences.is_ahead(ledger.now) else ledger.now - 1
 
     # ---- module calls
 

@@ -6,6 +6,7 @@ import inspect
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -128,26 +129,19 @@ def _recorded(
         if run.at_end is not None:
             run.at_end(recorder.ledger.find)
         return _graph_of(
-            recorder, seen, level=level, modules=modules, tensors=tensors, inputs=inputs, fingerprint=mark,
-            training=training, sites=sources.found() if isinstance(sources, Sites) else (),
+            recorder, **seen, model=weakref.ref(model), level=level, modules=modules, tensors=tensors, inputs=inputs,
+            fingerprint=mark, training=training, sites=sources.found() if isinstance(sources, Sites) else (),
             measured=frozenset(sources.measured) if isinstance(sources, Sites) else frozenset(),
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What a run gave: values that it returned and left in `.grad`, and when its phases were (see `ModelGraph`)."""
+def _run_model(
+    run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any], decode: Decoding | None
+) -> dict[str, Any]:
+    """Run the forward, or the generation, and the backward; return what `ModelGraph` says of its results and phases.
 
-    outputs: tuple[int, ...]
-    state: tuple[int, ...]
-    phases: tuple[tuple[str, int, int], ...]
-    gradients: dict[str, int]
-    plain: tuple[tuple[str, Any], ...]
-    sealed: tuple[tuple[str, str], ...]
-
-
-def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any], decode: Decoding | None) -> _Seen:
-    """Run the forward, or the generation, and the backward; what is alive at the end stays so in the ledger."""
+    What is alive at the end stays so in the ledger.
+    """
     model, ledger = run.model, recorder.ledger
     gradients: dict[str, int] = {}
     plain: tuple[tuple[str, Any], ...] = ()
@@ -176,45 +170,26 @@ def _run_model(run: Run, recorder: Recorder, args: tuple, kwargs: dict[str, Any]
     ledger.close()
     found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
     state = tuple(dict.fromkeys(found if decode is None else recorder.state))
-    return _Seen(
-        outputs=outputs, state=state, phases=tuple(phases), gradients=gradients, plain=plain, sealed=sealed
-    )  # fmt: skip
+    return {
+        "outputs": outputs, "state": state, "phases": tuple(phases), "gradients": tuple(gradients.items()),
+        "plain": plain, "sealed": sealed,
+    }  # fmt: skip
 
 
-def _graph_of(recorder: Recorder, seen: _Seen, **about: Any) -> ModelGraph:
-    """Make the graph of what was recorded; `about`: the fields known before the run."""
-    ledger = recorder.ledger
-    ledger.fx_graph.output(
-        (
-            tuple(ledger.nodes[value] for value in seen.outputs),
-            {name: ledger.nodes[value] for name, value in seen.gradients.items()},
-        )
-    )
+def _graph_of(recorder: Recorder, **known: Any) -> ModelGraph:
+    """Make the graph of what was recorded; `known`: fields that are known."""
+    ledger, gradients = recorder.ledger, dict(known["gradients"])
+    outputs = tuple(ledger.nodes[value] for value in known["outputs"])
+    ledger.fx_graph.output((outputs, {name: ledger.nodes[value] for name, value in gradients.items()}))
     for node in ledger.fx_graph.nodes:
         if node.op == "placeholder" and node.meta["value"] in ledger.contents:
             node.meta["content"] = ledger.contents[node.meta["value"]]
-    begins = {name: range(begin, end) for name, begin, end in seen.phases}
-    backward_begin = begins["backward"].start if "backward" in begins else ledger.now
     return ModelGraph(
-        fx_graph=ledger.fx_graph,
-        calls=recorder.calls.finished(),
-        ops=tuple(ledger.ops),
-        values=ledger.values(),
-        storages=ledger.storages(),
-        saves=ledger.saves(),
-        outputs=seen.outputs,
-        state=seen.state,
-        notes=(),
-        phases=seen.phases,
-        backward_begin=backward_begin,
-        gradients=tuple(seen.gradients.items()),
-        functions=tuple(recorder.functions),
-        lasting=recorder.lasting(seen.gradients.values()),
-        plain=seen.plain,
-        sealed=seen.sealed,
-        aside=frozenset(recorder.aside),
-        **about,
-    )
+        fx_graph=ledger.fx_graph, calls=recorder.calls.finished(), ops=tuple(ledger.ops), values=ledger.values(),
+        storages=ledger.storages(), saves=ledger.saves(), notes=(), functions=tuple(recorder.functions),
+        backward_begin=next((begin for name, begin, _ in known["phases"] if name == "backward"), ledger.now),
+        lasting=recorder.lasting(gradients.values()), aside=frozenset(recorder.aside), **known,
+    )  # fmt: skip
 
 
 def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tuple[TensorInfo, ...]:

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.errors import CaptureError
 from autoshard.profile.measure import profile_graph
 from autoshard.workload import Workload
@@ -179,23 +179,6 @@ def test_the_work_of_a_step_grows_with_the_context():
     config = llama().config
     more = config.num_hidden_layers * 2 * 2 * (2 * config.hidden_size * 30)  # layers, products, two FLOPs each, rows
     assert step_flops(40) - step_flops(10) == more
-
-
-def test_what_a_generating_loop_holds_is_of_the_prompt():
-    """Not of the longer context that stands for the steps left out; the state is of that."""
-    ids = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
-    graph = capture(llama(), ids, workload=Workload(new_tokens=40))
-    context, state = graph.uncounted, {graph.values[value].storage for value in graph.state}
-    (step,) = [
-        call.begin for call in graph.calls if call.path == "" and call.begin in context and call.begin > context.start
-    ][1:]
-    held = [s for s in graph.storages if s.died > context.stop and s.born in range(context.start, step)]
-    sizes = [s.nbytes for s in held if s.kind == "activation" and s.index not in state]
-    assert max(sizes) == 2 * 5 * 8  # positions; those of the context are 42 long
-    copied = [v.copy_bytes for v in graph.values if v.storage in {s.index for s in held} - state]
-    assert max(copied) <= 2 * 5 * 8
-    given = [s.nbytes for s in graph.storages if s.kind == "input"]
-    assert given == [2 * 5 * 8, 2 * 5 * 8, 0, 0]  # ids and mask, once
 
 
 @pytest.mark.parametrize("build", [encoder_decoder, speech])

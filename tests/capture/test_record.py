@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from autoshard.capture.capture import capture
 from autoshard.capture.fake import FakeFloats
 from autoshard.capture.graph import HOST, UNKNOWN
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.capture.traits import tensors_of, traits_of
 from autoshard.errors import CaptureError
 from autoshard.workload import Workload
@@ -135,6 +135,19 @@ def test_flops_of_experts_and_recurrence():
         graph = capture(encoder, torch.randn(3, 5, 8))
     matrices = 4 * 8 * 8 + 2 * 8 * 16
     assert sum(op.flops for op in graph.ops) == 2 * 3 * 5 * matrices + 4 * 3 * 5 * 5 * 8
+
+
+def test_a_recorded_run_is_a_module_of_fx():
+    """It lints, other passes read it, and it computes what the model does."""
+    model, x = Small(), torch.randn(3, 4)
+    module = capture(model, x).module()
+    module.graph.lint()
+    (found,), gradients = module(x)
+    assert bitwise(found, model(x)["out"]) and gradients == {}
+    node = next(node for node in module.graph.nodes if node.target is aten.relu.default)
+    assert node.meta["val"].shape == (3, 8) and [path for path, _ in node.meta["nn_module_stack"].values()] == [""]
+    other, _ = torch.fx.Interpreter(capture(Small(), x).module(model)).run(x)
+    assert bitwise(other[0], found)
 
 
 class Twice(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import autoshard
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.check.batch import find_batch_axis
 from autoshard.workload import Workload
 

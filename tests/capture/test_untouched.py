@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.errors import CaptureError
 from autoshard.fingerprint import fingerprint
 from autoshard.workload import Workload

@@ -15,7 +15,7 @@ import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.capture.decode import NO_TOKEN
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.replay import replay
+from autoshard.capture.module import replay
 from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.placement import resolve_homes

@@ -1,0 +1,112 @@
+"""A recorded run as an `fx.GraphModule`, for other tools; and run again with real weights."""
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from autoshard import nested
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.inputs import as_call
+from autoshard.capture.material import Storages, copied
+from autoshard.errors import CaptureError
+from autoshard.packed import named_stored
+
+
+def graph_module(graph: ModelGraph, model: nn.Module) -> torch.fx.GraphModule:
+    """Make a `GraphModule` of a recorded run with the tensors of `model`, as `ModelGraph.module` says."""
+    if graph.level == "invented":
+        raise CaptureError("this graph took branches on invented values: it is good for planning and can't be run.")
+    known, made, nodes = _known_values(graph, model), torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    places = {node.meta["value"]: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
+    for value in dict.fromkeys(graph.inputs):
+        nodes[places[value]] = made.placeholder(places[value].name)
+    held: dict[str, torch.Tensor] = {}
+    for node in graph.fx_graph.nodes:
+        if node.op == "placeholder" and node not in nodes and node.users:
+            if node.meta["value"] not in known:
+                raise CaptureError(
+                    f"the graph reads a constant ({node.name}) that was too large to keep; register it as a buffer."
+                )
+            held[node.name] = known[node.meta["value"]]
+            nodes[node] = made.get_attr(node.name)
+        elif node.op != "placeholder":
+            nodes[node] = made.node_copy(node, nodes.__getitem__)
+    _describe(graph, nodes)
+    return torch.fx.GraphModule(held, made, f"{graph.modules[0].class_name}Graph")
+
+
+def _describe(graph: ModelGraph, nodes: dict[torch.fx.Node, torch.fx.Node]) -> None:
+    """Write the usual `meta` of nodes."""
+    classes = {module.path: module.class_name for module in graph.modules}
+    stacks: list[dict[str, tuple[str, str]]] = []
+    for call in graph.calls:
+        around = stacks[call.parent] if call.parent >= 0 else {}
+        stacks.append({**around, f"{call.path}@{call.index}": (call.path, classes.get(call.path, ""))})
+    for op in graph.ops:
+        if op.node in nodes:
+            values = [graph.values[value] for value in op.outputs]
+            found = [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
+            nodes[op.node].meta.update(
+                val=found[0] if len(found) == 1 else tuple(found), nn_module_stack=stacks[op.call], seq_nr=op.index
+            )
+
+
+def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Run a graph's ops on `model`'s own values and return (output tensors in order, gradients by parameter name).
+
+    Bitwise equal to the model for inputs that take the same branches, given the same random state. The model's tensors
+    and the inputs are not written. Raises as `graph_module` does.
+    """
+    module = graph_module(graph, model)
+    found = [tensor for _, tensor in nested.tensors_in(as_call(inputs, model))]
+    if len(found) != len(graph.inputs):
+        raise CaptureError(f"the graph was captured with {len(graph.inputs)} input tensors, got {len(found)}.")
+    given, storages, written = dict[int, torch.Tensor](), Storages(), _written(graph)
+    for value, tensor in zip(graph.inputs, found, strict=True):
+        given[value] = _own(graph, value, tensor, written, storages)
+    # Some kernels ask whether gradients are enabled. In this order, because leaving inference mode enables them.
+    with torch.inference_mode(False), torch.set_grad_enabled(graph.training):
+        outputs, gradients = _AsRecorded(module).run(*given.values())
+    return list(outputs), dict(gradients)
+
+
+class _AsRecorded(torch.fx.Interpreter):
+    """Gives a fresh result the strides it had in the record, where a fake kernel had promised others."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result, strides = super().run_node(n), n.meta.get("stride")
+        if not isinstance(result, torch.Tensor) or strides in (None, result.stride()) or not result.numel():
+            return result
+        made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+        return made.copy_(result)
+
+
+def _written(graph: ModelGraph) -> set[int]:
+    return {graph.values[value].storage for op in graph.ops for value in op.mutates}
+
+
+def _own(
+    graph: ModelGraph, value: int, tensor: torch.Tensor, written: set[int], storages: Storages
+) -> torch.Tensor:  # fmt: skip
+    return copied(tensor, storages) if graph.values[value].storage in written else tensor.detach()
+
+
+def _known_values(graph: ModelGraph, model: nn.Module) -> dict[int, torch.Tensor]:
+    """What the graph starts from but inputs, by value: parameters, buffers, constants; copies of what it writes."""
+    written, storages = _written(graph), Storages()
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    stored = {f"{name}.{path}": part for name, tensor in tensors.items() for path, part in named_stored(tensor) if path}
+    known = {info.value: _own(graph, info.value, tensors[info.name], written, storages) for info in graph.tensors[::-1]}
+    for node in graph.fx_graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["value"]
+            if node.meta["name"] in stored:
+                known[value] = _own(graph, value, stored[node.meta["name"]], written, storages)
+            if "content" in node.meta:
+                known[value] = node.meta["content"].clone()
+    return known
