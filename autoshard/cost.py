@@ -23,7 +23,7 @@ from autoshard.module_paths import above, is_below
 from autoshard.plan import Plan
 from autoshard.profile.answer import op_counts
 from autoshard.profile.experts import routed_modules
-from autoshard.profile.measure import gradient_surplus, optimizer_step_bytes, trained_sizes
+from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units
 from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
@@ -215,8 +215,7 @@ def _device_estimate(
             own = [nbytes for name, nbytes in sizes if moves.tensor_device[name] == device.name]
             optimizer = sum(_rounded(nbytes, device) for nbytes in own) * OPTIMIZER_STATE_TENSORS[workload.optimizer]
             at_step = _parts_at(moves.steps, device, graph, moves)
-            more = [nbytes for name, nbytes in gradient_surplus(graph) if moves.tensor_device[name] == device.name]
-            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own) + sum(more)
+            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own)
             step = step_bytes(sizes, moves.tensor_device, device, workload.optimizer)
             at_step["activation"] += step
             if sum(at_step.values()) > sum(parts.values()):

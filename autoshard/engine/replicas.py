@@ -192,9 +192,7 @@ class Figures:
         """
         table, block, training = self.rows, device.block_bytes, self.workload.training
         copy = not first and not self.processes and self.count > 1
-        died = table.let_go if (first or copy) and training else table.died
-        died = np.where(table.sent, np.minimum(died, table.backward_begin), died) if copy and training else died
-        live = table.live_bytes(rows, block, died)
+        died, live = table.died, table.live_bytes(rows, block)
         nbytes = table.bytes_of(rows, block)
         alive = (table.born <= live.argmax()) & (live.argmax() < died)
         cache, gradient = (float((nbytes * alive)[mask].sum()) for mask in
@@ -218,7 +216,6 @@ class Figures:
             transfer = (1 - part) * (table.input_bytes + (table.output_bytes if training else 0))
             kept = float(live[table.backward_begin - 1]) - part * (table.input_bytes + table.output_bytes) - cache
             merging = max(0.0, kept) * training + table.input_bytes + 2 * table.output_bytes
-            merging += table.cache_bytes + (1 - part) * table.largest_cache_bytes
             if merging > activation + gradient + transfer:
                 activation, gradient, transfer = merging, 0.0, 0.0
         moments = [left + step] if training and not copy else []
@@ -296,7 +293,7 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     """Inputs from the first device to the others, and outputs back."""
     made = []
     for name, share in zip(names[1:], shares[1:], strict=True):
-        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.returned_bytes)):
+        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.output_bytes)):
             size = round(nbytes * rows.part(share))
             if size:
                 made.append(Transfer(

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, free_storages
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Flow, flow
 from autoshard.plan import Stage
-from autoshard.profile.part import joined_state
 from autoshard.profile.profile import Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
@@ -62,13 +60,11 @@ class StageMemory:
         held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
             `processes` each of these stages has its own.
         runs_again: mask of the forward ops that run a second time.
-
-    `batch`: of a plan for one process, whose parts put caches and attributes together beside the outputs, too.
     """
 
     def __init__(
         self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool,
-        schedule: str = "gpipe", batch: BatchAxis | None = None,
+        schedule: str = "gpipe",
     ) -> None:  # fmt: skip
         self.whole, self.graph, self.staged, self.processes = whole, graph, staged, processes
         self.holds_sent = schedule in ("interleaved", "zero-bubble")
@@ -92,8 +88,6 @@ class StageMemory:
         if processes:  # what is received counts by itself
             self.passing &= ~(rows.copied & (rows.born < begin))
         storages = {graph.values[value].storage for value in graph.outputs}
-        if batch is not None and (self.joined or graph.backward_begin == len(graph.ops)):
-            storages |= {graph.values[value].storage for value in joined_state(whole.graph, batch)}
         self.outputs = _among(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
         is_saved = [place in saved for place in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]

@@ -79,7 +79,7 @@ def stage_figures(
     if processes and staged.problems:  # one process has what all stages write
         raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
     forward, backward, weight = _seconds(part, staged, devices)
-    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule, batch=batch)
+    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule)
     held, training = memory.held, whole.workload.training
     trained = trained_sizes(graph) if training else []
     found = []

@@ -41,8 +41,7 @@ def profile_graph(graph: ModelGraph, workload: Workload) -> Profile:
     peak = resident + int(live.max())
     if workload.training:
         step = optimizer_step_bytes([nbytes for _, nbytes in trained_sizes(graph)], workload.optimizer)
-        gradients = root.gradient_bytes + sum(nbytes for _, nbytes in gradient_surplus(graph))
-        peak = max(peak, resident + gradients + int(live[-1]) + step)
+        peak = max(peak, resident + root.gradient_bytes + int(live[-1]) + step)
     return Profile(
         graph=graph,
         workload=workload,
@@ -120,6 +119,16 @@ def trained_storages(graph: ModelGraph) -> set[int]:
     return {t.storage for t in graph.tensors if t.trainable and t.kind == "parameter" and t.storage in read_storages}
 
 
+def first_saves(graph: ModelGraph) -> dict[int, int]:
+    """Return activation storage -> the op that first saves it for backward."""
+    first: dict[int, int] = {}
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        if graph.storages[storage].kind == "activation":
+            first.setdefault(storage, save.op)
+    return first
+
+
 def trained_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
     """Return (first name, bytes) of every parameter that is trained, in registration order, tied ones once."""
     trained = trained_storages(graph)
@@ -128,20 +137,6 @@ def trained_sizes(graph: ModelGraph) -> list[tuple[str, int]]:
         if tensor.storage in trained:
             sizes.setdefault(tensor.storage, (tensor.name, graph.storages[tensor.storage].nbytes))
     return list(sizes.values())
-
-
-def gradient_surplus(graph: ModelGraph) -> list[tuple[str, int]]:
-    """Return (parameter name, bytes) of memory that a `.grad` keeps beyond itself, if it is a part of something larger.
-
-    torch.cat([a, b])     gradient ██████░░░     a.grad is a view of it, also if b is frozen
-    """
-    own: dict[int, tuple[str, int]] = {}
-    for name, value in graph.gradients:
-        storage = graph.values[value].storage
-        first, nbytes = own.get(storage, (name, 0))
-        own[storage] = first, nbytes + graph.values[value].nbytes
-    more = [(name, graph.storages[storage].nbytes - nbytes) for storage, (name, nbytes) in own.items()]
-    return [(name, nbytes) for name, nbytes in more if nbytes > 0]
 
 
 def optimizer_step_bytes(sizes: Sequence[int], optimizer: str, fused_list: bool = False) -> int:
@@ -237,11 +232,7 @@ def _born_in(graph: ModelGraph, op_rows: list[int], storages: Sequence[int]) -> 
 
 def _saved(graph: ModelGraph, op_rows: list[int]) -> tuple[list[int], list[int]]:
     """Row of the first op that saves each activation storage for backward, and its bytes."""
-    first: dict[int, int] = {}
-    for save in graph.saves:
-        storage = graph.values[save.value].storage
-        if graph.storages[storage].kind == "activation":
-            first.setdefault(storage, save.op)
+    first = first_saves(graph)
     return [op_rows[op] for op in first.values()], [graph.storages[s].nbytes for s in first]
 
 

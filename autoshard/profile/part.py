@@ -120,19 +120,6 @@ def carriers_of_rows(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     return _LATEST.of(graph, batch, lambda: _carriers(graph, batch))
 
 
-def joined_state(graph: ModelGraph, batch: BatchAxis) -> tuple[int, ...]:
-    """The values of state among the outputs (a cache) that parts of the batch put together, the largest one first.
-
-    It is where more was found to go together than what is plainly there. A decode hands its state on, and what is
-    called with state is not divided.
-    """
-    if len(batch.outputs) <= len(graph.outputs) or any(name == "decode" for name, _, _ in graph.phases):
-        return ()
-    carrying = carriers_of_rows(graph, batch)
-    found = {graph.values[value].storage: value for value in reversed(graph.state) if value in carrying}
-    return tuple(sorted(found.values(), key=lambda value: -graph.storages[graph.values[value].storage].nbytes))
-
-
 def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
     size = batch.size
     sizes = {(row.dim, len(coordinates_of(row.axis))) for row in batch.inputs}

@@ -13,7 +13,7 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
 from autoshard.profile.measure import trained_sizes
-from autoshard.profile.part import carriers_of_rows, joined_state
+from autoshard.profile.part import carriers_of_rows
 from autoshard.profile.profile import Profile
 
 
@@ -25,15 +25,11 @@ class Rows:
         size: rows of the batch that was recorded.
         storage, storage_bytes, born, died: [S] activations and inputs, live at ops `born` to `died - 1`.
         carries: [S] has rows.
-        sent: [S] outputs that autograd does not hold: gone where they were made once they are on another device.
-        let_go: [S] when it is gone where only autograd holds it: `died`, but for caches that are put together.
         gradient, cache: [S] what backward leaves in `.grad`; what outlives the forward.
         flops: [ops]; `with_rows`: [ops] FLOPs grow with the rows.
         moved_bytes: [ops], of which `moved_part` has rows.
         dtypes: per op; end: number of ops; backward_begin: the first op of backward.
         input_bytes, output_bytes: of what has rows.
-        joined: values of state among the outputs (a cache) that is put together as they are, the largest one first.
-        cache_bytes, largest_cache_bytes: of all of it, and of the largest one.
         parameter_sizes, buffer_sizes: of every storage. trained: (name, bytes) of what gets a gradient.
     """
 
@@ -43,8 +39,6 @@ class Rows:
     born: np.ndarray
     died: np.ndarray
     carries: np.ndarray
-    sent: np.ndarray
-    let_go: np.ndarray
     gradient: np.ndarray
     cache: np.ndarray
     flops: np.ndarray
@@ -59,14 +53,6 @@ class Rows:
     trained: tuple[tuple[str, int], ...]
     input_bytes: int
     output_bytes: int
-    joined: tuple[int, ...]
-    cache_bytes: int
-    largest_cache_bytes: int
-
-    @property
-    def returned_bytes(self) -> int:
-        """What replicas send back."""
-        return self.output_bytes + self.cache_bytes
 
     def part(self, rows: int) -> float:
         """Which part of the batch so many rows are."""
@@ -77,18 +63,13 @@ class Rows:
         scaled = np.where(self.carries, np.ceil(self.storage_bytes * self.part(rows)), self.storage_bytes)
         return _rounded(scaled, block_bytes)
 
-    def live_bytes(self, rows: int, block_bytes: int = 1, died: np.ndarray | None = None) -> np.ndarray:
-        """[ops + 1] bytes of inputs and activations at every op and after the last; `died`: other times."""
-        nbytes = self.bytes_of(rows, block_bytes)
-        return live_between(self.born, self.died if died is None else died, nbytes, self.end + 1)
-
-
-def live_between(born: np.ndarray, died: np.ndarray, nbytes: np.ndarray, times: int) -> np.ndarray:
-    """[times] bytes that live at each time, from when they are born to before they died."""
-    change = np.zeros(times + 1)
-    np.add.at(change, born, nbytes)
-    np.subtract.at(change, np.minimum(died, times), nbytes)
-    return np.cumsum(change)[:times]
+    def live_bytes(self, rows: int, block_bytes: int = 1) -> np.ndarray:
+        """[ops + 1] bytes of inputs and activations at every op and after the last."""
+        nbytes, times = self.bytes_of(rows, block_bytes), self.end + 1
+        change = np.zeros(times + 1)
+        np.add.at(change, self.born, nbytes)
+        np.subtract.at(change, np.minimum(self.died, times), nbytes)
+        return np.cumsum(change)[:times]
 
 
 _LATEST = Latest[Rows]()
@@ -109,8 +90,6 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     end, uncounted = len(graph.ops), graph.uncounted
     held = {graph.values[value].storage for value in graph.held}
     state = {graph.values[value].storage for value in graph.state}
-    saved = {graph.values[save.value].storage for save in graph.saves}
-    sent = {graph.values[value].storage for value in graph.outputs} - saved - state
     lives = [(s, born, died) for s, born, died in graph.lives() if s.born not in uncounted and s.died > max(s.born, 0)]
     rows = [s for s, _, _ in lives]
     own = [graph.storages[s] for s in dict.fromkeys(tensor.storage for tensor in graph.tensors)]
@@ -119,13 +98,6 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
     moved = np.array(profile.op_bytes, np.float64)
     outputs = dict.fromkeys(graph.values[value].storage for value in graph.outputs if value in carrying)
     inputs = dict.fromkeys(graph.values[value].storage for value in graph.inputs if value in carrying)
-    joined = joined_state(graph, batch)
-    caches = [graph.storages[graph.values[value].storage].nbytes for value in joined]
-    held_until = {graph.values[value].storage: graph.backward_begin for value in joined}
-    for save in graph.saves:
-        storage = graph.values[save.value].storage
-        if storage in held_until:
-            held_until[storage] = max(held_until[storage], save.released)
     return Rows(
         size=batch.size,
         storage=np.array([s.index for s in rows], np.int64),
@@ -133,8 +105,6 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         born=np.array([born for _, born, _ in lives], np.int64),
         died=np.array([died for _, _, died in lives], np.int64),
         carries=np.array([of_storage[s.index] for s in rows], bool),
-        sent=np.array([s.index in sent and s.kind == "activation" for s in rows], bool),
-        let_go=np.array([min(died, held_until.get(s.index, died)) for s, _, died in lives], np.int64),
         gradient=np.array(
             [graph.backward_begin <= s.born and s.died >= end and s.index not in held for s in rows], bool
         ),
@@ -151,9 +121,6 @@ def _by_rows(profile: Profile, batch: BatchAxis) -> Rows:
         trained=tuple(trained_sizes(graph)) if profile.workload.training else (),
         input_bytes=sum(graph.storages[s].nbytes for s in inputs),
         output_bytes=sum(graph.storages[s].nbytes for s in outputs),
-        joined=joined,
-        cache_bytes=sum(caches),
-        largest_cache_bytes=max(caches, default=0),
     )
 
 

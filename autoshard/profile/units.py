@@ -16,7 +16,7 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.module_paths import parent
-from autoshard.profile.measure import live_bytes, optimizer_step_bytes, trained_storages
+from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_storages
 from autoshard.profile.profile import Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
@@ -174,16 +174,6 @@ def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) ->
     return weights + np.maximum(exchanged, saved), weights + np.maximum(exchanged + step, saved)
 
 
-def first_saves(graph: ModelGraph) -> dict[int, int]:
-    """Activation storage -> the op that first saves it for backward."""
-    first: dict[int, int] = {}
-    for save in graph.saves:
-        storage = graph.values[save.value].storage
-        if graph.storages[storage].kind == "activation":
-            first.setdefault(storage, save.op)
-    return first
-
-
 def _transient(profile: Profile, count: int, op_unit: np.ndarray) -> np.ndarray:
     """Live activation bytes at every op, less those counted as resident, at their most per unit."""
     graph = profile.graph
@@ -200,10 +190,13 @@ def _transient(profile: Profile, count: int, op_unit: np.ndarray) -> np.ndarray:
     if end:
         np.maximum.at(most, op_unit, np.maximum(live - np.cumsum(change)[:end], 0))
     if profile.workload.training:
-        trained = trained_storages(graph)
+        trained, sizes = trained_storages(graph), dict[str, dict[int, int]]()
+        for tensor in graph.tensors:
+            if tensor.storage in trained:
+                sizes.setdefault(tensor.module, {})[tensor.storage] = tensor.nbytes
         for i, module in enumerate(_modules_in_order(graph)):
-            sizes = {t.storage: t.nbytes for t in graph.tensors if t.module == module and t.storage in trained}
-            most[i] = max(most[i], optimizer_step_bytes(list(sizes.values()), profile.workload.optimizer))
+            step = optimizer_step_bytes(list(sizes.get(module, {}).values()), profile.workload.optimizer)
+            most[i] = max(most[i], step)
     return most
 
 

@@ -229,7 +229,7 @@ class Task:
         for device, share in zip(devices[1:], rows[1:], strict=True):
             part = self.rows.part(share)
             for source, target, nbytes in (
-                (first, device.name, self.rows.input_bytes), (device.name, first, self.rows.returned_bytes),
+                (first, device.name, self.rows.input_bytes), (device.name, first, self.rows.output_bytes),
             ):  # fmt: skip
                 total += self.cluster.link(source, target).seconds(nbytes * part) if nbytes else 0.0
         return total

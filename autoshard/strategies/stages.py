@@ -21,9 +21,9 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cost import op_seconds, optimizer_seconds, tensor_units, weight_bytes
 from autoshard.engine.stages import weight_ops
-from autoshard.profile.measure import trained_sizes
+from autoshard.profile.measure import first_saves, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, find_units, first_saves
+from autoshard.profile.units import Units, find_units
 from autoshard.schedules.orders import Order, in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.levels import cut_depths
