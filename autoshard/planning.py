@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,9 +180,9 @@ def _made(request: Request, strategy: str) -> Plan:
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
-    from autoshard.capture.untouched import untouched
+    from autoshard.capture.state import undisturbed
 
-    return untouched(request.model, request.inputs, partial(makers[strategy], request))
+    return undisturbed(request.model, request.inputs, partial(makers[strategy], request))
 
 
 def _saying_what_is_free(plan: Plan, request: Request) -> Plan:
@@ -236,7 +236,7 @@ def largest_plan(
 
 def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
-    from autoshard.capture.untouched import untouched
+    from autoshard.capture.state import undisturbed
     from autoshard.strategies.compare import compare as price_all
 
     def compared() -> "Comparison":
@@ -245,7 +245,7 @@ def compare(request: Request) -> "Comparison":
         )
 
     with no_collection():  # graphs are large and stay: 0.3 s of 1.5 for 70 billion parameters
-        return untouched(request.model, request.inputs, compared)
+        return undisturbed(request.model, request.inputs, compared)
 
 
 def _auto(request: Request) -> Plan:

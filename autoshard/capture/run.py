@@ -1,6 +1,5 @@
 """One recorded run of a model under one engine: forward, loss, backward, and the graph made of what was seen."""
 
-import contextvars
 import copy
 import inspect
 import random
@@ -10,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import Engine, Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
-from autoshard.capture.state import as_it_was, clear_frames
+from autoshard.capture.state import clear_frames, undisturbed
 from autoshard.capture.tape import Tape
 from autoshard.capture.threads import watched_threads
 from autoshard.collector import no_collection
@@ -74,9 +74,9 @@ def record_run(
     """
     recorder = Recorder(engine, composite=run.composite)
     try:
-        with no_collection(), as_it_was(run.model, (run.args, run.kwargs)):
-            # What the model sets in context variables stays in there.
-            graph = contextvars.copy_context().run(_recorded, run, recorder, make, level, decode)
+        with no_collection():
+            recorded = partial(_recorded, run, recorder, make, level, decode)
+            graph = undisturbed(run.model, (run.args, run.kwargs), recorded)
         if run.tape is not None:
             run.tape.let_go()
         recorder.refuse_elsewhere()

@@ -8,21 +8,22 @@ What nobody finds in this way (names of a file that are bound anew, slots, what 
 left alone: if a tensor without values is kept there, the capture is refused.
 """
 
+import contextvars
 import functools
 import sys
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from operator import is_not
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from autoshard.torch_private import no_modes
 
+Made = TypeVar("Made")
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autoshard", "pytest", "_pytest"}
 """Packages whose objects keep what is their own business."""
 _CACHE = type(functools.lru_cache(len))
@@ -44,7 +45,7 @@ class State:
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._caches: list[tuple[Any, int]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, bool]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]] = []
         self._dtype = torch.get_default_dtype()
         with no_modes():
             self._walk([model, given])
@@ -87,7 +88,7 @@ class State:
     def _tensor(self, item: torch.Tensor) -> list[Any]:
         plain = type(item) in _PLAIN and item.layout is torch.strided and not item.is_nested
         grad = item.grad if item.is_leaf else None
-        self._tensors.append((item, item.data if plain else None, _version(item), grad, item.requires_grad))
+        self._tensors.append((item, item.data if plain else None, grad, item.requires_grad))
         return [grad, vars(item) or None]
 
     def _dict(self, item: Any) -> Iterable[Any]:
@@ -154,7 +155,7 @@ class State:
                     cache.cache_clear()
             for generator, state in self._generators:
                 generator.set_state(state)
-            for tensor, alias, _, grad, requires_grad in self._tensors:
+            for tensor, alias, grad, requires_grad in self._tensors:
                 if alias is not None and not _same_memory(tensor, alias):
                     tensor.data = alias
                 if tensor.is_leaf and tensor.requires_grad != requires_grad:
@@ -164,17 +165,12 @@ class State:
         torch.set_default_dtype(self._dtype)
         self._kinds.clear()  # its functions hold this, and this all it found
 
-    def overwritten(self) -> list[torch.Tensor]:
-        """Tensors that were written in place."""
-        return [item for item, _, version, _, _ in self._tensors if _version(item) != version]
 
-
-@contextmanager
-def as_it_was(model: nn.Module, given: Any) -> Iterator[State]:
-    """Inside, a model may be run; after, what it holds is as it was."""
+def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
+    """Return `run()`, after which what a model and its arguments hold is as it was, and context variables are."""
     state = State(model, given)
     try:
-        yield state
+        return contextvars.copy_context().run(run)
     finally:
         state.put_back()
 
@@ -249,10 +245,6 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing was put there yet
         return _ABSENT
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
