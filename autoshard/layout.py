@@ -32,16 +32,3 @@ def gapped_strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
             if strides[dim] <= stride:
                 small[single] = small[dim] * (shape[dim] if stride >= strides[dim] * shape[dim] else 1)
     return tuple(small) if gaps else None
-
-
-def copied_bytes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    """Return what a copy takes: expanded dimensions are copied once, slices with their gaps."""
-    shape = tuple(1 if stride == 0 and size > 1 else size for size, stride in zip(shape, strides, strict=True))
-    small = gapped_strides(shape, strides, itemsize)
-    elements = 1
-    if small is None or 0 in shape:
-        for size in shape:
-            elements *= size
-    else:
-        elements += sum((size - 1) * stride for size, stride in zip(shape, small, strict=True))
-    return elements * itemsize

@@ -45,8 +45,7 @@ class Storage:
 class Value:
     """One tensor object: made by `op` (-1: parameter, buffer, input or constant), seen by Python until `died`.
 
-    `nbytes` is numel * itemsize; the storage may be larger (it is a view) or smaller (expanded). `copy_bytes` is what a
-    copy of it on another device takes (see `layout.py`). -1: as `nbytes`.
+    `nbytes` is numel * itemsize; the storage may be larger (it is a view) or smaller (expanded).
     """
 
     index: int
@@ -57,7 +56,6 @@ class Value:
     dtype: torch.dtype
     nbytes: int
     requires_grad: bool = False
-    copy_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +234,11 @@ class ModelGraph:
     def __repr__(self) -> str:
         name = self.modules[0].class_name
         return f"<ModelGraph: {name}, {len(self.modules)} modules, {len(self.tensors)} tensors, {len(self.ops)} ops>"
+
+    def copied_bytes(self, value: int) -> int:
+        """What a copy of a value takes on another device: what is expanded is copied once."""
+        row = self.values[value]
+        return min(row.nbytes, self.storages[row.storage].nbytes)
 
     def module(self, model: nn.Module | None = None) -> torch.fx.GraphModule:
         """Make an `fx.GraphModule` of the run, with the parameters and buffers of a model, by default of its own.

@@ -13,8 +13,7 @@ import torch
 import torch.fx
 
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
-from autoshard.layout import copied_bytes
-from autoshard.packed import is_packed, stored_bytes, stored_tensors
+from autoshard.packed import stored_bytes, stored_tensors
 from autoshard.torch_private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -75,15 +74,12 @@ class Ledger:
             whole = tensor.untyped_storage()
             known = self._storage_refs.get(whole._cdata)
             storage = self._new_storage([whole], born, kind, name) if known is None else known.row
-            strides = tensor.stride()
-            copied = nbytes if tensor.is_contiguous() else copied_bytes(shape, strides, tensor.element_size())
         else:
             shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
             nbytes = stored_bytes(tensor)
             storage = self._storage_of(tensor, nbytes, born, kind, name)
-            copied = _copy_bytes(tensor, nbytes)
         self._tensor_refs[ref.key] = ref
-        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False, copied])
+        self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False])
         self.nodes.append(node)
         return row
 
@@ -149,9 +145,8 @@ class Ledger:
                 dtype=dtype,
                 nbytes=nbytes,
                 requires_grad=grad,
-                copy_bytes=copied,
             )
-            for index, (storage, op, died, shape, dtype, nbytes, grad, copied) in enumerate(self._values)
+            for index, (storage, op, died, shape, dtype, nbytes, grad) in enumerate(self._values)
         )
 
     def alive(self) -> tuple[int, ...]:
@@ -215,12 +210,3 @@ class Ledger:
             del self._storage_refs[ref.key]
         if not self._closed:
             self._storages[ref.row][3] = len(self.ops)
-
-
-def _copy_bytes(tensor: torch.Tensor, nbytes: int) -> int:
-    """What a copy of a tensor takes on another device."""
-    if is_packed(tensor):
-        return sum(_copy_bytes(stored, stored_bytes(stored)) for stored in stored_tensors(tensor))
-    if tensor.layout is not torch.strided or tensor.is_nested or not nbytes or tensor.is_contiguous():
-        return nbytes
-    return copied_bytes(tuple(tensor.shape), tensor.stride(), tensor.element_size())

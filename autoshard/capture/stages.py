@@ -91,11 +91,6 @@ def _draws(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
-def stage_of_ops(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> list[int]:
-    """Return the stage of every op. Raises `PlanError` if a parameter or buffer is in no stage."""
-    return _Division(graph, stages).op_stage
-
-
 def divide(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> Staged:
     """Divide a recorded run; `stages`: per stage the paths of modules or tensors, which don't overlap.
 

@@ -143,7 +143,7 @@ def borders_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[Border, .
     outputs = set(graph.outputs)
     for crossing in staged.crossings:
         row = graph.values[crossing.value]
-        nbytes = row.nbytes if row.copy_bytes < 0 else row.copy_bytes
+        nbytes = graph.copied_bytes(crossing.value)
         for border in range(crossing.source, crossing.readers[-1]):
             tensors[border].append((crossing.value, nbytes))
             if training and row.requires_grad and not (crossing.value in outputs and crossing.readers == (count - 1,)):

@@ -120,7 +120,7 @@ class Objects:
         # A parameter's copy outlives the forward; it is there from the start, but for the very first time.
         kept = remembered and not differentiable and value.op < 0 and storage.kind == "parameter"
         remembered = remembered and (self.in_forward or kept)
-        nbytes = value.nbytes if value.copy_bytes < 0 else value.copy_bytes  # expanded dimensions are copied once
+        nbytes = self.graph.copied_bytes(value.index)
         buffer = self.new_buffer(value.storage, device, nbytes, 0 if kept else time, copied=True)
         copy = self.new_object(value.index, buffer, source=obj)
         self.elsewhere[value.index, device] = copy

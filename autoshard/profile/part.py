@@ -8,7 +8,6 @@ number of elements can be divided by theirs, and so has what is repeated for eve
 rows if that of which it is the gradient has.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -68,19 +67,15 @@ def _recorded(profile: Profile) -> Sizes:
     )
 
 
-def with_sizes(
-    profile: Profile, sizes: Sizes, *, copy_bytes: Sequence[int] | None = None,
-    tensors: tuple[TensorInfo, ...] | None = None,
-) -> Profile:  # fmt: skip
+def with_sizes(profile: Profile, sizes: Sizes, *, tensors: tuple[TensorInfo, ...] | None = None) -> Profile:
     """Return the profile of the same run with these sizes; the figures per module stay those of the whole.
 
-    `copy_bytes`: of every value; `tensors`: of the graph, where they change.
+    `tensors`: of the graph, where they change.
     """
     graph = profile.graph
-    copied = [value.copy_bytes for value in graph.values] if copy_bytes is None else copy_bytes
     smaller = replace(
         graph,
-        values=changed(graph.values, nbytes=sizes.values, copy_bytes=copied),
+        values=changed(graph.values, nbytes=sizes.values),
         storages=changed(graph.storages, nbytes=sizes.storages),
         ops=changed(graph.ops, flops=sizes.flops),
         tensors=graph.tensors if tensors is None else tensors,
@@ -102,11 +97,7 @@ def part_of_batch(
         return profile if sizes is None else with_sizes(profile, sizes, tensors=tensors)
     carrying = carriers_of_rows(profile.graph, batch) if carrying is None else carrying
     parts = _parts(profile.graph, rows / batch.size, carrying)
-    stored = columns_of(profile.graph).of_storages(parts, 1.0).tolist()  # a copy of what is expanded has no more
-    copies = [value.copy_bytes if value.copy_bytes <= 0
-              else ceil(value.copy_bytes * (part if value.nbytes <= value.copy_bytes else stored[value.storage]))
-              for value, part in zip(profile.graph.values, parts.tolist(), strict=True)]  # fmt: skip
-    return with_sizes(profile, smaller_sizes(profile, parts, sizes), copy_bytes=copies, tensors=tensors)
+    return with_sizes(profile, smaller_sizes(profile, parts, sizes), tensors=tensors)
 
 
 def _parts(graph: ModelGraph, part: float, carrying: frozenset[int]) -> Array:

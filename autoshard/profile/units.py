@@ -235,7 +235,7 @@ def _edges(
             rows[index] = len(value)
             value.append(index)
             maker.append(made)
-            nbytes.append(row.nbytes if row.copy_bytes < 0 else row.copy_bytes)
+            nbytes.append(graph.copied_bytes(index))
             differentiable = training and row.requires_grad
             copies.append(2 if differentiable else 0 if row.storage in owner else 1)
         edges[rows[index], unit] = None

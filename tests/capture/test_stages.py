@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.capture.stages import divide, stage_of_ops
+from autoshard.capture.stages import divide
 from autoshard.errors import PlanError
 from autoshard.workload import Workload
 
@@ -54,7 +54,7 @@ def graph(request):
 
 
 def test_data_only_goes_forward(graph):
-    stages = stage_of_ops(graph, STAGES)
+    stages = divide(graph, STAGES).op_stage
     for op in graph.ops[: graph.backward_begin]:
         made = [stages[graph.values[value].op] for value in op.inputs if graph.values[value].op >= 0]
         assert max(made, default=0) <= stages[op.index]
@@ -62,7 +62,7 @@ def test_data_only_goes_forward(graph):
 
 
 def test_backward_ops_are_on_the_stage_of_their_forward(graph):
-    stages = stage_of_ops(graph, STAGES)
+    stages = divide(graph, STAGES).op_stage
     for op in graph.ops:
         if op.forward >= 0:
             assert stages[op.index] == stages[op.forward]
