@@ -76,8 +76,6 @@ def autograd_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-
-
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` (vmap, grad, …) has wrapped a tensor for the function that it runs."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
