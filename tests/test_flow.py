@@ -341,7 +341,7 @@ def test_peaks_are_those_of_simulated_devices(name, seed, training):
     measured = measured_peaks(model, inputs, placements, found, graph, training)
     for device, peak in measured.items():
         predicted = found.peak(device)[0] if device in found.devices else 0
-        assert abs(predicted - peak) <= max(64, (0.05 if training else 0.01) * peak), device
+        assert abs(predicted - peak) <= max(64, (0.1 if training else 0.01) * peak), device
 
 
 class Residual(nn.Module):
@@ -377,7 +377,7 @@ def test_peaks_of_residuals(training):
     assert found.aligned == ("parts.body.1",)  # x was moved to the home of `up`, f(x) comes from that of `down`
     measured = measured_peaks(whole, inputs, placements, found, graph, training)
     peaks = {device: found.peak(device)[0] for device in found.devices}
-    assert peaks == pytest.approx(measured, rel=0.01) if training else peaks == measured
+    assert peaks == pytest.approx(measured, rel=0.05) if training else peaks == measured
 
 
 class Keeping(nn.Module):

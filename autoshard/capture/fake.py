@@ -49,21 +49,6 @@ _LIKE_ANOTHER: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 """Composite ops that read no values of their second argument; only composite graphs have them."""
 _LIKE_BY_ID = {id(op): like for op, like in _LIKE_ANOTHER.items()}  # ops hash slowly, and they are asked for every op
-_ELEMENTWISE_BACKWARD = (
-    aten.elu_backward.default,
-    aten.gelu_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardtanh_backward.default,
-    aten.leaky_relu_backward.default,
-    aten.mish_backward.default,
-    aten.sigmoid_backward.default,
-    aten.silu_backward.default,
-    aten.softplus_backward.default,
-    aten.tanh_backward.default,
-    aten.threshold_backward.default,
-)
-
 Ranks = Literal["all", "first", "last", "all but one"]
 
 FINITE = "floats were assumed to be finite"
@@ -339,15 +324,9 @@ def _half(engine: FakeFloats, indices: Any) -> list[Any]:
     return made
 
 
-def _elementwise_backward(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """f'(x) * grad: laid out like a sum of the two tensors; the fake kernels decompose it in another order."""
-    grad, result = tensors_of(args, kwargs)
-    return engine.shapes.run(aten.add.Tensor, (grad, result), {}) if grad.dtype is result.dtype else NotImplemented
-
-
 def _like_first(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Ops whose result is as large as their first argument, and contiguous."""
-    return _in_order(engine, args[0])
+    return engine.shapes.fresh(args[0].shape, torch.empty(args[0].shape, device="meta").stride(), args[0].dtype)
 
 
 def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -363,34 +342,15 @@ def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
     return tuple(engine.shapes.stand_in(item) if isinstance(item, torch.Tensor) else item for item in out)
 
 
-def _contiguous(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Ops whose results are contiguous however their arguments lie; fake kernels keep the strides of an argument."""
-    out = engine.shapes.run(func, args, kwargs)
-    if isinstance(out, torch.Tensor):
-        return _in_order(engine, out)
-    return tuple(item if item is None else _in_order(engine, item) for item in out)
-
-
-def _in_order(engine: FakeFloats, like: torch.Tensor) -> torch.Tensor:
-    return engine.shapes.fresh(like.shape, torch.empty(like.shape, device="meta").stride(), like.dtype)
-
-
 def _batch_norm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Norms that give their result the suggested memory format of their input; fake kernels keep some strides."""
-    first, *rest = engine.shapes.run(func, args, kwargs)
-    like = args[0] if func is aten.native_batch_norm.default else args[1]
-    return (_suggested(engine, first, like), *rest)
-
-
-def _suggested(engine: FakeFloats, made: Any, like: torch.Tensor) -> Any:
-    if made is None or made.dim() > 5:
-        return made
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    """A norm that gives its result the suggested memory format of its input; the fake kernel keeps some strides."""
+    made, *rest = engine.shapes.run(func, args, kwargs)
+    like, formats = args[0], {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(like.dim())
     keep = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
     wanted = last if keep and last is not None else torch.contiguous_format
     stride = torch.empty(made.shape, device="meta").contiguous(memory_format=wanted).stride()
-    return engine.shapes.fresh(made.shape, stride, made.dtype)
+    return (engine.shapes.fresh(made.shape, stride, made.dtype), *rest)
 
 
 RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
@@ -409,13 +369,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten._native_multi_head_attention.default: _by_running,
     aten.mkldnn_rnn_layer.default: _by_running,
     aten.mkldnn_rnn_layer_backward.default: _by_running,
-    **dict.fromkeys(_ELEMENTWISE_BACKWARD, _elementwise_backward),
     aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _batch_norm,
-    aten.native_group_norm_backward.default: _batch_norm,
-    aten.native_layer_norm_backward.default: _contiguous,
-    aten._log_softmax_backward_data.default: _contiguous,
-    aten.log_sigmoid_forward.default: _contiguous,
 }
 """Shape rules of our own, where fake kernels need values that are known here, or are stricter than the real ones."""
 _RULES_BY_ID = {id(op): rule for op, rule in RULES.items()}

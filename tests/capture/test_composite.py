@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 from autoshard import nested
 from autoshard.capture.capture import capture
 from autoshard.errors import SpecError
-from autoshard.torch_private import opened
 from autoshard.workload import Workload
 from tests.models import WORKING_CASES
 
@@ -72,9 +71,6 @@ def seen_by_a_mode(model, run):
             name = func.__name__
             if not stack:
                 return func(*args, **kwargs)
-            if opened(func):
-                with self:
-                    return opened(func)(*args, **kwargs)
             key = (*stack[-1][:2], name, stack[-1][2].get(name, 0))
             for _, _, counts in stack:
                 counts[name] = counts.get(name, 0) + 1
@@ -148,16 +144,6 @@ def test_what_a_function_of_torch_calls_is_part_of_it():
     (site,) = graph.sites
     inside = {op.target for op in graph.ops[site.begin : site.end]}
     assert site.function == "normalize" and len(inside) > 1
-
-
-def test_what_attention_of_torch_calls_is_seen():
-    """It has parameters among its arguments, and sums inside: places that a cut acts at."""
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    graph = capture(model, (x, x, x), composite=True)
-    calls = [(site.function, site.occurrence) for site in graph.sites]
-    assert {("linear", 0), ("linear", 1), ("unflatten", 0), ("view", 2)} <= set(calls)
-    assert "multi_head_attention_forward" not in dict(calls)
 
 
 def test_modules_that_look_for_overrides_take_the_path_they_take_under_a_mode():

@@ -9,7 +9,6 @@ from torch import nn
 from autoshard import nested
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.observe import TensorSpec, fill_specs
-from autoshard.errors import CaptureError
 from autoshard.workload import Workload
 from tests.models import HF_CASES, by_name
 
@@ -87,35 +86,6 @@ def test_filled_arguments_run_a_layer_alone():
     assert torch.equal(out, model.layers[2].mix(args[0]) * kwargs["mask"])
     again = fill_specs(call, make)
     assert 2 in kwargs["state"].rows and 2 not in again[1]["state"].rows
-
-
-def test_objects_that_cannot_be_copied_are_kept_and_those_with_tensors_left_out():
-    model = Stack(lock=True)
-    args, kwargs = observe_calls(model, (X, IDS), None, ["layers.2"])["layers.2"][0]
-    assert kwargs["lock"] is model.lock and kwargs["state"] is None
-    assert args[0] is args[1] and kwargs["mask"].value is not None
-
-
-def test_a_run_that_fails_leaves_nothing():
-    class Branch(Stack):
-        def forward(self, x, ids):
-            out = super().forward(x, ids)
-            return out[0] if out[0].sum() > 0 else out[1]
-
-    found = observe_calls(Branch(), (X, IDS), None, ["layers.0"])["layers.0"]
-    assert len(found) == 2 and found[0][0][0].value is not None  # of the level "real" alone
-    with pytest.raises(CaptureError, match="Check that the inputs fit"):
-        observe_calls(Stack(), X, None, ["layers.0"])
-
-
-def test_observing_adds_nothing_to_the_graph_and_leaves_the_model_alone():
-    model = Stack()
-    before = {name: tensor for name, tensor in model.named_parameters()}
-    usual = capture(model, (X, IDS), composite=True)
-    observe_calls(model, (X, IDS), Workload(mode="training"), ["layers.0"])
-    again = capture(model, (X, IDS), composite=True)
-    assert [op.target for op in usual.ops] == [op.target for op in again.ops] and usual.sites == again.sites
-    assert all(tensor is before[name] for name, tensor in model.named_parameters())
 
 
 def test_of_a_generation_only_the_first_forward_is_seen():
