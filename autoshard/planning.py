@@ -278,13 +278,7 @@ def candidates_of(request: Request) -> "list[Candidate]":
     many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
-    from autoshard.axes.unchecked import unchecked
-
-    found.append(
-        Candidate(
-            name="column-parallel", make=lambda: _cut(request, unchecked), prove=lambda: _cut(request), usable=many
-        )
-    )
+    found.append(Candidate(name="column-parallel", make=lambda: _cut(request), usable=many))
     return found
 
 
@@ -402,8 +396,8 @@ def _saying_what_is_assumed(plan: Plan) -> Plan:
     return dataclasses.replace(plan, reasons=(ASSUMED, *plan.reasons))
 
 
-def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) -> Plan:
-    """Find what can be cut, prove it, and choose. `prove`: what proves; by default what runs every distinct block.
+def _cut(request: Request, asked: bool = False) -> Plan:
+    """Find what can be cut, choose, and check what is chosen.
 
     `asked`: this strategy, not the best one: cut where one device would be faster, too.
     """
@@ -413,7 +407,7 @@ def _cut(request: Request, prove: "Prove | None" = None, asked: bool = False) ->
     from autoshard.stream_cost import compute_devices
 
     _check_caller(request)
-    profile, cluster, found, prove = request.profile, request.limited, request.groups, prove or request.prover()
+    profile, cluster, found, prove = request.profile, request.limited, request.groups, request.prover()
     objective, processes, divides = request.objective, request.processes, request.divides_tokens
     even = not processes  # one process runs all ranks on the same local shapes
     if request.tp_plan is not None:

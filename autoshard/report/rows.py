@@ -1,6 +1,6 @@
 """What the tables show, as plain rows: placements and modules folded by repeated block, transfers merged, bars cut."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.estimate import DeviceEstimate, Transfer
@@ -141,40 +141,58 @@ def module_rows(profile: Profile, depth: int) -> list[ModuleRow]:
 
     Two modules are equal if their classes and figures are, and those of everything below them.
     """
+    children = children_of(profile)
+    signatures = signatures_of(profile, children)
+    rows: list[ModuleRow] = []
+
+    def walk(path: str, level: int) -> None:
+        for first, label, count in equal_runs(children.get(path, []), signatures):
+            rows.append(ModuleRow(label=label, depth=level, count=count, module=first))
+            if level + 1 < depth:
+                walk(first.path, level + 1)
+
+    walk("", 0)
+    return rows
+
+
+def children_of(profile: Profile) -> dict[str, list[ModuleProfile]]:
+    """Return the modules directly below every module."""
     children: dict[str, list[ModuleProfile]] = {}
     for module in profile.modules:
         if module.path:
             children.setdefault(module.path.rpartition(".")[0], []).append(module)
+    return children
+
+
+def signatures_of(
+    profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], look: Callable[[str], object] = lambda path: ()
+) -> dict[str, int]:
+    """Return a number for every module, equal where class, figures, `look` and all below are."""
     signatures: dict[str, int] = {}
-    known: dict[tuple, int] = {}
+    known: dict[tuple[object, ...], int] = {}
     for module in reversed(profile.modules):
         figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
         below = tuple((c.path.rpartition(".")[2], signatures.get(c.path, -1)) for c in children.get(module.path, ()))
-        signatures[module.path] = known.setdefault((*figures, below), len(known))
-    rows: list[ModuleRow] = []
+        signatures[module.path] = known.setdefault((*figures, look(module.path), below), len(known))
+    return signatures
 
-    def walk(path: str, level: int) -> None:
-        siblings = children.get(path, [])
-        start = 0
-        while start < len(siblings):
-            end = start + 1
-            while (
-                end < len(siblings)
-                and signatures[siblings[end].path] == signatures[siblings[start].path]
-                and counts_up(siblings[end - 1].path, siblings[end].path) >= 0
-            ):
-                end += 1
-            first, last = siblings[start], siblings[end - 1]
-            name = first.path.rpartition(".")[2]
-            if end - start > 1:
-                name = f"{name}-{last.path.rpartition('.')[2]}"
-            rows.append(ModuleRow(label=name, depth=level, count=end - start, module=first))
-            if level + 1 < depth:
-                walk(first.path, level + 1)
-            start = end
 
-    walk("", 0)
-    return rows
+def equal_runs(
+    siblings: Sequence[ModuleProfile], signatures: Mapping[str, int]
+) -> Iterator[tuple[ModuleProfile, str, int]]:
+    """Yield (first module, label, how many) of equal neighbours under consecutive numbers."""
+    start = 0
+    while start < len(siblings):
+        end = start + 1
+        while (
+            end < len(siblings)
+            and signatures[siblings[end].path] == signatures[siblings[start].path]
+            and counts_up(siblings[end - 1].path, siblings[end].path) >= 0
+        ):
+            end += 1
+        label, last = (module.path.rpartition(".")[2] for module in (siblings[start], siblings[end - 1]))
+        yield siblings[start], label if end - start == 1 else f"{label}-{last}", end - start
+        start = end
 
 
 def tied_modules(profile: Profile) -> set[str]:

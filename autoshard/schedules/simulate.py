@@ -10,8 +10,7 @@ An action begins when its device is done with the one before and what it needs h
     device 1          [F0][B0]
 
 Copies between stages of one device take no time. Between devices each direction of a pair is a link of its own that
-carries one copy at a time. `overlap`: a device goes on while what it sent is on the way (asynchronous sends, as with
-NCCL or copies on their own stream); else it waits for its own sends.
+carries one copy at a time. A device goes on while what it sent is on the way (asynchronous sends, as with NCCL).
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ class Times:
 
     `backward` is all of it (recomputing included), `weight` the part of it that a W does; I takes the rest.
     `sends`: [stages - 1] of activations, `returns`: [stages - 1] of the gradients that come back over the same border.
-    Seconds are numbers; for `fast.makespan` also arrays with one entry per pipeline.
     """
 
     forward: Sequence[Any]
@@ -36,7 +34,6 @@ class Times:
     weight: Sequence[Any] = ()
     sends: Sequence[Any] = ()
     returns: Sequence[Any] = ()
-    overlap: bool = True
 
     def of(self, action: Action) -> float:
         """Seconds of one action."""
@@ -109,8 +106,6 @@ def simulate(order: Order, times: Times) -> Simulated:
                     start = max(end, link_free.get((device, there), 0.0))
                     done = link_free[device, there] = start + seconds
                     sent.append(Sent(device, there, action, start, done))
-                    if not times.overlap:
-                        free[device] = max(free[device], done)
                 come[next_action] = done
                 if next_action in waiting:
                     ready.append(waiting.pop(next_action))

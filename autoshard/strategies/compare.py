@@ -28,13 +28,11 @@ _SAME = 1e-9
 class Candidate:
     """A strategy to look at: `make` plans with it, or raises `PlanError` or `SpecError`.
 
-    `prove` plans again with every cut proved; it is called only for what is about to be taken. `usable`: whether its
-    plan can be carried out as the model is run now.
+    `usable`: whether its plan can be carried out as the model is run now.
     """
 
     name: str
     make: Callable[[], Plan]
-    prove: Callable[[], Plan] | None = None
     usable: bool = True
 
 
@@ -108,21 +106,10 @@ def compare(
         except (PlanError, SpecError) as error:
             first_error = first_error or error
             rows.append(Alternative(name=candidate.name, refused=str(error), usable=candidate.usable))
-    proved: set[int] = set()
-    while True:
-        best = _best_of(rows)
-        if best is None:
-            assert first_error is not None
-            raise first_error
-        prove = candidates[best].prove
-        if prove is None or best in proved:
-            break
-        proved.add(best)
-        try:
-            rows[best] = _priced(candidates[best], prove(), price, objective)
-        except (PlanError, SpecError) as error:
-            first_error = first_error or error
-            rows[best] = Alternative(name=candidates[best].name, refused=str(error))
+    best = _best_of(rows)
+    if best is None:
+        assert first_error is not None
+        raise first_error
     bound = lowest(profile, cluster, objective)
     return Comparison(
         objective=objective, training=training, alternatives=tuple(rows), chosen=rows[best], bound=bound,

@@ -109,7 +109,7 @@ def test_equal_blocks_on_one_device_are_one_line():
     plan = autoshard.Plan.from_device_map({str(i): i // 4 for i in range(6)}, profile)
     rows = flatten(module_tree(plan, profile))
     assert [(node.label, node.count, list(node.devices.values())) for node, _, _ in rows[1:]] == [
-        ("0–3", 4, [288]), ("4–5", 2, [288]),
+        ("0-3", 4, [288]), ("4-5", 2, [288]),
     ]  # fmt: skip
     assert [times for _, _, times in rows] == [1, 4, 2]
 

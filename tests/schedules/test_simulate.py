@@ -37,8 +37,6 @@ def longest_path(order, times: Times) -> dict[tuple, float]:
                 seconds[copy] = (times.sends if kind == "F" else times.returns)[min(stage, target)]
                 after[copy] = [action, *links.get(target % devices, [])]
                 links[target % devices] = [copy]
-                if not times.overlap:  # the device's next action waits for it
-                    previous = copy
     end = {}
     for node in TopologicalSorter(after).static_order():
         end[node] = max((end[other] for other in after.get(node, ())), default=0.0) + seconds[node]
@@ -61,7 +59,6 @@ def random_case(seed: int):
         weight=[each * draw.random() for each in backward],
         sends=[draw.uniform(0, top) for _ in range(stages - 1)],
         returns=[draw.uniform(0, top) for _ in range(stages - 1)],
-        overlap=draw.random() < 0.7,
     )
     return order, times
 

@@ -142,30 +142,6 @@ def test_under_processes_everything_can_be_taken():
     assert found.chosen.plan.cuts or found.chosen.plan.mesh.size == 4
 
 
-def test_only_the_winner_is_proved():
-    asked = request()
-    plans = {row.name: row.plan for row in compare(asked).alternatives}
-    proved = []
-
-    def prove(name, fails=False):
-        def again():
-            proved.append(name)
-            if fails:
-                raise PlanError("it can't be shown")
-            return plans[name]
-
-        return again
-
-    rows = [
-        Candidate(name="slow", make=lambda: plans["pipeline"], prove=prove("pipeline")),
-        Candidate(name="fails", make=lambda: plans["placement"], prove=prove("placement", fails=True)),
-        Candidate(name="good", make=lambda: plans["data-parallel"], prove=prove("data-parallel")),
-    ]
-    found = compare_candidates(rows, asked.profile, asked.cluster, "latency")
-    assert proved[0] == "placement" and proved[-1] == ("data-parallel" if found.chosen.name == "good" else "pipeline")
-    assert len(proved) == 2 and found.alternatives[1].refused == "it can't be shown"
-
-
 def test_of_equals_the_one_on_the_fewest_devices_is_taken():
     """A pipeline of one micro-batch does what a placement does, and may be less by rounding."""
     plans = {row.name: row.plan for row in compare(request()).alternatives}

@@ -1,13 +1,13 @@
 """The module tree of a plan, repeated blocks folded where their devices are alike too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.engine.cuts import trace_cuts
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
 from autoshard.profile.profile import ModuleProfile, Profile
-from autoshard.report.rows import counts_up
+from autoshard.report.rows import children_of, equal_runs, signatures_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,16 @@ class _Where:
 
 def module_tree(plan: Plan, profile: Profile) -> Node:
     """Return the root with everything below it. Children are equal if their figures, places and children are."""
-    children: dict[str, list[ModuleProfile]] = {}
-    for module in profile.modules:
-        if module.path:
-            children.setdefault(module.path.rpartition(".")[0], []).append(module)
-    where = _find(plan, profile)
-    signatures = _signatures(plan, profile, children, where)
+    children, where = children_of(profile), _find(plan, profile)
+
+    def look(path: str) -> object:
+        places = tuple(where.devices.get(path, {}).items())
+        return places, where.cut.get(path, 0), plan.streamed.get(path), path in plan.pins
+
+    signatures = signatures_of(profile, children, look)
 
     def build(module: ModuleProfile, label: str, count: int) -> Node:
-        below = [build(first, name, n) for first, name, n in _runs(children.get(module.path, []), signatures)]
+        below = [build(first, name, n) for first, name, n in equal_runs(children.get(module.path, []), signatures)]
         return Node(
             label=label,
             count=count,
@@ -65,23 +66,6 @@ def module_tree(plan: Plan, profile: Profile) -> Node:
 
     root = profile.modules[0]
     return build(root, root.class_name, 1)
-
-
-def _runs(siblings: Sequence[ModuleProfile], signatures: Mapping[str, int]) -> list[tuple[ModuleProfile, str, int]]:
-    """(first module, label, how many) of equal neighbours under consecutive numbers."""
-    found: list[list[ModuleProfile]] = []
-    for module in siblings:
-        last = found[-1][-1] if found else None
-        alike = last is not None and signatures[last.path] == signatures[module.path]
-        if last is not None and alike and counts_up(last.path, module.path) >= 0:
-            found[-1].append(module)
-        else:
-            found.append([module])
-    rows = []
-    for run in found:
-        label, end = (module.path.rpartition(".")[2] for module in (run[0], run[-1]))
-        rows.append((run[0], label if len(run) == 1 else f"{label}–{end}", len(run)))
-    return rows
 
 
 def _find(plan: Plan, profile: Profile) -> _Where:
@@ -103,23 +87,6 @@ def _find(plan: Plan, profile: Profile) -> _Where:
                 break
             path = path.rpartition(".")[0]
     return where
-
-
-def _signatures(
-    plan: Plan, profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], where: _Where
-) -> dict[str, int]:
-    """A number for every module that is equal where the modules would look the same."""
-    signatures: dict[str, int] = {}
-    known: dict[tuple, int] = {}
-    for module in reversed(profile.modules):
-        figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
-        below = tuple(
-            (child.path.rpartition(".")[2], signatures.get(child.path, -1)) for child in children.get(module.path, ())
-        )
-        places = (*where.devices.get(module.path, {}).items(), plan.streamed.get(module.path), module.path in plan.pins)
-        key = (*figures, where.cut.get(module.path, 0), places, below)
-        signatures[module.path] = known.setdefault(key, len(known))
-    return signatures
 
 
 def flatten(root: Node) -> list[tuple[Node, int, int]]:
