@@ -274,7 +274,7 @@ def apply(
     cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
     that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
-    mesh has dp, fsdp, tp and pp only: each replica calls the model with samples of its own, as under torch's
+    mesh has dp, fsdp, tp, pp and ep only: each replica calls the model with samples of its own, as under torch's
     fully_shard, and gradients are means over replicas; the processes of one replica (tp, pp) have the same samples.
     Where to cut, and how a batch is divided for stages, is found here, with `inputs` like the plan's unless it is a
     Hugging Face model; stages are trained by `schedule(model).step(…)`. Raises what `plan()` raises, and `ApplyError`;
@@ -305,9 +305,16 @@ def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
     from autoshard.runtime import launched
 
-    cut, staged = launched.is_cut_here(plan), launched.is_staged_here(plan)
-    if cut or staged:
+    cut, staged, spread = launched.is_cut_here(plan), launched.is_staged_here(plan), launched.is_spread_here(plan)
+    if cut or staged or spread:
         launched.check_launched(plan)
+    if spread:
+        from autoshard.check.experts import find_experts
+        from autoshard.search.traced import trace
+
+        assert plan.mesh is not None
+        graph = trace(model, inputs, plan.workload).graph
+        return replace(plan, cuts=find_experts(model, graph, plan.mesh.ep))
     if staged:
         from autoshard.check.batch import find_batch_axis
 

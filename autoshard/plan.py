@@ -201,6 +201,12 @@ class Plan:
         """Paths of the modules that are recomputed, and whose parameters are gathered, as one."""
         return self.layers or tuple(path for stage in self.stages for path in stage.paths)
 
+    @property
+    def spread(self) -> tuple[str, ...]:
+        """Paths of the modules whose experts are divided over ranks."""
+        divided = (cut for cut in self.cuts if any(action.kind == "dispatch" for action in cut.actions))
+        return tuple(path for cut in divided for path in cut.blocks)
+
     def layers_of(self, stage: Stage) -> tuple[str, ...]:
         """Those of `gathered` that are in a stage."""
         return tuple(layer for layer in self.gathered if any(is_below(layer, path) for path in stage.paths))

@@ -18,7 +18,7 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join"
+    "collect", "whole", "divide", "join", "dispatch"
 ]  # fmt: skip
 
 
@@ -62,6 +62,9 @@ class Action:
     divide    argument          this rank's part of dimension `dim`; backward: all parts
     join      result            all parts of dimension `dim`; backward: this rank's part
                                 Without gradients scatter is reduce, and the others are nothing
+    dispatch  the module        rows go to the ranks of their experts, and what those make of them comes back.
+                                `argument`: paths of rows, choices and weights; `axis`: the numbers of experts, with a
+                                star where a rank counts its own from 0 (see `runtime.experts`)
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """

@@ -16,7 +16,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.regions import OUTSIDE
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
-from autoshard.profile.experts import expert_weights
+from autoshard.profile.experts import dispatched_weights, expert_weights
 
 Kind = Literal["matmul", "attention", "loss", "lookup", "other"]
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -58,7 +58,7 @@ class OpWork:
 
     @property
     def experts(self) -> int:
-        """How many experts' weights it reads."""
+        """Of how many experts it reads the weights: all of a grouped product, or one."""
         return max((part.experts for part in self.inputs), default=0)
 
     @property
@@ -207,7 +207,9 @@ def _block(
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
     groups = [group for group in groups if any(group.walk.cut_dims(value, group.leaf) for value in read)]
     cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.leaf)}
-    experts = expert_weights(graph, (graph.ops[index] for index in indices))
+    grouped = expert_weights(graph, (graph.ops[index] for index in indices))
+    read_here = {graph.values[value].storage for value in read}
+    experts = {storage: count for storage, count in dispatched_weights(graph).items() if storage in read_here} | grouped
 
     def part(value: int) -> TensorPart:
         seen = graph.values[value]
@@ -215,7 +217,7 @@ def _block(
         return TensorPart(
             storage=seen.storage, numel=prod(seen.shape), itemsize=seen.dtype.itemsize,
             batch=value in batch, cut=value in cut, weight=weight,
-            experts=experts.get(seen.storage, 0) if weight else 0,
+            experts=grouped.get(seen.storage, int(seen.storage in experts)) if weight else 0,
         )  # fmt: skip
 
     ops = [_op(graph, graph.ops[index], part, causal) for index in indices]
@@ -226,7 +228,7 @@ def _block(
         for value in graph.ops[index].inputs
         if value in batch and value not in made and graph.values[value].dtype.is_floating_point
     ]
-    routed = [op.m * op.k for op in ops if op.experts]
+    routed = [op.m * op.k * (max(experts.values()) if op.experts == 1 else 1) for op in ops if op.experts and op.m]
     of_experts = [tensor for tensor in parameters if graph.values[tensor.value].storage in experts]
     tied = [tensor for tensor in parameters if tensor.value in earlier]
     earlier.update(tensor.value for tensor in parameters)

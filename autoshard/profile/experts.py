@@ -1,18 +1,19 @@
 """Weights of experts, and which part of them a run reads: only that of experts to which a token is sent.
 
 Experts whose weights are one tensor [experts, in, out] are multiplied by a grouped product, which passes by those
-without rows. Experts in a list are modules of their own, whose calls say which were used.
+without rows. Experts in a list are modules of their own, whose calls say which were used. A module that is given rows,
+choices and weights has experts in any form.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import Call, ModelGraph, Op, name_of
 from autoshard.capture.latest import Latest
-from autoshard.module_paths import above, parent
+from autoshard.module_paths import above, is_below, parent, relative
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "matmul": 0}
 """Products of tokens with a matrix, and which input has the tokens."""
@@ -25,6 +26,76 @@ def expert_weights(graph: ModelGraph, ops: Iterable[Op]) -> dict[int, int]:
         for op in ops
         if is_grouped(op) and len(graph.values[op.inputs[1]].shape) == 3
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """How a module of experts is called: experts(rows [T, width], choices [T, k], weights [T, k]) -> [T, width].
+
+    `paths`: of the three among its arguments; `each`: k; `masks`: experts in choices [T, k, experts], 0 where they are
+    numbers.
+    """
+
+    paths: tuple[str, str, str]
+    width: int
+    each: int
+    masks: int
+
+
+def dispatched(graph: ModelGraph) -> dict[str, Dispatched]:
+    """Path -> how it is called, of modules that are called as experts are; `graph`: with composite ops."""
+    found = {call.path: asked for call in graph.calls if (asked := _dispatched(graph, call)) is not None}
+    return {
+        path: asked for path, asked in found.items() if not any(is_below(path, one) for one in found if one != path)
+    }
+
+
+def _dispatched(graph: ModelGraph, call: Call) -> Dispatched | None:
+    if len(call.outputs) != 1 or len(call.inputs) < 3:
+        return None
+    given = [(path, graph.values[value]) for path, value in zip(call.input_paths, call.inputs, strict=True)]
+    floats = [(path, value.shape) for path, value in given if value.dtype.is_floating_point]
+    for path, value in given:
+        if value.dtype.is_floating_point or len(value.shape) not in (2, 3):
+            continue
+        count, each = value.shape[:2]
+        rows = next((one for one in floats if len(one[1]) > 1 and prod(one[1][:-1]) == count), None)
+        weights = next((one for one in floats if one[1] == (count, each) and one is not rows), None)
+        if rows is not None and weights is not None and graph.values[call.outputs[0]].shape == rows[1]:
+            masks = value.shape[2] if len(value.shape) == 3 else 0
+            return Dispatched(paths=(rows[0], path, weights[0]), width=rows[1][-1], each=each, masks=masks)
+    return None
+
+
+def dispatched_weights(graph: ModelGraph) -> dict[int, int]:
+    """Return storage -> number of experts, of the parameters of modules that are called as experts are."""
+    found: dict[int, int] = {}
+    for path, asked in dispatched(graph).items():
+        own = {
+            relative(tensor.name, path): tensor for tensor in graph.tensors
+            if tensor.kind == "parameter" and is_below(tensor.name, path)
+        }  # fmt: skip
+        count = asked.masks or _count(graph, {name: tensor.shape for name, tensor in own.items()},
+                                      {tensor.value for tensor in own.values()})  # fmt: skip
+        found |= {graph.values[tensor.value].storage: count for tensor in own.values() if count > 1}
+    return found
+
+
+def _count(graph: ModelGraph, shapes: Mapping[str, tuple[int, ...]], values: Container[int]) -> int:
+    """How many experts parameters have by their names and shapes: modules of each, or the first of three dimensions."""
+    for depth in (1, 2):
+        members: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, shape in shapes.items():
+            members.setdefault(".".join(name.split(".")[:depth]), []).append((name.split(".", depth)[-1], shape))
+        if len(members) > 1 and all(own == next(iter(members.values())) for own in members.values()):
+            return len(members)
+    first = {shape[0] for shape in shapes.values() if len(shape) > 2}
+    if len(first) == 1:
+        return first.pop()
+    views = (
+        graph.values[op.outputs[0]].shape for op in graph.ops if op.inputs and op.inputs[0] in values and op.outputs
+    )
+    return next((shape[0] for shape in views if len(shape) == 3), 0)
 
 
 def hit_part(chosen: float, tokens: float) -> float:

@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
@@ -126,7 +127,10 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
     """Put the hooks for some steps on their module; returns the handles that take them off again."""
     at_call: list[Step] = []
     at_functions: Listed = {}
+    dispatching = [step for step in steps if step.action.kind == "dispatch"]
     for step in steps:
+        if step in dispatching:
+            continue
         if step.action.function and not _at_module(module, step.action):
             at_functions.setdefault(step.action.function, (step.action.function, []))[1].append(step)
         else:
@@ -139,7 +143,7 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         lengths = [step for step in lengths if step in listed]
         if lengths:
             at_functions[name] = name, [*(step for step in listed if step not in lengths), Lengths(lengths)]
-    handles: list[Any] = []
+    handles = install_dispatch(module, dispatching, _paths)
     before = [step for step in at_call if step.action.kind in ARGUMENTS]
     after = [step for step in at_call if step.action.kind not in ARGUMENTS]
     if before:
@@ -190,7 +194,7 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
-    if action.kind in ("slice", "gather", "lookup", "dropout", "length", *ALONG) and not action.axis:
+    if action.kind in ("slice", "gather", "lookup", "dropout", "length", "dispatch", *ALONG) and not action.axis:
         problem = "says no axis"
     elif action.kind in ("lookup", "dropout", "length") and not action.function:
         problem = "names no function"

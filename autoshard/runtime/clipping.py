@@ -63,7 +63,11 @@ def clip_gradients(
     norm = _norm_of_all(owned, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped.")
-    clip_grads_with_norm_(owned, max_norm, norm)
+    together: dict[Any, list[torch.Tensor]] = {}  # experts that are divided have another mesh than the rest
+    for one in owned:
+        together.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    for those in together.values():
+        clip_grads_with_norm_(those, max_norm, norm)
     return norm
 
 

@@ -185,6 +185,12 @@ class ProcessRanks:
         """Put parts of equal size together along a dimension."""
         return self._gathered(tensor).movedim(0, dim).flatten(dim, dim + 1)
 
+    def exchange_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send so many rows to each rank, and return those that came, rank by rank."""
+        own = tensor.new_empty(sum(received), *tensor.shape[1:])
+        self._call(dist.all_to_all_single, own, tensor.contiguous(), received, sent)
+        return own
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous tensor with that of rank `source`."""
         self._call(dist.broadcast, tensor, group_src=source)

@@ -18,13 +18,13 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
+from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, random_states, set_random_states
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.exchanges import Weight
-from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
+from autoshard.runtime.groups import Made, cut_groups, data_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -133,11 +133,14 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
     mesh, ranks, error = record.plan.mesh, record.ranks, None
     assert mesh is not None
-    tensor_ranks = cut_groups(mesh, ranks, record.made)
+    among = cut_groups(mesh, ranks, record.made)
+    random = random_states(record.device)
     try:
         try:
             cuts, results = record.plan.cuts, record.plan.results
-            apply_cuts(model, cuts, tensor_ranks, device=record.device, loader=loader, results=results)
+            apply_cuts(model, cuts, among, device=record.device, loader=loader, results=results)
+            if mesh.ep > 1:  # ranks that have samples of their own draw random numbers of their own
+                set_random_states(random, record.device)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)
@@ -155,6 +158,9 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     assert mesh is not None
     sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made))
     record.replicas = sharing.replicas or sharing.shared
+    if mesh.ep > 1:
+        experts = Sharing(record.ranks, *data_groups(mesh, record.ranks, record.made, experts=True))
+        sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
     try:
         try:
@@ -216,6 +222,8 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         vars(model).pop("no_sync", None)
     for handle in record.handles:
         handle.remove()
+    if record.plan.spread and record.replaced:
+        _give_gradients(model, record)
     if record.plan.cuts:
         remove_cuts(model)
     end_groups(record.made)
@@ -223,6 +231,16 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         tensors = named_tensors(model)
         move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})
     return model
+
+
+def _give_gradients(model: nn.Module, record: ReplicaRecord) -> None:
+    """Give parameters gradients of zero where another rank has one for its experts: they are put together."""
+    parameters = list(model.parameters())
+    here = torch.tensor([float(one.grad is not None) for one in parameters], device=record.device)
+    there = record.ranks.all_reduce(here)
+    for one, count in zip(parameters, there.tolist(), strict=True):
+        if count and one.grad is None:
+            one.grad = torch.zeros_like(one)
 
 
 class Marked:

@@ -46,9 +46,9 @@ def group_of(
 
 
 def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> ProcessRanks:
-    """The ranks that share a replica with this process; all ranks call it."""
-    replicas = [[mesh.rank(data=d, tensor=t) for t in range(mesh.tensor)] for d in range(mesh.data)]
-    return group_of(replicas, ranks, made)
+    """The ranks that share a replica, or the experts of several, with this process; all ranks call it."""
+    degree = mesh.tensor * mesh.cp * mesh.ep
+    return group_of([range(first, first + degree) for first in range(0, mesh.size, degree)], ranks, made)
 
 
 def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
@@ -65,6 +65,23 @@ def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRa
         return shared, None
     alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
     return shared, group_of(alike, ranks, made)
+
+
+def data_groups(
+    mesh: Mesh, ranks: ProcessRanks, made: Made, experts: bool = False
+) -> tuple[ProcessRanks, ProcessRanks | None]:
+    """As `shard_groups`, where samples are divided along their tokens, or for the experts of a rank.
+
+    Parameters are sharded over parts of a sequence, too; experts over those ranks of a replica that have the same.
+    """
+    step = mesh.ep if experts else 1
+    width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
+    shared = [range(first + own, first + width, step) for first in range(0, mesh.size, width) for own in range(step)]
+    among = _lasting([tuple(members) for members in shared], ranks)
+    if width == mesh.size:
+        return among, None
+    alike = [list(members) for own in range(step) for members in zip(*shared[own::step], strict=True)]
+    return among, group_of(alike, ranks, made)
 
 
 def _lasting(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:

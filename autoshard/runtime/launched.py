@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
-from autoshard.plan import Plan
+from autoshard.plan import Mesh, Plan
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
 from autoshard.runtime.sharded import STORED
@@ -20,6 +20,11 @@ from autoshard.runtime.sharded_stages import shards_stages
 def is_cut_here(plan: Plan) -> bool:
     """Whether a plan for processes shares matrices between them, and where is still to be found."""
     return plan.launch == "processes" and plan.mesh is not None and plan.mesh.tp > 1 and not plan.cuts
+
+
+def is_spread_here(plan: Plan) -> bool:
+    """Whether a plan for processes divides experts between them, and where they are is still to be found."""
+    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.ep > 1 and not plan.cuts
 
 
 def of_first_replica(plan: Plan) -> Plan:
@@ -86,11 +91,13 @@ def check_launched(plan: Plan) -> None:
             "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
         )
     for name, degree in plan.mesh.degrees.items():
-        if degree > 1 and name not in ("dp", "fsdp", "tp", "pp"):
+        if degree > 1 and name not in ("dp", "fsdp", "tp", "pp", "ep"):
             raise PlanError(
-                "of plans made for processes elsewhere, apply carries out dp, fsdp, tp and pp, and this one has "
+                "of plans made for processes elsewhere, apply carries out dp, fsdp, tp, pp and ep, and this one has "
                 f"{name}={degree}. Plan with --mesh of those only: such plans are carried out."
             )
+    if plan.mesh.ep > 1:
+        _check_experts(plan.mesh)
     if plan.mesh.pp > 1:
         _check_stages(plan)
     if training and plan.precision == "master":
@@ -106,6 +113,20 @@ def check_launched(plan: Plan) -> None:
             f"this plan is for {plan.mesh.size} processes, one per device, and {running}. Start the script with "
             f"torchrun --nproc-per-node={plan.mesh.size // len({device.host for device in plan.devices})} …, and call "
             "torch.distributed.init_process_group() before autoshard.apply()."
+        )
+
+
+def _check_experts(mesh: Mesh) -> None:
+    """Raise `PlanError` for what experts are not divided with."""
+    if mesh.tp * mesh.pp > 1:
+        raise PlanError(
+            f"experts are divided among replicas, and this plan has ep={mesh.ep} with tp={mesh.tp} and pp={mesh.pp}. "
+            "Plan with --mesh of dp, fsdp and ep, or without ep."
+        )
+    if mesh.data % mesh.ep or max(mesh.fsdp, mesh.ep) % min(mesh.fsdp, mesh.ep):
+        raise PlanError(
+            f"{mesh.ep} groups of experts don't fit {mesh.dp} x {mesh.fsdp} replicas. Plan with an ep that divides "
+            "them, and is a multiple or a divisor of fsdp."
         )
 
 

@@ -46,12 +46,16 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who divides what: all ranks of a plan, those among whom parameters are sharded, and those with equal shards."""
+    """Who divides what: all ranks of a plan, those among whom parameters are sharded, and those with equal shards.
+
+    `experts`: the same for modules whose experts are divided over ranks.
+    """
 
     ranks: ProcessRanks
     shared: ProcessRanks
     replicas: ProcessRanks | None = None
     weight: Weight = field(default_factory=Weight)
+    experts: "Sharing | None" = None
 
 
 def shard(
@@ -70,27 +74,30 @@ def shard(
     modules = dict(model.named_modules())
     blocks = [modules[path] for path in plan.gathered]
     blocks = [block for block in blocks if not absent.issuperset(block.parameters())]
+    absent |= {one for one in model.parameters() if not one.numel()}  # of experts that other ranks have
     left_out = {id(one) for one in absent}
     ranks, dtype = sharing.ranks, STORED.get(plan.precision if plan.launch else "")
-    options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharing.shared.group, device.type), **policy_of(plan)}
-    options |= {"ignored_params": set(absent)}
+    options: dict[str, Any] = {"ignored_params": set(absent)}
     if plan.mesh is not None and plan.mesh.pp > 1:
         options["reshard_after_forward"] = False  # all micro-batches go through them
     order = Order(ranks, device, alone=sharing.shared.size == 1)
-    for number, module in enumerate((*blocks, model)):
+    experts = [modules[path] for path in plan.spread]
+    for number, module in enumerate((*experts, *blocks, model)):
+        among = sharing.experts if sharing.experts is not None and number < len(experts) else sharing
         own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
         for one in own:
             if dtype is not None and one.parameter.is_floating_point():
                 one.parameter.data = one.parameter.data.to(dtype)
         whole = [one.parameter.data for one in own]
-        engine = fully_shard(module, **options)
+        mesh = DeviceMesh.from_group(among.shared.group, device.type)
+        engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=among is sharing), **options)
         for one, data in zip(own, whole, strict=True):
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(ReduceScatter(ranks))
-        if sharing.replicas is not None:
-            engine.set_all_reduce_hook(MeanOfReplicas(ranks, sharing.replicas, sharing.weight))
+        if among.replicas is not None:
+            engine.set_all_reduce_hook(MeanOfReplicas(ranks, among.replicas, among.weight))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)
@@ -124,13 +131,17 @@ STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
 """The dtype of parameters, their gradients and their optimizer state, by a plan's precision."""
 
 
-def policy_of(plan: Plan) -> dict[str, Any]:
-    """What fully_shard is told of the precision of a plan for processes: "mixed" gathers and computes in 16 bits."""
+def policy_of(plan: Plan, casts: bool = True) -> dict[str, Any]:
+    """What fully_shard is told of the precision of a plan for processes: "mixed" gathers and computes in 16 bits.
+
+    `casts`: what a block is given is lowered, too; inside of one, code has its reasons for what is not.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if not plan.launch or plan.precision != "mixed":
         return {}
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    return {"mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=casts)}
 
 
 def shards(plan: Plan) -> bool:
@@ -302,6 +313,11 @@ class Used:
         self.ranks, self.order, self.accumulates = ranks, order, False
         self.places = [one.places[0] for one in replaced]
         self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
+        every = {
+            id(one): number for number, one in enumerate(model.parameters())
+        }  # ranks may have experts of their own
+        self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
+        self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
         self.seen: set[int] = set()
         self.handles = []
         self.notes: list[_Note] = []
@@ -320,10 +336,14 @@ class Used:
         if not own:
             return
         self.accumulates = False
-        counts = torch.tensor([float(index in self.seen) for index in own], device=self.parameters[own[0]].device)
-        for index, used in zip(own, self.ranks.all_reduce(counts).tolist(), strict=True):
-            if not used:
+        counts = torch.zeros(self.count)
+        counts[[self.numbers[index] for index in own if index in self.seen]] = 1
+        used = self.ranks.all_reduce(counts.to(self.parameters[own[0]].device)).tolist()
+        for index in own:
+            if not used[self.numbers[index]]:
                 self.parameters[index].grad = None
+        for number, one in self.empty:  # other ranks have it, and a state of their optimizer for it
+            one.grad = torch.zeros_like(one) if used[number] and id(one) in stepped else None
 
 
 def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, list[int]]]:
@@ -367,7 +387,14 @@ _followed: "list[weakref.ref[Used]]" = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
+    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which.
+
+    Torch's kernels for lists of tensors take those of one mesh: experts that are divided have their own.
+    """
+    for group in optimizer.param_groups:
+        meshes = {getattr(one, "device_mesh", None) for one in group["params"]}
+        if len(meshes) > 1 and group.get("foreach", False) is None:
+            group["foreach"] = False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(_MARK in vars(parameter) for parameter in parameters):
         raise ApplyError(

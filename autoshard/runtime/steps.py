@@ -70,15 +70,16 @@ class Memo:
 class Step:
     """One action, ready to be carried out. `where` names its place for messages."""
 
-    __slots__ = ("action", "axis", "fresh", "kept", "length", "memo", "paths", "ranks", "weight", "where")
+    __slots__ = ("action", "axis", "fresh", "kept", "length", "memo", "paths", "ranks", "shares", "weight", "where")
 
     def __init__(self, action: Action, shares: tuple[int, ...], ranks: Ranks, memo: Memo, where: str) -> None:
         self.action = action
-        self.ranks = ranks
+        self.ranks, self.shares = ranks, shares
         self.memo = memo
         self.where = where
         a_length = action.kind == "length"
-        self.axis = Axis.of(ranks, action.axis, shares) if action.axis and not a_length else None
+        a_part = action.axis and action.kind not in ("length", "dispatch")
+        self.axis = Axis.of(ranks, action.axis, shares) if a_part else None
         self.length = LocalLength.of(action.axis, shares, ranks.rank or 0) if a_length else None
         self.weight = shares[ranks.rank or 0] / sum(shares)
         self.paths: tuple[str, ...] = (action.argument,)

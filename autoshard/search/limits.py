@@ -58,7 +58,7 @@ def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") 
         tokens=work.tokens,
         layers=sum(block.count for block in layers),
         tensor=tensor or (1,),
-        experts=max((op.experts for block in layers for op in block.ops), default=0),
+        experts=max((block.experts for block in layers), default=0),
         attention=any(op.kind == "attention" for block in layers for op in block.ops),
         divisible=not why_not,
         why_not=why_not,
