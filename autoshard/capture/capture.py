@@ -1,7 +1,7 @@
 """capture: run a model once, without its weights, and hand back what it did as a `ModelGraph`.
 
-A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and is small enough
-to run, "invented" where it is not. The level used and what stopped the ones above are in the graph.
+A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and has values,
+"invented" where it has none. The level used and what stopped the ones above are in the graph.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from autoshard.workload import Workload
 
 Level = Literal["fake", "real", "invented"]
 REAL_BYTES = 2 << 30
-"""A model without values (on meta) is run with random weights only if its tensors take no more than this."""
+"""Parameters of a model are copied before it is run with values only if its tensors take no more than this."""
 
 
 def capture(
@@ -186,10 +186,10 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
     except Exception as error:
         stopped = error
     notes: tuple[str, ...] = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
-    if _tensor_bytes(run.model) <= REAL_BYTES or not _without_values(run.model):
+    if not _without_values(run.model):
         return _forced(run, "real", notes)
     if isinstance(stopped, VALUE_ERRORS):
-        notes += ("level real left out: the model has no values and is too large to be filled with random ones",)
+        notes += ("level real left out: the model has no values",)
         return _forced(run, "invented", notes)
     raise _refusal(run, stopped) from stopped
 
@@ -226,7 +226,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES
     if level == "real" and _without_values(run.model):
-        notes += ("the model has no values: it was run with random weights",)
+        raise CaptureError("the level 'real' needs a model with values: this one is on meta, or fake.")
     ways: list[tuple[Decoding, Level]] = []
     if run.workload.new_tokens and not run.workload.training:
         # What `generate` does with the logits belongs to no module: who analyses ops has only those of forwards.

@@ -209,24 +209,6 @@ def _samples(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
         yield torch.zeros(batch, workload.sequence_length or _look_up(config, "max_length") or 1024, mels)
 
 
-def _series(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
-    """Past values of time series: (batch, time, channels), (batch, time)."""
-    time = _look_up(config, "context_length", "seq_length", "prediction_length")
-    if time is None:
-        return
-    batch = workload.batch_size or 1
-    lags = getattr(config, "lags_sequence", None)
-    time += max(lags) if isinstance(lags, (list, tuple)) and lags else 0
-    channels = _look_up(config, "num_input_channels", "input_size") or 1
-    yield torch.ones(batch, time, channels)
-    yield torch.ones(batch, time)
-
-
-def _mask(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
-    for series in _series(config, workload):
-        yield torch.ones_like(series)
-
-
 def _embeddings(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     """Embedded tokens (batch, sequence, hidden)."""
     hidden = _look_up(config, "hidden_size", "d_model", "n_embd")
@@ -241,8 +223,6 @@ _MAKERS: dict[str, Callable[[Any, Workload], Iterator[torch.Tensor]]] = {
     "pixel_values_videos": _images,
     "input_features": _features,
     "input_values": _samples,
-    "past_values": _series,
-    "past_observed_mask": _mask,
     "inputs_embeds": _embeddings,
     "hidden_states": _embeddings,
 }

@@ -1,4 +1,4 @@
-"""What stands in for a model's tensors while it is captured: fake ones, copies, or random values if it has none."""
+"""What stands in for a model's tensors while it is captured: fake ones, or copies."""
 
 from collections.abc import Callable
 
@@ -63,12 +63,10 @@ def fake_material(engine: FakeFloats) -> Make:
 
 
 def real_material(*, clone: bool) -> Make:
-    """Copies of everything (or its own memory, if too large to copy), random values where there are none."""
+    """Copies of everything, or its own memory if that is too large to copy."""
     storages: Storages = {}
 
     def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        if valueless(tensor):
-            return _dress(repacked(tensor, lambda stored: _invented(stored, storages)), tensor)
         if kind == "parameter" and not clone:
             return _dress(tensor.data, tensor)
         return _dress(copied(tensor, storages), tensor)
@@ -87,21 +85,6 @@ def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(
         storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
     )
-
-
-def _invented(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
-    """Random values of a scale that keeps activations finite, in memory laid out like the tensor's."""
-    key = tensor.untyped_storage()._cdata
-    fresh = key not in storages
-    if fresh:
-        storages[key] = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    made = torch.empty(0, dtype=tensor.dtype).set_(
-        storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
-    if fresh and made.is_floating_point():
-        fan_in = max(1, made.numel() // max(1, made.shape[0])) if made.dim() > 1 else 1
-        made.normal_(1.0 if made.dim() < 2 else 0.0, 0.1 if made.dim() < 2 else fan_in**-0.5)
-    return made
 
 
 def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -131,7 +114,7 @@ def prepared_input(engine: FakeFloats | None) -> Callable[[torch.Tensor], torch.
         ):
             made: torch.Tensor = engine.shapes.stand_in(tensor)
         elif valueless(tensor):
-            made = _invented(tensor, storages)
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
         else:
             made = copied(tensor, storages)
         return made.requires_grad_(True) if tensor.requires_grad and tensor.is_floating_point() else made

@@ -119,7 +119,6 @@ def _recorded(
             stack.enter_context(run.tape.watching_functions())
         stack.enter_context(watched_threads(recorder.elsewhere.append))
         stack.enter_context(_module_calls(model, recorder, run, decode is not None))
-        stack.enter_context(_random_states(recorder))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
@@ -296,31 +295,6 @@ def own_random_numbers() -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-
-
-@contextmanager
-def _random_states(recorder: Recorder) -> Iterator[None]:
-    """Record where the random state is read and set back: a checkpointed block is run again with the same numbers."""
-    get, put = torch.get_rng_state, torch.set_rng_state
-    nodes: dict[int, tuple[torch.Tensor, torch.fx.Node]] = {}  # the state is kept, so that its id stays its own
-    graph, thread = recorder.ledger.fx_graph, threading.get_ident()
-
-    def recorded_get() -> torch.Tensor:
-        state = get()
-        if threading.get_ident() == thread:
-            nodes[id(state)] = state, graph.call_function(get)
-        return state
-
-    def recorded_put(new_state: torch.Tensor) -> None:
-        put(new_state)
-        if id(new_state) in nodes and threading.get_ident() == thread:
-            graph.call_function(put, (nodes[id(new_state)][1],))
-
-    torch.get_rng_state, torch.set_rng_state = recorded_get, recorded_put
-    try:
-        yield
-    finally:
-        torch.get_rng_state, torch.set_rng_state = get, put
 
 
 def _is_inference(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.module_paths import parent
@@ -255,8 +254,8 @@ def _call_peaks(graph: ModelGraph, rows: _Rows, live: np.ndarray) -> tuple[list[
 
 def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
     """Bytes each op reads and writes, and the dtype name it computes in."""
-    names = _DtypeNames()
     value_bytes = [min(value.nbytes, graph.storages[value.storage].nbytes) for value in graph.values]
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in {value.dtype for value in graph.values}}
     value_dtype = [names[value.dtype] for value in graph.values]
     floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
     dtypes = []
@@ -298,13 +297,6 @@ def counted_values(graph: ModelGraph) -> Iterator[list[int]]:
 def _is_gather(op: Op) -> bool:
     schema = getattr(op.target, "_schema", None)
     return schema is not None and schema.name in _GATHERS
-
-
-class _DtypeNames(dict[torch.dtype, str]):
-    """torch.bfloat16 -> "bfloat16"."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
 def _main_dtype(graph: ModelGraph, op_dtypes: Sequence[str]) -> str:

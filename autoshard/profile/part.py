@@ -144,8 +144,7 @@ def _carriers(graph: ModelGraph, batch: BatchAxis) -> frozenset[int]:
                 carrying.add(value)
                 if not repeated:
                     carrying_storages.add(row.storage)
-    found = _made_of_nothing(graph, carrying)
-    return frozenset(carrying | {value for value, row in enumerate(graph.values) if row.storage in found})
+    return frozenset(carrying)
 
 
 def _repeats(graph: ModelGraph, op: Op, shape: tuple[int, ...], size: int) -> bool:
@@ -157,19 +156,6 @@ def _repeats(graph: ModelGraph, op: Op, shape: tuple[int, ...], size: int) -> bo
     return prod(shape) == size * prod(before) > 0 and any(
         new == size * old for new, old in zip(shape[:2], before, strict=False)
     )
-
-
-def _made_of_nothing(graph: ModelGraph, carrying: set[int]) -> set[int]:
-    """Storages of zeros and the like of which ops make what has rows, in the same shape: zeros(rows * heads, S, S)."""
-    made = {graph.values[value].storage for op in graph.ops if not op.inputs for value in op.outputs}
-    made -= {graph.values[value].storage for value in carrying}
-    columns, found = columns_of(graph), set()
-    reads = columns.inputs
-    for at in np.flatnonzero(np.isin(columns.storage[reads.value], list(made))).tolist():
-        row, op = graph.values[reads.value[at]], graph.ops[reads.op[at]]
-        if any(value in carrying and graph.values[value].shape == row.shape for value in op.outputs):
-            found.add(row.storage)
-    return found
 
 
 def _has_rows(graph: ModelGraph, op: Op, value: int, carrying: set[int]) -> bool:

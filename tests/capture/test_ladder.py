@@ -55,22 +55,16 @@ def test_within_autocast_nothing_is_run_for_real(training):
         assert graph.values[graph.outputs[0]].dtype == model(torch.ones(2, 4)).dtype == torch.bfloat16
 
 
-def test_random_weights_where_there_are_none():
+def test_invented_where_there_are_no_values():
     with torch.device("meta"):
         model = Branches()
     graph = capture(model, torch.ones(2, 4))
-    assert graph.level == "real" and any("random weights" in note for note in graph.notes)
-    assert model.layer.weight.is_meta
-
-
-def test_invented_when_too_large_to_run():
-    with torch.device("meta"):
-        model = Branches(1 << 15)  # 4 GiB
-    graph = capture(model, torch.ones(2, 1 << 15))
-    assert graph.level == "invented"
+    assert graph.level == "invented" and model.layer.weight.is_meta
     assert any("not known was taken to be" in note and str(BRANCH) in note for note in graph.notes)
     with pytest.raises(CaptureError, match="invented"):
-        replay(graph, model, torch.ones(2, 1 << 15))
+        replay(graph, model, torch.ones(2, 4))
+    with pytest.raises(CaptureError, match="needs a model with values"):
+        capture(model, torch.ones(2, 4), level="real")
 
 
 def test_a_level_can_be_forced():
