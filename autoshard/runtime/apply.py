@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.fingerprint import fingerprint
-from autoshard.module_paths import above, find_scripted
+from autoshard.module_paths import find_scripted
 from autoshard.placement import check_known, resolve_homes
 from autoshard.plan import Plan, check_placements
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
@@ -24,7 +24,6 @@ from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.microbatches import division_of
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
 from autoshard.runtime.recompute import recomputed_in
-from autoshard.runtime.registrations import Tree
 from autoshard.runtime.resting import check_streamed, make_streams, resting, streamed_module
 from autoshard.runtime.state import Division, Record, Runtime
 
@@ -73,47 +72,6 @@ def is_applied(model: nn.Module) -> bool:
     return _find_runtime(model) is not None
 
 
-def adopt(model: nn.Module) -> nn.Module:
-    """Take in modules and parameters that were added after apply: each goes to the device of the module it is in.
-
-    Called by itself before a forward if something was registered since the last one. Raises `ApplyError` if nothing is
-    applied, or if there is no room for what is new.
-    """
-    runtime = _runtime_of(model, "adopt")
-    runtime.tree = Tree(model.modules())
-    runtime.streams.close()
-    record, tensors = runtime.record, named_tensors(model)
-    _check_tensors(tensors)
-    placements = {name: record.placements.get(name) or _host_device(name, record) for name in tensors}
-    devices = _devices(tensors, placements)
-    paths = {id(module): path for path, module in model.named_modules()}
-    modules = {path for path, _ in model.named_modules()}
-    streamed = {path: place for path, place in record.streamed.items() if path in modules}
-    living = resting(tensors, devices, streamed)
-    strays = [name for name, tensor in tensors.items() if tensor.device != living[name]]
-    if not strays and placements == record.placements and runtime.is_hooked(model) and not streamed:
-        return model
-    added = [name for name in tensors if name not in record.placements]
-    hosts = frozenset(path for name in added for path in above(name) if path in paths.values())
-    new = _record(
-        tensors, placements, [path for path, _ in model.named_modules()],
-        aligned=record.aligned | hosts, written_back=record.written_back | hosts,
-        conservative=record.conservative, streamed=streamed, stages=[str(device) for device in record.placed],
-        division=record.division, recomputed=tuple(path for path in record.recomputed if path in modules),
-        originals=_originals(tensors, record) | {name: tensors[name].device for name in strays},
-        root_device=record.homes[""],
-    )  # fmt: skip
-    boundaries = find_boundaries(model, new)
-    streams = make_streams(model, tensors, new.devices, streamed)
-    runtime.copies.clear()
-    move_tensors(tensors, resting(tensors, new.devices, streamed))
-    runtime.record = new
-    unhook(model, runtime)
-    runtime.stream_with(streams)
-    hook_boundaries(model, runtime, boundaries)
-    return model
-
-
 def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_placements(plan.placements)
     tensors = named_tensors(model)
@@ -139,7 +97,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
-    runtime = Runtime(record, Tree(model.modules()), streams)
+    runtime = Runtime(record, streams)
     boundaries = find_boundaries(model, record)
     undo = move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
     try:
@@ -209,11 +167,6 @@ def _originals(tensors: Mapping[str, torch.Tensor], record: Record) -> dict[str,
     known = list(record.originals.values())
     usual = max(dict.fromkeys(known), key=known.count) if known else None
     return {name: record.originals.get(name) or usual or tensor.device for name, tensor in tensors.items()}
-
-
-def _host_device(name: str, record: Record) -> str:
-    """Return the home of the nearest module around a new tensor that had one at apply."""
-    return next(record.homes[path] for path in above(name) if path in record.homes)
 
 
 def _find_runtime(model: nn.Module) -> Runtime | None:

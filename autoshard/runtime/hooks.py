@@ -2,7 +2,7 @@
 
     Hook        pre-hook: moves a module's direct tensor arguments to its home; all that most modules have
     Hook+Guard  also: current device, watched ops, copies to write back; the post-hook `Leave` takes that down again
-    RootHook    the hook of the root; also: was the model changed since?
+    RootHook    the hook of the root; also: was the model moved since?
 
 A run begins with the outermost call: of the root, or, from code around the forward (a `generate` that calls parts of
 the model one by one), of any hooked module. Its outputs go to where its inputs were, so that such code has all it
@@ -218,7 +218,7 @@ class Hook:
 
 
 class RootHook(Hook):
-    """Pre-hook of the root, which may have been changed since its last forward."""
+    """Pre-hook of the root, which may have been moved, or interrupted, since its last forward."""
 
     __slots__ = ()
 
@@ -227,12 +227,7 @@ class RootHook(Hook):
         if runtime.local.calls:
             self.drop_interrupted()
         runtime.check_moved()
-        if runtime.tree is None or runtime.tree.changed:
-            from autoshard.runtime.apply import adopt  # it needs this module
-
-            adopt(module)
-        hook = runtime.hook_on(module)  # not this one, if `adopt` made new ones
-        return hook.prepare(module, args, kwargs, sys._getframe(1))
+        return self.prepare(module, args, kwargs, sys._getframe(1))
 
     def is_outermost(self) -> bool:
         """The root sends its outputs back wherever it is called."""

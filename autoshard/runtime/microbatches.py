@@ -76,9 +76,7 @@ class Divide:
         self.together = together  # the post-hook that puts the outputs together
         self.said: set[str] = set()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
-            return None
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if torch.compiler.is_compiling():  # torch.compile of the whole model; of its parts it goes with this
             return None
         call, *around = reversed(self.runtime.local.calls)

@@ -70,9 +70,7 @@ class Recompute:
     def __reduce__(self) -> tuple:  # a copy or a saved model starts without calls
         return Recompute, (self.selective,)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
-        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
-            return
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         local = self.local
         while local.open:  # cut short by an interrupt, for which torch runs no hooks
             local.open.pop().close()

@@ -68,9 +68,7 @@ class Scatter(Divide):
         super().__init__(runtime, division, together)
         self.kept: Kept = {}
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        if kwargs is None:  # taken off a moment ago, by `adopt`: torch hides keyword arguments from it
-            return None
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         call, *around = reversed(self.runtime.local.calls)
         if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
             return None

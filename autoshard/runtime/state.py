@@ -13,7 +13,6 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
-from autoshard.runtime.registrations import Tree
 from autoshard.runtime.streaming import Streams
 
 
@@ -90,11 +89,10 @@ class Record:
 class Runtime:
     """The shared state of one applied model's hooks; owned by the hook of its root."""
 
-    def __init__(self, record: Record, tree: Tree, streams: Streams) -> None:
+    def __init__(self, record: Record, streams: Streams) -> None:
         self.handles: list[Any] = []
         self.hooked: set[str] = set()  # paths; the hooks themselves refer to this object and must not be referred to
         self.record = record
-        self.tree: Tree | None = tree
         self._start()
         self.stream_with(streams)
 
@@ -109,7 +107,6 @@ class Runtime:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.handles, self.hooked, self.record = state["handles"], state["hooked"], state["record"]
-        self.tree = None  # the copy's modules are others; it looks at them before its first forward
         self._start()
         self.unfused = state["unfused"]
         self.stream_with(state["streams"])
@@ -123,12 +120,6 @@ class Runtime:
         """Return this model's hook on a module, None if it has none."""
         hooks = torch_private.forward_pre_hooks(module)
         return next((hook for hook in hooks if getattr(hook, "runtime", None) is self), None)
-
-    def is_hooked(self, model: nn.Module) -> bool:
-        """Whether all hooks are on the modules they were made for; modules may have been exchanged since."""
-        modules = dict(model.named_modules())
-        hooks = {path: self.hook_on(modules[path]) for path in self.hooked if path in modules}
-        return len(hooks) == len(self.hooked) and all(hook and hook.path == path for path, hook in hooks.items())
 
     def check_moved(self) -> None:
         """Raise `ApplyError` if the model was moved behind autoshard's back."""

@@ -298,21 +298,6 @@ def test_copies_of_the_model_run_in_parts_too():
             assert seen == [2, 2, 2, 2]
 
 
-def test_modules_that_are_added_later_run_in_parts_too():
-    """Not in the very call that finds them, which runs whole."""
-    original, model, inputs = words(), words(), sentences()
-    with autoshard.simulate("3x16MiB"):
-        autoshard.apply(model, pipeline(model, inputs, recompute=True))
-        for one in (original, model):
-            torch.manual_seed(1)
-            one.blocks.append(nn.Linear(16, 16).double())
-        seen = counted(model)
-        for _ in range(2):
-            wanted, found = original(**inputs), model(**inputs)
-            close(found["loss"], wanted["loss"])
-        assert seen == [8, 2, 2, 2, 2]
-
-
 @pytest.mark.slow
 def test_compiled_models_are_equal():
     """Compiled blocks go with parts of the batch; a model that is compiled as a whole runs undivided."""

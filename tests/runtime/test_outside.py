@@ -145,13 +145,3 @@ def test_what_a_part_writes_into_its_argument_reaches_the_caller():
         x = torch.ones(D)
         model["writer"](x)
         assert torch.equal(x, torch.full((D,), 2.0))
-
-
-def test_the_forward_after_new_modules_sends_its_output_back():
-    """`adopt` hooks the model anew in the middle of a call; that call ends as any other."""
-    model = Captioner()
-    with autoshard.simulate("3x1MiB"), torch.no_grad():
-        apply_device_map(model, {"eyes": "cpu:1", "bridge": "cpu:0", "inner": "cpu:2", "queries": "cpu:0"})
-        model.inner.head = nn.Sequential(model.inner.head, nn.Linear(D, D))
-        assert model(*inputs()).device == CPU
-        assert not autoshard.runtime.apply._runtime_of(model, "test").local.calls

@@ -336,24 +336,6 @@ def test_the_model_is_freed_without_the_garbage_collector():
             gc.enable()
 
 
-def test_what_is_added_to_a_streamed_module_is_streamed_too():
-    model, original = net(), net()
-    for each in (model, original):
-        torch.manual_seed(3)
-        each.extra = nn.Linear(WIDTH, WIDTH)
-        del each.extra
-    with autoshard.simulate("1x16MiB"), torch.no_grad():
-        apply_plan(model, streaming(model, "cpu:0", "cpu"))
-        model(rows())
-        for each in (model, original):
-            torch.manual_seed(3)
-            each.blocks[1].up = nn.Sequential(each.blocks[1].up, nn.Linear(2 * WIDTH, 2 * WIDTH))
-            each.blocks[3].down.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
-        for _ in range(2):
-            assert torch.equal(model(rows()), original(rows()))
-        assert model.blocks[1].up[1].weight.device == torch.device("cpu")
-
-
 def test_gradients_are_refused_where_copies_are_gone():
     model = net()
     with autoshard.simulate("1x16MiB"):
