@@ -25,6 +25,7 @@ from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, s
 from autoshard.runtime.devices import check_copies, resolve_device, send
 from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
+from autoshard.runtime.hooks import to_device
 from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
@@ -87,7 +88,7 @@ class Divide:
             return None
         outputs: list[Any] = []
         written = Written(self.division.batch.written, module)
-        call.parts = parts, outputs, written
+        call.parts = parts, outputs, written.close
         for part in parts[:-1]:
             written.begin()
             given = Given(part.args, part.kwargs)
@@ -154,11 +155,14 @@ class Together:
         call = self.runtime.local.calls[-1] if self.runtime.local.calls else None
         if call is None or call.parts is None:
             return None
-        (parts, outputs, written), call.parts = call.parts, None
-        written.close()
+        (parts, outputs, close), call.parts = call.parts, None
+        close()
         if len(outputs) < len(parts) - 1 or output is None:  # one of them raised
             return None
-        return merge(self.division.batch, [*outputs, output], parts)
+        if not self.division.devices:
+            return merge(self.division.batch, [*outputs, output], parts)
+        home = call.output_device or self.division.devices[0]
+        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts)
 
 
 def why_whole(batch: BatchAxis, model: nn.Module) -> str:

@@ -3,7 +3,7 @@
     call of the root ── RootHook: inputs go to the first device
                      ── Scatter:  replica 1 on cuda:1 (part 1), replica 2 on cuda:2 (part 2) …     only queued there
                      ── forward(part 0)                                     the model itself, on the first device
-                     ── Collect:  outputs become one, where the inputs came from
+                     ── Together: outputs become one, where the inputs came from
                      ── Leave
 
 A replica is made for one call: objects of the same classes whose attributes are those of the model's own modules,
@@ -13,6 +13,7 @@ the optimizer and state dicts know the model only. Gradients of all replicas are
 Without gradients, copies of parameters stay from call to call, until a weight is written or gradients are wanted.
 """
 
+import functools
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,7 @@ from autoshard.packed import own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.given import Given
 from autoshard.runtime.hooks import to_device
-from autoshard.runtime.merging import merge
-from autoshard.runtime.microbatches import OF_PARTS, Divide
+from autoshard.runtime.microbatches import OF_PARTS, Divide, Together
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.state import Division, Runtime
 from autoshard.sharding import shares_of
@@ -51,10 +51,10 @@ def hook_replicas(model: nn.Module, runtime: Runtime, division: Division) -> lis
             f"{scripted or 'the model'} is compiled by TorchScript, and such a module can't be replicated. "
             "Apply the plan to the module it was compiled from."
         )
-    collect = Collect(runtime, division)
+    together = Together(runtime, division)
     return [
-        model.register_forward_pre_hook(Scatter(runtime, division, collect), with_kwargs=True),
-        model.register_forward_hook(collect, prepend=True),
+        model.register_forward_pre_hook(Scatter(runtime, division, together), with_kwargs=True),
+        model.register_forward_hook(together, prepend=True, always_call=True),
     ]
 
 
@@ -88,7 +88,7 @@ class Scatter(Divide):
             with _current(device):
                 outputs.append(replica.forward(*own_args, **own_kwargs))
             known.check(type(module).__name__, OF_PARTS)
-        call.parts = parts, outputs, replica
+        call.parts = parts, outputs, functools.partial(_keep_written, module, replica, self.division)
         return parts[0].args, parts[0].kwargs
 
     def shares(self, rows: int) -> Sequence[int]:
@@ -101,38 +101,17 @@ class Scatter(Divide):
         self.kept = {}
 
 
-class Collect:
-    """Post-hook of the root: puts the outputs of the parts together, where the inputs came from."""
-
-    __slots__ = ("division", "runtime")
-    uncounted = True
-
-    def __init__(self, runtime: Runtime, division: Division) -> None:
-        self.runtime = runtime
-        self.division = division
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = self.runtime.local.calls[-1]
-        if call.parts is None:
-            return None
-        (parts, outputs, last), call.parts = call.parts, None
-        first = self.division.devices[0]
-        for name in self.division.batch.written:
-            _keep_written(module, last, name, first)
-        home = call.output_device or first
-        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts)
-
-
-def _keep_written(model: nn.Module, last: nn.Module, name: str, home: torch.device) -> None:
-    """Give the model a buffer that the last part has written."""
-    path, _, leaf = name.rpartition(".")
-    own, source = model.get_submodule(path), last.get_submodule(path)._buffers[leaf]
-    target = own._buffers[leaf]
-    if source is None or target is None or source.shape != target.shape:
-        own._buffers[leaf] = None if source is None else copy_tensor(source.detach(), home)
-    else:
-        with torch.no_grad():
-            target.copy_(source)
+def _keep_written(model: nn.Module, last: nn.Module, division: Division) -> None:
+    """Give the model the buffers that the last part has written."""
+    for name in division.batch.written:
+        path, _, leaf = name.rpartition(".")
+        own, source = model.get_submodule(path), last.get_submodule(path)._buffers[leaf]
+        target = own._buffers[leaf]
+        if source is None or target is None or source.shape != target.shape:
+            own._buffers[leaf] = None if source is None else copy_tensor(source.detach(), division.devices[0])
+        else:
+            with torch.no_grad():
+                target.copy_(source)
 
 
 def copies_of(model: nn.Module, devices: Sequence[torch.device], kept: Kept) -> dict[int, Sequence[torch.Tensor]]:
