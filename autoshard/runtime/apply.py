@@ -25,7 +25,7 @@ from autoshard.runtime.microbatches import division_of
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
 from autoshard.runtime.recompute import recomputed_in
 from autoshard.runtime.resting import check_streamed, make_streams, resting, streamed_module
-from autoshard.runtime.state import Division, Record, Runtime
+from autoshard.runtime.state import Record, Runtime
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
@@ -82,17 +82,9 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     _check_modules(model, before)
     check_belongs(model, plan, tensors)
     check_streamed(model, plan)
-    paths = [path for path, _ in model.named_modules()]
-    homes = resolve_homes(plan.placements, paths, tensors)
     originals = {name: tensor.device for name, tensor in tensors.items()}
-    record = _record(
-        tensors, homes.entries, paths,
-        aligned=frozenset(plan.aligned), written_back=frozenset(plan.written_back),
-        conservative=conservative, streamed=plan.streamed, stages=list(plan.placements.values()),
-        division=division_of(plan), recomputed=recomputed_in(plan, model),
-        originals=originals if before is None else _originals(tensors, before.record),
-        root_device=homes.homes[""],
-    )  # fmt: skip
+    known = originals if before is None else _originals(tensors, before.record)
+    record = _record(model, plan, tensors, known, conservative)
     streams = make_streams(model, tensors, record.devices, plan.streamed)
     check_copies([*record.placed, *originals.values()])
     if before is not None:
@@ -115,43 +107,31 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
 
 
 def _record(
-    tensors: Mapping[str, torch.Tensor],
-    placements: Mapping[str, str],
-    paths: list[str],
-    *,
-    aligned: frozenset[str],
-    written_back: frozenset[str],
+    model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor], originals: Mapping[str, torch.device],
     conservative: bool,
-    streamed: Mapping[str, str],
-    stages: list[str],
-    division: Division | None,
-    recomputed: tuple[str, ...],
-    originals: Mapping[str, torch.device],
-    root_device: str,
-) -> Record:
-    """Work out where everything lives from the device name of every tensor; nothing is moved yet."""
-    homes = resolve_homes(placements, paths, placements)
-    names = dict.fromkeys([*stages, *placements.values(), root_device])
-    resolved = {name: resolve_device(name) for name in names}
-    devices = _devices(tensors, placements)
+) -> Record:  # fmt: skip
+    """Work out where everything lives; nothing is moved yet."""
+    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
+    names = dict.fromkeys([*plan.placements.values(), *homes.entries.values(), homes.homes[""]])
+    devices = _devices(tensors, homes.entries)
     smallest: dict[torch.device, str] = {}
     for name, device in devices.items():
-        if streamed_module(name, streamed) is not None:
+        if streamed_module(name, plan.streamed) is not None:
             continue
         if tensors[name].numel() and tensors[name].numel() < tensors[smallest.get(device, name)].numel() + 1:
             smallest[device] = name
     return Record(
-        placements=dict(placements),
+        placements=dict(homes.entries),
         devices=devices,
         originals=originals,
-        homes={**homes.homes, "": homes.homes[""] if placements else root_device},
-        aligned=aligned,
-        written_back=written_back,
+        homes=homes.homes,
+        aligned=frozenset(plan.aligned),
+        written_back=frozenset(plan.written_back),
         conservative=conservative,
-        streamed=dict(streamed),
-        division=division,
-        recomputed=recomputed,
-        placed=tuple(dict.fromkeys(resolved.values())),
+        streamed=dict(plan.streamed),
+        division=division_of(plan),
+        recomputed=recomputed_in(plan, model),
+        placed=tuple(dict.fromkeys(map(resolve_device, names))),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )
 
