@@ -14,7 +14,7 @@ and a deep copy of the model has hooks of its own.
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,10 +270,7 @@ class Leave:
         if call is None or output is None:
             return None
         if isinstance(output, types.GeneratorType):
-            raise ApplyError(
-                f"{self.hook.path or 'the model'} gives its results one by one (yield), which a placed module can't: "
-                "what it runs then would not be moved. Let it return a list."
-            )
+            return _relay(module, self.hook, output, call.output_device)
         if call.output_device is None:
             return None
         moved = to_device(output, call.output_device)
@@ -297,3 +294,25 @@ def to_device(value: Any, device: torch.device) -> Any:
         return copies[id(tensor)]
 
     return map_tensors(value, move)
+
+
+def _relay(module: nn.Module, hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
+    """Run each step of a generator output as its module's forward runs: watched, on its device, results sent home."""
+    resume: Any = generator.send
+    value: Any = None
+    while True:
+        hook.enter(module, sys._getframe())
+        try:
+            item = resume(value)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            hook.leave()
+        try:
+            value = yield item if device is None else to_device(item, device)
+            resume = generator.send
+        except GeneratorExit:
+            generator.close()
+            raise
+        except BaseException as error:
+            resume, value = generator.throw, error

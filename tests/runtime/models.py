@@ -167,6 +167,19 @@ class HostTensors(nn.Module):
         return self.mix(self.a(x), self.b(x)) + torch.arange(D) + self.table
 
 
+class Steps(nn.Module):
+    """The output is a generator: everything runs after the call has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.a(x) + self.b(x)
+            yield x
+
+
 class Empty(nn.Module):
     """No tensors at all."""
 
@@ -206,5 +219,6 @@ HARD = {
     ),
     "host-tensors": Hard(HostTensors, {"a": "cpu:0", "b": "cpu:1"}),
     "host-tensors-one-device": Hard(HostTensors, {"": "cpu:1"}),
+    "steps": Hard(Steps, {"a": "cpu:0", "b": "cpu:1"}),
     "empty": Hard(Empty, {"": "cpu:1"}, trains=False),
 }  # fmt: skip
