@@ -4,12 +4,13 @@ h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 
@@ -32,7 +33,8 @@ class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
     The target is the device of a tensor that the call writes; else `homes[-1]`, the home of the innermost watched
-    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`.
+    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`. An
+    `autograd.Function` is a call as any other.
     """
 
     def __init__(self, copies: Copies, stages: Sequence[torch.device]) -> None:
@@ -41,6 +43,14 @@ class Align(TorchFunctionMode):
         self.rank = {device: index for index, device in enumerate(stages)}
         self.homes: list[torch.device | None] = []
         self.on = True
+
+    def __enter__(self) -> "Align":
+        torch_private.intercept(_functions)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch_private.release(_functions)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -73,6 +83,18 @@ class Align(TorchFunctionMode):
             return self.homes[-1]
         found = {tensor.device for tensor in _tensors(args, kwargs) if not _travels_alone(tensor)}
         return max((device for device in found if device in self.rank), key=self.rank.__getitem__, default=None)
+
+
+class _Functions(torch_private.Interceptor):
+    """Lets the watcher see calls of autograd functions: their backward must find what it saved on one device."""
+
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        watcher = torch_private.innermost_function_mode()
+        watched = isinstance(watcher, Align) and watcher.on and _mixes(args, kwargs)
+        return watcher.call(apply, args, kwargs) if watched else apply(*args, **kwargs)
+
+
+_functions = _Functions()
 
 
 class _Given:

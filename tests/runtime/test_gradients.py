@@ -31,6 +31,30 @@ class Cross(nn.Module):
         return (self.head(memory) + found.to(memory.device)) * start, memory
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(tuple(range(x.dim() - 1)))
+
+
+class Custom(nn.Module):
+    """A function with a backward of its own, given tensors of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale, self.b = nn.Linear(D, D), nn.Parameter(torch.randn(D)), nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(Doubled.apply(h, self.scale) + h) + h
+
+
 class Moving(nn.Module):
     """The model itself moves its tensors: on one device that makes nothing, and no gradient dense."""
 
@@ -63,9 +87,10 @@ CROSS = {"encoder": "cpu:0", "layer": "cpu:1", "head": "cpu:0"}
     "make, device_map",
     [
         (Cross, CROSS),
+        (Custom, {"a": "cpu:0", "scale": "cpu:1", "b": "cpu:2"}),
         (Moving, {"update": "cpu:1", "head": "cpu:0"}),
     ],
-    ids=["cross", "moving"],
+    ids=["cross", "custom", "moving"],
 )
 def test_equal_to_rounding(make, device_map):
     x = torch.randn(5, 7, D)
