@@ -188,8 +188,13 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        found = [copy_tensor(gradient, ctx.device) for gradient in gradients if gradient is not None]
-        return sum(found[1:], found[0]) if found else None, None
+        sums = [gradient for gradient in gradients if gradient is not None]
+        step = 1
+        while step < len(sums):  # 1 to 0, 3 to 2, …; then 2 to 0, 6 to 4, …
+            for index in range(0, len(sums) - step, 2 * step):
+                sums[index] = sums[index] + copy_tensor(sums[index + step], sums[index].device)
+            step *= 2
+        return copy_tensor(sums[0], ctx.device) if sums else None, None
 
 
 @contextmanager

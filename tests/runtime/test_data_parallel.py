@@ -379,6 +379,7 @@ def refusals():
     return said
 
 
+@sharded_replicas
 def test_what_can_not_be_applied_is_refused_on_all_ranks():
     for said in run_ranks(refusals, 2):
         assert "the plan is for 4 devices, and 2 processes run" in said["count"]
