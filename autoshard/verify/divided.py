@@ -1,4 +1,4 @@
-"""What is different where the applied model runs in parts of its batch: rounding, and what its differences may mean."""
+"""What is different where the applied model runs in parts of its batch: rounding, and random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +9,11 @@ from autoshard import torch_private
 from autoshard.plan import Plan
 from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.state import Division
-from autoshard.verify.draws import steady_draws
+from autoshard.verify.draws import SteadyDraws
 
 IN_PARTS = (
     "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "
     "1e-5 of the largest value of a tensor in float32 (1e-12 in float64, 1e-2 in float16, 5e-2 in bfloat16)"
-)
-MIXED = "with the batch in one piece this plan gives what the original gives: it is divided along what is no batch"
-NEAR_TOLERANCES = 100
-"""Up to so many times what passes may still be rounding, where large terms cancel."""
-NEAR = (
-    "with the batch in one piece this plan gives what the original gives: either it is divided along what is no batch, "
-    "or large terms cancel and this is rounding. Verify in float64 to tell: model.double(), with inputs of it"
 )
 DRAWN = (
     "random numbers were taken to be the same for all rows, and nothing was dropped: parts draw other ones than the "
@@ -49,7 +42,7 @@ def same_draws(divided: bool, notes: list[str]) -> Iterator[None]:
     if not divided:
         yield
         return
-    with steady_draws() as draws:
+    with SteadyDraws() as draws:
         yield
     if draws.count and DRAWN not in notes:
         notes.append(DRAWN)

@@ -31,8 +31,6 @@ from autoshard.verify.divided import is_divided, same_draws
 from autoshard.verify.runs import Result, Work, coarsened, compare, run
 from autoshard.verify.stage import same_start
 
-MOST_NAMED = 4
-
 
 def refuse_unless_checkable(model: nn.Module, plan: Plan) -> None:
     """Raise `ApplyError` where the first batch could not be run undivided in this process."""
@@ -161,27 +159,23 @@ def _in_one_piece(model: nn.Module) -> nn.Module:
     return made
 
 
-def _differing(expected: Sequence[Result], found: Sequence[Result], work: Work) -> list[str]:
-    """What differs, with figures."""
-    named = []
-    for left, right in zip(expected, found, strict=False):
-        errors = compare([left], [right], 0.0, work)
-        if errors.first is not None:
-            largest = float(left.value.abs().max()) if left.value.numel() and left.value.dtype != torch.bool else 1.0
-            what = "the output" if right.output == "output" else right.output
-            message = f": {errors.first.message}" if errors.first.message else ""
-            named.append(f"{what} by up to {errors.largest:.3g} where its largest value is {largest:.3g}{message}")
-    if len(expected) != len(found):
-        named.append(f"how many tensors there are: {len(found)} in parts, {len(expected)} in one piece")
-    return named
+def _differing(expected: Sequence[Result], found: Sequence[Result], work: Work) -> str:
+    """What differs first, with figures; "" if nothing does."""
+    errors = compare(list(expected), list(found), 0.0, work)
+    if errors.first is None:
+        return ""
+    what = "the output" if errors.first.output == "output" else errors.first.output
+    message = f": {errors.first.message}" if errors.first.message else ""
+    largest = max((float(one.value.abs().max()) for one in expected if one.output == errors.first.output
+                   and one.value.numel() and one.value.dtype != torch.bool), default=1.0)  # fmt: skip
+    return f"{what} by up to {errors.first.max_error:.3g} where its largest value is {largest:.3g}{message}"
 
 
-def _message(model: nn.Module, divide: Divide | None, differing: list[str]) -> str:
-    more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+def _message(model: nn.Module, divide: Divide | None, differing: str) -> str:
     how = "with its parameters cut" if divide is None else "divided"
     assumed = f" ({ASSUMED})" if divide is not None and divide.division.batch.assumed else ""
     remedy = "without dividing the batch" if divide is not None else "without cuts"
     return (
         f"the first batch of {type(model).__name__} gives something else {how}{assumed} than in one piece. It differs "
-        f'in {"; ".join(differing[:MOST_NAMED])}{more}. Plan {remedy}, for example with strategy="balanced".'
+        f'in {differing}. Plan {remedy}, for example with strategy="balanced".'
     )

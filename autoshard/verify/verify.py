@@ -19,7 +19,7 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
-from autoshard.engine.pricer import in_one_piece, price
+from autoshard.engine.pricer import price
 from autoshard.errors import ApplyError, AutoshardError, VerifyError
 from autoshard.placement import resolve_homes
 from autoshard.plan import Plan, refuse_priced_alone
@@ -33,7 +33,7 @@ from autoshard.simulate.devices import SimulatedDevices
 from autoshard.stream_cost import with_stores
 from autoshard.verify.cuts import REORDERED as REORDERED_SUMS
 from autoshard.verify.cuts import CoarsestType, runs_in_processes
-from autoshard.verify.divided import IN_PARTS, MIXED, NEAR, NEAR_TOLERANCES, is_divided, runs_in_parts, same_draws
+from autoshard.verify.divided import IN_PARTS, is_divided, runs_in_parts, same_draws
 from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
@@ -224,9 +224,7 @@ def _compare(
         errors = compare(expected[: len(found)] if failure is not None else expected, found, tolerance, work)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
-        if errors.first is not None and work.divided and not full:
-            errors = _explained(errors, original, stage, work, tolerance, restart)
-        elif errors.first is not None and not full:
+        if errors.first is not None and not full and not work.divided:
             starts = (_after(restart, original), _after(restart, applied))
             first = locate(*starts, work, (home if accelerators else None, home), tolerance, errors.first)
             errors = Errors(errors.largest, errors.relative, first)
@@ -268,27 +266,6 @@ def _measure(simulated: SimulatedDevices) -> None:
     """Begin the pass whose peak counts, and that has to fit."""
     simulated.limit(to_size=True)
     simulated.reset_peak()
-
-
-def _explained(
-    errors: Errors, original: Build, stage: Stage | None, work: Work, tolerance: float, restart: Callable[[], None]
-) -> Errors:
-    """Say whether dividing the batch is the reason: the same plan runs once more with the batch in one piece."""
-    if stage is None or errors.first is None:
-        return errors
-    home = _home(stage, original())
-    homes = home if _accelerators(stage) else None, home
-    builds = _after(restart, original), _after(restart, lambda: apply_plan(original(), in_one_piece(stage.plan)))
-    work = replace(work, divided=False)
-    found, failure, _ = _run_applied(builds[1], work, home, None)
-    first = failure or compare(run(builds[0](), work, homes[0]), found, tolerance, work).first
-    if first is not None:
-        first = locate(*builds, work, homes, tolerance, first)
-    else:
-        why = NEAR if errors.beyond <= NEAR_TOLERANCES else MIXED
-        message = f"{errors.first.message}{'; ' if errors.first.message else ''}{why}"
-        first = replace(errors.first, message=message)
-    return Errors(errors.largest, errors.relative, first)
 
 
 def _after(restart: Callable[[], None], build: Build) -> Build:

@@ -1,5 +1,3 @@
-import dataclasses
-
 import numpy
 import pytest
 import torch
@@ -14,7 +12,7 @@ from autoshard.runtime.chunks import split
 from autoshard.runtime.merging import merge
 from autoshard.workload import Workload
 
-from .batches import Counter, Decoder, Experts, Grouped, Output, Pair, Small, Statistics
+from .batches import Counter, Decoder, Grouped, Output, Pair, Small, Statistics
 
 TRAINING = Workload(mode="training")
 
@@ -77,24 +75,6 @@ def test_a_loss_is_weighted_by_the_labels_that_count():
     labels = tokens(3, 8)
     labels[0, 2:] = -100
     assert is_equal_in_parts(Decoder(), {"input_ids": tokens(3, 8), "labels": labels}, batch, (1, 2))
-
-
-def test_a_loss_in_single_precision_of_tokens_that_have_about_the_same_one():
-    class Single(Decoder):  # as many libraries have it: the mean over rows is off by less than such numbers tell
-        def forward(self, input_ids, labels):
-            logits = super().forward(input_ids)["logits"].float() * 1e-2
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return {"loss": loss, "logits": logits}
-
-    batch = found(Single(), {"input_ids": tokens(3, 8), "labels": tokens(3, 8)})
-    loss = next(one for one in batch.outputs if one.path == "loss")
-    assert (loss.how, loss.weights) == ("weighted", "labels")
-
-
-def test_a_tensor_that_is_given_twice_is_two_inputs():
-    ids = tokens(3, 8)
-    loss = next(one for one in found(Decoder(), {"input_ids": ids, "labels": ids}).outputs if one.path == "loss")
-    assert (loss.how, loss.weights) == ("weighted", "labels")
 
 
 def test_a_model_that_refuses_other_rows_says_so():
@@ -284,11 +264,6 @@ def test_a_part_that_has_the_same_of_all_rows():
     assert ways(found(Small(halves), torch.randn(4, 6))) == {"": "cat"}
 
 
-def test_tokens_that_are_sorted_by_expert():
-    batch = found(Experts(), torch.randn(3, 5, 8))
-    assert ways(batch) == {"": "cat"}
-
-
 def test_rows_that_are_picked_by_their_number():
     def last(self, x):
         return self.linear(x)[torch.arange(len(x)), (x[..., 0] > 0).sum(1) % x.shape[1]]
@@ -301,46 +276,6 @@ def test_a_look_at_the_first_row_is_mixing_but_for_its_shape():
     assert rows(found(model, torch.randn(3, 6))) == {"x": (0, "*3")}
     model = Small(lambda self, x: self.linear(x) + 0 * x[0].detach().sum())
     assert "mixes its rows" in refused(model, torch.randn(3, 6))
-
-
-class Lowered(nn.Module):
-    """A part of it in half precision, in weights of that type or under autocast, and a table made on the way."""
-
-    def __init__(self, autocasts: bool, middle=lambda h: h) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 3)
-        self.autocasts, self.middle = autocasts, middle
-        if not autocasts:
-            self.second.to(torch.bfloat16)
-
-    def forward(self, x):
-        if self.autocasts:
-            with torch.autocast("cpu", torch.bfloat16):
-                h = self.middle(self.second(self.first(x)))
-        else:
-            h = self.middle(self.second(self.first(x).to(torch.bfloat16)))
-        angles = torch.cat([torch.arange(16, dtype=torch.float32), torch.tensor([0.5] * 16)])
-        return self.last(h.float() * angles.cos() + torch.zeros(32))
-
-
-@pytest.mark.parametrize("autocasts", [True, False])
-@pytest.mark.parametrize("mode", ["training", "inference"])
-def test_half_precision_inside_of_a_model_is_no_mixing(autocasts, mode):
-    assert rows(found(Lowered(autocasts), torch.randn(4, 6), Workload(mode=mode))) == {"x": (0, "*4")}
-
-
-@pytest.mark.parametrize("autocasts", [True, False])
-@pytest.mark.parametrize("mode", ["training", "inference"])
-def test_rows_that_mix_in_half_precision_are_refused(autocasts, mode):
-    model = Lowered(autocasts, middle=lambda h: h - h.mean(0) / 100)
-    assert "mixes its rows" in refused(model, torch.randn(4, 6), Workload(mode=mode))
-
-
-def test_bits_that_are_read_as_numbers_stay_bits():
-    def forward(self, x):  # the sign, by the highest bit
-        return self.linear(x) * (1 + (x.float().view(torch.int32) < 0))
-
-    assert rows(found(Small(forward), torch.randn(4, 6))) == {"x": (0, "*4")}
 
 
 def test_rows_in_a_loop_of_python_are_divided_only_if_they_are_said_to_be_independent():
@@ -370,20 +305,6 @@ def test_inputs_that_are_written_are_refused_and_checkpoints_that_ask_for_backwa
     assert "mul_ in the model itself changes positional input 0 in place" in refused(Small(written), given)
     assert torch.equal(given, before)
     assert ways(found(Small(checkpointed, nn.Linear(6, 6)), given)) == {"": "cat"}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_run_again_in_backward_drops_what_it_dropped(reentrant):
-    def checkpointed(self, x):
-        return checkpoint(self.more[0], self.linear(x), use_reentrant=reentrant)
-
-    model = Small(checkpointed, nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5))).train()
-    assert ways(found(model, torch.randn(4, 6))) == {"": "cat"}
-
-
-def test_sparse_gradients():
-    model = nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 6))
-    assert ways(found(model, tokens(4, 5))) == {"": "cat"}
 
 
 class Bags(nn.Module):
@@ -417,13 +338,6 @@ def test_bags_are_rows(mode):
 )
 def test_bags_of_other_words_are_refused(offsets, options):
     assert "in the model itself" in refused(Bags(offsets, **options), tokens(4, 6))
-
-
-def test_a_batch_of_zeros_is_proved_on_other_numbers():
-    assert rows(found(Decoder(), {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}))
-    assert rows(found(Decoder(), {"input_ids": torch.ones(2, 8, dtype=torch.int64)}))
-    assert "mixes its rows" in refused(Small(lambda self, x: self.linear(x) - x.mean(0)), torch.zeros(2, 6))
-    assert "mixes its rows" in refused(Small(lambda self, x: self.linear(x) - x.mean(0)), torch.ones(2, 6))
 
 
 def test_buffers_that_all_parts_write_alike():
@@ -468,11 +382,6 @@ def test_statistics_of_the_batch_are_named():
     assert found(nn.Linear(6, 6).eval(), torch.randn(4, 6)).frozen == ()
 
 
-def test_statistics_over_processes_are_named():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train())
-    assert "1 (SyncBatchNorm) mixes its rows (batch_norm in 1" in refused(model, torch.randn(4, 6))
-
-
 @pytest.mark.parametrize(
     "mixing",
     [
@@ -497,33 +406,6 @@ def test_rows_that_mix_are_refused(mixing):
     assert "can't be divided" in refused(Small(mixing), torch.randn(4, 6))
 
 
-def test_the_module_in_which_rows_mix_is_named():
-    class Mixing(nn.Module):
-        def forward(self, x):
-            return x - x.mean(0)
-
-    model = Small(lambda self, x: self.linear(self.more[0](self.linear(x))), Mixing())
-    assert "more.0 (Mixing) mixes its rows (mean in more.0)" in refused(model, torch.randn(4, 6))
-
-
-class Centred(nn.Module):
-    """Mixes rows before its first layer, which then is the first module that makes something else."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)) for _ in range(2)])
-
-    def forward(self, x):
-        x = x - x.mean(0)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_what_a_module_was_given_mixed_is_told_of_those_who_mixed_it():
-    assert "the model's own forward mixes its rows (mean in the model itself)" in refused(Centred(), torch.randn(4, 6))
-
-
 def test_an_op_that_is_named_is_one_of_who_mixes_rows():
     class Last(nn.Module):
         def forward(self, x):
@@ -537,20 +419,6 @@ def test_images_against_texts_are_refused():
     inputs = {"image": torch.randn(3, 6), "text": torch.randn(3, 5)}
     assert "can't be divided" in refused(Pair(), inputs)
     assert "can't be divided" in refused(Pair(loss=True), inputs)
-
-
-@pytest.mark.parametrize("capacity", [2, 9])
-def test_experts_with_room_for_so_many_tokens_of_all_rows_are_refused(capacity):
-    """9 is more than an expert gets of random tokens: all rows alike want one and the same."""
-    assert "can't be divided" in refused(Experts(capacity), torch.randn(3, 5, 8))
-
-
-def test_a_loss_with_a_part_that_is_no_mean_is_refused():
-    def balanced(self, x):
-        share = self.linear(x).softmax(-1).mean(0)
-        return self.linear(x).square().mean() + (share * share).sum()
-
-    assert "mixes its rows (mean in" in refused(Small(balanced), torch.randn(4, 6))
 
 
 def test_a_buffer_with_a_mean_of_the_rows_is_refused():
@@ -584,22 +452,6 @@ def test_a_large_model_is_proved_without_its_weights():
     batch = found(model, inputs)
     assert ways(batch) == {"logits": "cat", "loss": "weighted"}
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_large_model_whose_rows_mix_is_refused():
-    class Mixing(Decoder):
-        def forward(self, input_ids):
-            logits = super().forward(input_ids)["logits"]
-            return logits - logits.mean(0)
-
-    with torch.device("meta"):
-        model = Mixing(width=4096, depth=3, vocabulary=1000)
-    assert "can't be divided" in refused(model, {"input_ids": tokens(4, 64)})
-
-
-def test_stated_rows_survive_writing_and_reading():
-    batch = found(Decoder(), {"input_ids": tokens(5, 8), "labels": tokens(5, 8)})
-    assert BatchAxis(**{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}) == batch
 
 
 class Padded(nn.Module):
