@@ -3,7 +3,6 @@
 import copy
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.check.cuts import CutChecks, check_cuts
-from autoshard.check.rank import LoneRank
-from autoshard.errors import ApplyError
 from autoshard.module_paths import join
 from autoshard.plan_cuts import Refusal
 from autoshard.runtime.collectives import Ranks
@@ -31,6 +28,7 @@ from tests.check.blocks import (
     Partly,
     Peeking,
     Plain,
+    Rescaled,
     Scaled,
     Stack,
 )
@@ -117,57 +115,10 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
         check_on_ranks(model, cut, x)
 
 
-@pytest.mark.parametrize("way", [{}, {"apart": True}, {"weights": True}])
-def test_attention_of_torch_is_cut_by_its_heads(way):
-    model = Stack(Attending, **way).eval()
-    _, found, checks = analysed(model)
-    cut = checks.check(of_blocks(found, 4), (3, 1))
-    assert isinstance(cut, Cut), cut
-    assert {shard.name for shard in cut.shards} == {
-        "inner.in_proj_weight",
-        "inner.in_proj_bias",
-        "inner.out_proj.weight",
-    }
-    assert cut.scales == ()
-    for x in (X, torch.randn(3, 7, 24)):
-        check_on_ranks(model, cut, x)
-
-
-def test_lengths_of_a_mask_and_of_what_it_masks_are_told_apart():
-    """Both are reshaped, and what is a multiple of the heads in one may be one of rows and tokens in the other."""
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 8, 0.0), 2, enable_nested_tensor=False).eval()
-    padding = torch.tensor([[False, False], [False, False], [False, True], [False, False], [False, True]])
-    inputs = {"src": X, "src_key_padding_mask": padding}
-    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=inputs, strategy="column-parallel", objective="memory")
-    assert {"self_attn.in_proj_weight", "self_attn.out_proj.weight"} <= {s.name for c in plan.cuts for s in c.shards}
-    more = {"src": torch.randn(6, 4, 24), "src_key_padding_mask": torch.eye(4, 6, dtype=torch.bool)}
-    with torch.no_grad():
-        wanted = [model(**one) for one in (inputs, more)]
-        autoshard.apply(model, plan)
-        for one, other in zip((inputs, more), wanted, strict=True):
-            torch.testing.assert_close(model(**one), other, rtol=1e-5, atol=1e-5)
-
-
-def test_attention_of_torch_runs_in_other_ways_than_that_of_the_plan():
-    """With a mask, or maps that are asked for one by one, other views are made; an unplanned mean is refused."""
-    model = Stack(Attending).eval()
-    cut = analysed(model)[2].check(of_blocks(analysed(model)[1], 4), (2, 2))
-    assert isinstance(cut, Cut)
-
-    def rank(ranks: Ranks) -> list[torch.Tensor]:
-        one = apply_cuts(copy.deepcopy(model), [cut], ranks).blocks[0].inner
-        return [one(X, X, X, **way)[0] for way in ways]
-
-    ways: list[dict[str, Any]] = [{"need_weights": False}, {"need_weights": False, "attn_mask": torch.eye(2)}]
-    ways.append({"average_attn_weights": False, "attn_mask": torch.eye(2)})
-    with torch.no_grad():
-        wanted = [model.blocks[0].inner(X, X, X, **way)[0] for way in ways]
-        for found in run_ranks(rank, 2):
-            for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        model.blocks[0].weights = True
-        with pytest.raises(ApplyError, match="need_weights=False"):
-            apply_cuts(copy.deepcopy(model), [cut], LoneRank(rank=0, size=2))(X)
+def test_attention_of_torch_stays_whole():
+    _, found, _ = analysed(Stack(Attending).eval())
+    assert not found.groups
+    assert any("sums inside of multi_head_attention_forward" in row.reason for row in found.blocked)
 
 
 @pytest.mark.parametrize("other", [Plain, Scaled])
@@ -235,6 +186,17 @@ def test_a_wrong_axis_is_found():
 def test_what_can_not_be_followed_says_so():
     _, found, _ = analysed(nn.GRUCell(24, 24), X[0])
     assert {row.reason for row in found.blocked} == {"gru_cell in the model itself: how it could be cut is not known"}
+
+
+def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():
+    expected, model = Rescaled(Grouped).eval(), Rescaled(Grouped).eval()
+    model.load_state_dict(expected.state_dict())
+    plan = autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
+    assert {"d.weight", "a.weight"} <= {shard.name for cut in plan.cuts for shard in cut.shards}
+    autoshard.apply(model, plan)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), expected(X))
+    assert torch.equal(autoshard.remove(model).blocks[1].d.weight, expected.blocks[1].d.weight)
 
 
 def test_the_model_is_as_it_was():
