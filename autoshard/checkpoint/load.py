@@ -2,9 +2,9 @@
 
     placed     meta ──▶ memory on the device of each tensor ──read──▶ filled ──▶ hooks
                         or, on the CPU and as the file has it, a mapping of the file: nothing to read
-    processes  meta ──▶ memory for the tensors of this one's stages ──read──▶ filled ──▶ stages, replicas
+    processes  meta ──▶ memory for whole tensors of this one's stages ──read──▶ filled ──▶ stages, replicas
     cut        meta ──▶ memory for the part of each rank here ──read──▶ filled ──▶ scales and actions
-    sharded    meta ──▶ cut, if it is ──▶ sharded ──▶ memory for the rows of this rank ──read──▶ filled
+    sharded    meta ──▶ stages, cut, sharded ──▶ memory for what is then this rank's ──read──▶ filled
 
 Nothing is read that no device here needs. If anything fails, the model is on meta again.
 """
@@ -32,6 +32,7 @@ from autoshard.runtime.dispatch import apply_plan, own_place
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import resting, streamed_module
 from autoshard.runtime.sharded import shards
+from autoshard.runtime.sharded_stages import shards_stages
 from autoshard.runtime.slices import Undo, replace_all
 from autoshard.runtime.staged import own_names
 from autoshard.sizes import format_bytes
@@ -55,10 +56,11 @@ def load_applied(
     """
     mesh = plan.mesh if plan is not None and count_processes() > 1 else None
     ranks = ProcessRanks.of() if mesh is not None else None
-    if plan is not None and mesh is not None and mesh.pipeline == 1 and shards(plan):
-        loader, error = FileLoader(checkpoint, sources, progress, sharded=True), None
+    staged = mesh is not None and mesh.pipeline > 1
+    if plan is not None and (bool(plan.cuts) or shards_stages(plan) if staged else mesh is not None and shards(plan)):
+        loader, error = FileLoader(checkpoint, sources, progress, late=True), None
         try:
-            _check_shardable(model, sources)
+            _check_divisible(model, sources)
         except CheckpointError as found:
             error = found
         agree(ProcessRanks.of(), Mark(), error)
@@ -147,8 +149,8 @@ def check_complete(model: nn.Module, empty: Collection[str], sources: Mapping[st
         )
 
 
-def _check_shardable(model: nn.Module, sources: Mapping[str, Source]) -> None:
-    """Raise `CheckpointError` for a model on meta that can't be filled when it is sharded."""
+def _check_divisible(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    """Raise `CheckpointError` for a model on meta that can't be filled once it is divided."""
     check_complete(model, {name for name, tensor in named_tensors(model).items() if tensor.is_meta}, sources)
     packed = next((name for name in sources if sources[name].pack is not None), None)
     if packed is not None:
@@ -179,32 +181,37 @@ class FileLoader:
     """Fills a model that is cut, or sharded, while it is on meta; see `runtime.cuts.Loader`.
 
     Attributes:
-        sharded: parameters get memory, and values, when they are sharded, not when they are cut.
+        late: parameters get memory, and values, when the model is divided in all ways, not when they are cut.
         report: what was read, once it was.
     """
 
     checkpoint: Checkpoint
     sources: Mapping[str, Source]
     progress: Progress | None
-    sharded: bool = False
+    late: bool = False
     report: ReadReport | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return _allocate("a part of the model", shape, dtype, META if self.sharded else device)
+        return _allocate("a part of the model", shape, dtype, META if self.late else device)
 
     def fill(self, model: nn.Module, record: CutRecord) -> None:
-        if not self.sharded:
+        if not self.late:
             check_complete(model, {name for name, device in record.devices.items() if device == META}, self.sources)
-            self._read(model, record)
+            self._read(named_tensors(model), record)
 
-    def fill_shards(self, model: nn.Module, record: CutRecord | None) -> None:
-        self._read(model, record)
+    def fill_rest(
+        self, model: nn.Module, record: CutRecord | None, device: torch.device, absent: Collection[str] = ()
+    ) -> None:
+        tensors = {name: tensor for name, tensor in named_tensors(model).items() if name not in absent}
+        empty = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+        replace_all(empty, lambda name, tensor: _memory_like(name, tensor, device), [])
+        self._read(tensors, record)
 
-    def _read(self, model: nn.Module, record: CutRecord | None) -> None:
-        tensors = named_tensors(model)
+    def _read(self, tensors: Mapping[str, torch.Tensor], record: CutRecord | None) -> None:
         targets = [
             Target(source=name, tensor=box.value, begin=box.offset)
             for name in self.sources
+            if name in tensors
             for box in boxes_of(name, tensors[name], record)
         ]
         self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress)

@@ -51,8 +51,10 @@ class Loader(Protocol):
     def fill(self, model: nn.Module, record: "CutRecord") -> None:
         """Fill the parts of this process's ranks. No other rank may be waited for."""
 
-    def fill_shards(self, model: nn.Module, record: "CutRecord | None") -> None:
-        """Fill the shards of a sharded model, which may be cut as well. No other rank may be waited for."""
+    def fill_rest(
+        self, model: nn.Module, record: "CutRecord | None", device: torch.device, absent: Collection[str] = ()
+    ) -> None:
+        """Fill what this rank has of a model that is divided, but for `absent`. No other rank may be waited for."""
 
 
 def apply_cuts(
@@ -95,7 +97,8 @@ def apply_cuts(
             cut_tensors(model, ready.record.tensors, ranks, target, log, allocate)
             if loader is not None:
                 loader.fill(model, ready.record)
-                ready.record.devices.update({n: CPU for n, device in ready.record.devices.items() if device == META})
+                empty = [name for name, place in ready.record.devices.items() if place == META and name not in absent]
+                ready.record.devices.update(dict.fromkeys(empty, CPU))
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready, results)
         except Exception as found:

@@ -167,7 +167,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
             used = shard(model, record.plan, sharing, record.device, record.replaced)
             record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model)]
             if loader is not None:
-                loader.fill_shards(model, cut_record(model))
+                loader.fill_rest(model, cut_record(model), record.device)
         except Exception as found:
             error = found
         agree(record.ranks, Mark(), error)

@@ -35,7 +35,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     if plan.launch == "processes":
         check_launched(plan)
     if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
-        return _apply_pipeline(model, plan)
+        return _apply_pipeline(model, plan, loader)
     if plan.mesh is not None and (plan.mesh.data > 1 or shards(plan)) and count_processes() > 1:
         return _apply_replicas(model, plan, loader)
     if not plan.cuts:
@@ -66,7 +66,7 @@ def _map_of(plan: Plan) -> dict[str, str]:
     return {device.name: device.name for device in plan.devices} if plan.cuts or replicas else plan.device_map
 
 
-def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
+def _apply_pipeline(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:
     """Keep the stages of this process; where something is applied already, all ranks remove it first."""
     problem: PlanError | ApplyError | None = None
     record = pipeline_record(model)
@@ -78,7 +78,7 @@ def _apply_pipeline(model: nn.Module, plan: Plan) -> nn.Module:
     except (PlanError, ApplyError) as error:
         problem = error
     ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
-    return apply_stages(model, plan, ranks, device=device, problem=problem)
+    return apply_stages(model, plan, ranks, device=device, problem=problem, loader=loader)
 
 
 def _apply_replicas(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:

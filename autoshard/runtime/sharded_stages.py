@@ -32,7 +32,7 @@ def shard_stages(model: nn.Module, record: PipelineRecord, sharing: Sharing) -> 
     """Let this rank keep its part of each parameter of its stages; returns handles. All ranks call it."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    absent = frozenset(one for one in model.parameters() if one.is_meta)
+    absent = frozenset(one for name, one in model.named_parameters() if not record.has(name))
     used = record.used = shard(model, record.plan, sharing, record.device, record.replaced, absent)
 
     def run(program: Callable[..., Any], *args: Any) -> Any:

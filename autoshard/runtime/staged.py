@@ -22,7 +22,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
 from autoshard.runtime.launched import recompute_layers
@@ -42,12 +42,14 @@ SMALL_BUFFER = 1 << 16
 
 
 def apply_stages(
-    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None
-) -> nn.Module:
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, *, device: torch.device | None, problem: Exception | None = None,
+    loader: Loader | None = None,
+) -> nn.Module:  # fmt: skip
     """Keep the stages of a plan that are this process's; returns the same object. All ranks call it.
 
-    `device`: where this process computes, None if `problem` says why this rank can't go on. Raises `PlanError`,
-    `ApplyError`, or `RankError` if ranks don't agree; the model is then as it was.
+    `device`: where this process computes, None if `problem` says why this rank can't go on. `loader`: fills what this
+    rank has of tensors on meta, at the end. Raises `PlanError`, `ApplyError`, or `RankError` if ranks don't agree; the
+    model is then as it was.
     """
     tensors = named_tensors(model)
     mark, error = Mark(), problem
@@ -59,7 +61,8 @@ def apply_stages(
             if shards_stages(plan):
                 check_shardable(model, plan)
             record = _record(plan, ranks, device, tensors)
-            _check_values(record, tensors)
+            if loader is None:
+                _check_values(record, tensors)
             mark = _mark(model, plan, device)
             if plan.cuts or (plan.launch and plan.workload.training):
                 record.extras["skeleton"] = skeleton_of(model, plan)
@@ -84,13 +87,17 @@ def apply_stages(
             error = found
         agree(ranks, Mark(), error)
         try:
+            absent = {name for name in tensors if not record.has(name)}
             if tensor_ranks is not None:
-                cuts, absent = own_cuts(record), {name for name in tensors if not record.has(name)}
-                apply_cuts(model, cuts, tensor_ranks, absent=absent, results=own_results(plan, cuts))
+                cuts = own_cuts(record)
+                results = own_results(plan, cuts)
+                apply_cuts(model, cuts, tensor_ranks, absent=absent, results=results, loader=loader)
             _hook(model, marked, tensors)
             marked.handles += recompute_layers(model, plan)
             if sharing is not None:
                 marked.handles += shard_stages(model, record, sharing)
+            if loader is not None:
+                loader.fill_rest(model, cut_record(model), device, absent)
         except Exception as found:
             error = found
         agree(ranks, Mark(), error)  # other ranks than those that cut the same stage must hear of it, too
@@ -320,7 +327,7 @@ def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dic
         return record.has(name) or (small and not tensors[name].is_meta)
 
     return {
-        name: record.device if any(stays(one) for one in names) else META
+        name: record.device if any(stays(one) for one in names) and not tensors[name].is_meta else META
         for names in tied_groups(tensors)
         for name in names
     }
