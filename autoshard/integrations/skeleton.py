@@ -6,8 +6,7 @@ the system has not given memory for it; very large floating-point tensors are ma
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,27 +52,6 @@ def without_weights() -> Iterator[SkeletonCount]:
             yield count
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def no_fills() -> Iterator[None]:
-    """Within it, the functions of `torch.nn.init` leave tensors on meta alone: drawing numbers into nothing takes time.
-
-    As they are replaced and not watched, everything else is as fast as before.
-    """
-    originals = {name: vars(nn.init)[name] for name in _FILLS & vars(nn.init).keys()}
-    for name, original in originals.items():
-        setattr(nn.init, name, functools.partial(_fill_unless_meta, original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
-
-
-def _fill_unless_meta(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    target = args[0] if args else kwargs.get("tensor")
-    return target if isinstance(target, torch.Tensor) and target.is_meta else original(*args, **kwargs)
 
 
 class _LargeOnMeta(TorchFunctionMode):

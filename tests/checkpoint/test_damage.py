@@ -87,17 +87,6 @@ def test_random_damage(saved, tmp_path):
     assert 0 < loaded < 100  # what was changed back, white space, and words that mean nothing
 
 
-def test_every_truncation(saved, tmp_path):
-    expected, files = make().state_dict(), contents(saved)
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    for name, data in files.items():
-        for length in [*range(head_of(name, data)), *range(head_of(name, data), len(data), 17), len(data) - 1]:
-            (tmp_path / name).write_bytes(data[:length])
-            assert not load_damaged(tmp_path, expected) or data[length:].isspace()
-        (tmp_path / name).write_bytes(data)
-
-
 @pytest.mark.parametrize("word", [b"I32", b"U32"])
 def test_numbers_of_another_kind(word, saved, tmp_path):
     """The bytes of a float32 fit an integer as well, and reading them as one would go unnoticed."""

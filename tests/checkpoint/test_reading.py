@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from autoshard import simulate
 from autoshard.checkpoint.data import Checkpoint, Source, Target, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.reading import read_into
@@ -88,29 +87,6 @@ def test_fused_tensors_are_read_from_many(tmp_path):
     targets = [Target(source="fused", tensor=whole), Target(source="fused", tensor=part, begin=(2, 0, 4))]
     assert read_into(checkpoint, sources, targets).bytes_read == 6 * 80
     assert torch.equal(whole, fused(parts)) and torch.equal(part, whole[2:, :, 4:7])
-
-
-def test_simulated_devices_are_filled_and_counted(tmp_path):
-    value = torch.randn(40, 30)
-    checkpoint = write(tmp_path / "m.safetensors", w=value)
-    sources = plain(checkpoint, torch.bfloat16)
-    with simulate({f"cpu:{i}": "1MB" for i in range(3)}) as devices:
-        targets = [Target(source="w", tensor=empty(sources["w"], device)) for device in devices]
-        report = read_into(checkpoint, sources, targets)
-        assert report.bytes_read == value.nbytes
-        assert [devices.memory(device)[0] for device in devices] == [2400] * 3
-    assert all(torch.equal(target.tensor.to("cpu"), value.bfloat16()) for target in targets)
-
-
-def test_parameters_are_filled_also_in_inference_mode(tmp_path):
-    checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(3))
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    read_into(checkpoint, plain(checkpoint), [Target(source="w", tensor=parameter)])
-    assert parameter.tolist() == [1, 1, 1] and parameter.requires_grad
-    with torch.inference_mode():
-        inner = torch.zeros(3, dtype=torch.float64)
-        read_into(checkpoint, plain(checkpoint), [Target(source="w", tensor=inner)])
-    assert inner.tolist() == [1, 1, 1]
 
 
 def test_a_file_that_changes_or_goes_is_named(tmp_path):

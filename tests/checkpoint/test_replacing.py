@@ -257,12 +257,3 @@ def test_what_else_is_in_the_directory_is_kept(tmp_path):
     assert os.readlink(path / "link") == "sub/file" and (path / "sub" / "file").read_text() == "kept"
     assert path.stat().st_mode & 0o777 == 0o750
     assert sorted(os.listdir(tmp_path)) == ["by_link", "out"] and (tmp_path / "by_link").is_symlink()
-
-
-def test_new_directories_have_the_usual_rights(tmp_path):
-    (tmp_path / "usual").mkdir()
-    (tmp_path / "file").touch()
-    save(make(1.0), tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    files = list((tmp_path / "a" / "b").iterdir())
-    assert {file.stat().st_mode for file in files} == {(tmp_path / "file").stat().st_mode}

@@ -14,7 +14,7 @@ from autoshard.errors import CheckpointError, RankError, SpecError
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.sharding import Cut, Scale, even_shares
+from autoshard.sharding import even_shares
 from tests.checkpoint.directories import assert_same, contents, tensors
 from tests.models import by_name
 from tests.packed_models import pack_linears
@@ -190,20 +190,6 @@ def test_processes_that_share_a_model_write_the_same_and_load_those_of_another_d
         for name in NAMES[degree]:
             assert_same(tensors(path / name), tensors(tmp_path / "none" / name))
             assert {*os.listdir(path / name)} == {*os.listdir(tmp_path / "none" / name)}
-
-
-def test_the_configuration_is_that_of_the_whole_model(tmp_path):
-    """A cut may set a rank's sizes in the configuration of the outermost module, which is what is written."""
-    model = by_name("llama").model()
-    autoshard.save(model, tmp_path / "whole")
-    wide = model.config.intermediate_size
-    scale = Scale(module="", attribute="config.intermediate_size", value=wide, local=(wide // 2, wide // 2))
-    cut = Cut(blocks=("",), size=wide, shares=(wide // 2, wide // 2), shards=(), scales=(scale,))
-    with autoshard.simulate("2x1GiB"):
-        apply_cuts(model, (cut,), LocalRanks.of(("cpu:0", "cpu:1")))
-        autoshard.save(model, tmp_path / "cut")
-        assert model.config.intermediate_size == wide // 2
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def test_what_only_the_library_can_save_is_left_to_it(tmp_path):

@@ -74,17 +74,6 @@ def test_loaded_to_devices(name, strategy, tmp_path):
     assert_equal(model, expected)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
-def test_loaded_in_parts(name, tmp_path):
-    expected, inputs = saved(name, tmp_path), by_name(name).example()
-    with autoshard.simulate("2x1GiB"), torch.no_grad():
-        model = autoshard.load(tmp_path, strategy="column-parallel", inputs=inputs)
-        assert any(type(parameter) is not nn.Parameter for parameter in model.parameters())
-        assert torch.allclose(model(**inputs)[0].cpu(), expected(**inputs)[0], atol=1e-4)
-        autoshard.remove(model)
-    assert_equal(model, expected)
-
-
 def on_ranks(directory):
     """Each rank loads its part; merged, they are the model of the library."""
     model = autoshard.load(directory, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, strategy="column-parallel")
@@ -181,16 +170,6 @@ def test_differences_are_listed_unless_allowed(kind, tmp_path):
     assert_equal(model, type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True))
 
 
-def test_other_kinds_of_numbers_are_no_weights(tmp_path):
-    saved("llama", tmp_path, files=1)
-    change(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"another dtype: model.norm.weight \(int8, the model has float32\)"):
-        autoshard.load(tmp_path, "cpu")
-    assert_equal(
-        autoshard.load(tmp_path, "cpu", allow=["mismatched"]), by_name("llama").model().from_pretrained(tmp_path)
-    )
-
-
 def test_a_missing_expert_is_found(tmp_path):
     saved("mixtral", tmp_path, files=1)
     change(tmp_path, lambda t: t.pop(next(name for name in t if "experts.1." in name)))
@@ -253,37 +232,6 @@ def test_code_runs_only_if_trusted(tmp_path):
     assert type(own).__name__ == "OwnModel" and (tmp_path / "ran").exists()
     for name, value in model.state_dict().items():
         assert torch.equal(own.state_dict()[name], value), name
-
-
-def test_paths_that_hold_no_model(tmp_path):
-    with pytest.raises(CheckpointError, match="local_files_only=False"):
-        autoshard.load("nobody/nothing-of-this-name")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        autoshard.load(tmp_path / "none")
-    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle"):
-        autoshard.load(tmp_path)
-
-
-def test_an_architecture_that_does_not_exist_is_no_other_one(tmp_path):
-    saved("t5", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = [config["architectures"][0].replace("Conditional", "Conditionnal")]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpecError, match="Conditionnal"):
-        autoshard.load(tmp_path, "cpu")
-
-
-def test_a_function_that_reads_parameters_while_it_builds(tmp_path):
-    def build():
-        model = nn.Linear(4, 4)
-        assert model.weight.sum().item() < 1e9
-        return model
-
-    autoshard.save(build(), tmp_path)
-    with pytest.raises(SpecError, match="Give the module itself"):
-        autoshard.load(tmp_path, "cpu", model=build, inputs=torch.randn(1, 4))
-    assert isinstance(autoshard.load(tmp_path, "cpu", model=build(), inputs=torch.randn(1, 4)), nn.Linear)
 
 
 def test_a_download_of_the_hub_is_found_by_its_name(tmp_path, monkeypatch):
