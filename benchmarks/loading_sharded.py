@@ -9,6 +9,7 @@ before by a model of one layer.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -75,6 +76,7 @@ def load_on_rank(pipe, store: str, rank: int, folders: list[tuple[Path, str]]) -
         found = {"own": own, "peak": peak.private - private, "mapped": peak.mapped - mapped}
         found["seconds"] = time.perf_counter() - begin
         del model, local
+        gc.collect()
     pipe.send(found)
     dist.barrier()
 
