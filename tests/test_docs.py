@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -27,6 +28,13 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
 def test_commands_and_links_exist(path):
     check_commands(path.read_text())
     assert broken_links(path) == []
+
+
+def test_messages_are_those_of_the_package():
+    said = re.findall(r"^\*\*(.+?)\*\*(?: · \*\*(.+?)\*\*)?\.", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    source = "\n".join(path.read_text() for path in (ROOT / "autoshard").rglob("*.py"))
+    assert len(said) > 10
+    assert [message for pair in said for message in pair if message not in source] == []
 
 
 def test_every_page_is_in_the_menu():
