@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,7 +182,21 @@ def _made(request: Request, strategy: str) -> Plan:
     _check_usable(request, strategy)
     from autoshard.capture.state import undisturbed
 
-    return undisturbed(request.model, request.inputs, partial(makers[strategy], request))
+    return _compared(undisturbed(request.model, request.inputs, lambda: makers[strategy](request)), request)
+
+
+def _compared(plan: Plan, request: Request) -> Plan:
+    """The plan, if a small model gives the same under it. Raises `PlanError`."""
+    from autoshard.capture.state import undisturbed
+    from autoshard.verify.planned import numbers_against
+
+    differing = undisturbed(request.model, request.inputs, lambda: numbers_against(request.model, plan, request.inputs))
+    if differing:
+        raise PlanError(
+            f"the model does not compute the same in parts: {differing}. This is a fault of autoshard: please report "
+            'it with the model. Use strategy="balanced", which places whole modules.'
+        )
+    return plan
 
 
 def _saying_what_is_free(plan: Plan, request: Request) -> Plan:
@@ -259,7 +273,7 @@ def _auto(request: Request) -> Plan:
     from autoshard.strategies.compare import explained
 
     try:
-        return explained(compare(request))
+        return _compared(explained(compare(request)), request)
     except PlanError:
         return place(request, "auto")  # says what would help
 

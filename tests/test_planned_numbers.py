@@ -1,0 +1,40 @@
+"""At plan time a small model is run whole and as planned: faults of the static finding are seen before they matter."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.axes.rules import RULES, pointwise
+
+
+class Running(nn.Module):
+    """Rows, or columns, are scaled by their norm, of which a false rule says that it is element by element."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dim = nn.Linear(16, 64), nn.Linear(64, 16), dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x.softmax(-1)).renorm(2, self.dim, 0.5)).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "settings"),
+    [
+        (0, {"strategy": "column-parallel", "objective": "memory"}),
+        (1, {"strategy": "pipeline", "num_microbatches": 2}),
+        (1, {"strategy": "data-parallel", "objective": "throughput"}),
+    ],
+)
+def test_a_false_rule_is_convicted_by_numbers(dim, settings, monkeypatch):
+    monkeypatch.setitem(RULES, torch.ops.aten.renorm, pointwise)
+    with pytest.raises(autoshard.PlanError, match="does not compute the same in parts: output differs by"):
+        autoshard.plan(Running(dim), "2x1MiB", inputs=torch.randn(4, 16), **settings)
+
+
+def test_auto_places_whole_modules_instead(monkeypatch):
+    monkeypatch.setitem(RULES, torch.ops.aten.renorm, pointwise)
+    model, x = Running(1), torch.randn(64, 16)
+    plan = autoshard.plan(model, "2x1MiB", inputs=x, objective="throughput", workload=autoshard.Workload(batch_size=64))
+    assert plan.num_microbatches == 1 and plan.batch is None
