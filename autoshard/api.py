@@ -293,6 +293,7 @@ def apply(
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
         settings |= {"assume_independent_rows": assume_independent_rows, "launch": "one-process"}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
+        plan = _completed(model, plan, inputs)
     if not check_first_batch:
         return apply_plan(model, plan)
     from autoshard.verify.first_batch import check_at_first_call, refuse_unless_checkable

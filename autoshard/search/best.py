@@ -164,7 +164,7 @@ def _simplicity(one: Priced) -> tuple[float, ...]:
 
 def _priced(task: Task) -> Iterator[Priced]:
     counts: Iterable[int] = (task.devices,)
-    if not task.given.mesh:
+    if not task.given.mesh and not task.given.everyone:
         counts = device_counts(task.devices, task.topology.devices_per_host)
     for devices in counts:
         topology = part_of(task.topology, devices)

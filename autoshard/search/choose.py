@@ -84,10 +84,8 @@ def choose(
     `PlanError` and `SpecError` where processes were asked for and can't be planned.
     """
     forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
-    if wishes.launch == "one-process" and forced:
-        raise SpecError(
-            "a mesh (hybrid), micro-batches, recomputation and precision are for processes: leave out one-process."
-        )
+    if wishes.launch == "one-process" and wishes.of_processes:
+        raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
     if forced and one_process_alone:
         raise SpecError(
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
@@ -156,7 +154,7 @@ def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -
     mesh = parse_mesh(wishes.mesh) if isinstance(wishes.mesh, str) else dict(wishes.mesh or {})
     return Given(
         mesh=mesh, micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
-        recompute=wishes.recompute,
+        recompute=wishes.recompute, everyone=count_processes() > 1,
     )  # fmt: skip
 
 

@@ -36,7 +36,8 @@ class Given:
     """What the user has fixed; everything else is chosen.
 
     Attributes:
-        mesh: degrees by name; strategies: which dimensions may be larger than 1, all if empty.
+        mesh: degrees by name; axes: which dimensions may be larger than 1; everyone: all devices take part, since their
+            processes run already.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Given:
     schedule: str | None = None
     recompute: str | None = None
     axes: tuple[str, ...] = DEGREES
+    everyone: bool = False
 
 
 def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") -> Limits:

@@ -56,6 +56,14 @@ def test_what_is_fixed_stays_fixed():
     assert plan.launch == "processes" and plan.precision == "mixed"
 
 
+def test_all_processes_that_run_take_part():
+    """A small answer is fastest on one device; under torchrun the others would have nothing."""
+    free, everyone = (search(task_on("4xA100-40GB", given=given, width=64, samples=4, training=False)).best
+                      for given in (Given(), Given(everyone=True)))  # fmt: skip
+    assert free is not None and everyone is not None
+    assert free.recipe.devices <= everyone.recipe.devices == 4
+
+
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
