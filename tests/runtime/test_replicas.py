@@ -144,7 +144,7 @@ def check_peaks(figures, model, given, devices, name):
             output[name].sum().backward()
         del output
     for device in figures.devices:
-        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.05), device.name
+        assert device.peak_bytes == pytest.approx(devices.memory(device.name)[1], rel=0.1), device.name
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
