@@ -137,23 +137,22 @@ def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
     tables: Any = (
         module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     )  # fmt: skip
-    return tuple(
-        number
-        for table in tables
-        for number, hook in table.items()
-        if type(hook).__module__.partition(".")[0] != except_of
-    )
+    return tuple(number for table in tables for number, hook in table.items() if _package_of(hook) != except_of)
+
+
+def _package_of(hook: Any) -> str:
+    return type(hook).__module__.partition(".")[0]
 
 
 def put_hook_last(module: torch.nn.Module, hook: Any) -> bool:
     """Let a forward pre-hook of a module be called after all others, from its next call on; whether it is already.
 
-    Those that are `uncounted`, as it is itself, may come later.
+    Those of its own package may come later.
     """
     hooks: Any = module._forward_pre_hooks
     names = list(hooks)
     own = next(name for name, one in hooks.items() if one is hook)
-    later = [name for name in names[names.index(own) + 1 :] if not getattr(hooks[name], "uncounted", False)]
+    later = [name for name in names[names.index(own) + 1 :] if _package_of(hooks[name]) != _package_of(hook)]
     for name in names[names.index(own) :] if later else ():
         if name not in later:
             hooks.move_to_end(name)
@@ -199,30 +198,16 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Interceptor:
-    """What `intercept` calls; both as torch does unless a subclass says otherwise."""
+    """What `intercept` calls; as torch does unless a subclass says otherwise."""
 
     def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stand in for `function.apply` of a `torch.autograd.Function`, which no function mode sees.
-
-        The reentrant kind of checkpointing is one too: `CheckpointFunction.apply(function, preserve, *its arguments)`.
-        """
+        """Stand in for `function.apply` of a `torch.autograd.Function`, which no function mode sees."""
         return apply(*args, **kwargs)
 
-    def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what activation checkpointing that is not reentrant calls in backward to run `function` again."""
-        return function
 
-
-_CHECKPOINT = next(
-    name
-    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-    if hasattr(torch.utils.checkpoint, name)
-)
-"""What `torch.utils.checkpoint.checkpoint` calls: the first name in torch 2.15, the second before."""
 _interceptors: list[Interceptor] = []
 _function_class: Any = torch.autograd.Function
 _apply_of_function: Any = vars(_function_class)["apply"]
-_checkpointed: Any = getattr(torch.utils.checkpoint, _CHECKPOINT)
 
 
 def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple, in_forward: Any = None) -> Any:
@@ -236,10 +221,9 @@ def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple, in_
 
 
 def intercept(interceptor: Interceptor) -> None:
-    """Ask `interceptor` about autograd functions and checkpointed ones until `release`, as all others asked before."""
+    """Ask `interceptor` about autograd functions until `release`, as all others asked before."""
     _interceptors.append(interceptor)
     _function_class.apply = classmethod(_intercepted)
-    setattr(torch.utils.checkpoint, _CHECKPOINT, _intercepted_checkpoint)
 
 
 def release(interceptor: Interceptor) -> None:
@@ -247,7 +231,6 @@ def release(interceptor: Interceptor) -> None:
     _interceptors.remove(interceptor)
     if not _interceptors:
         _function_class.apply = _apply_of_function
-        setattr(torch.utils.checkpoint, _CHECKPOINT, _checkpointed)
 
 
 def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,12 +242,6 @@ def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _asked(interceptor: Interceptor, function: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return interceptor.apply(function, apply, args, kwargs)
-
-
-def _intercepted_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    for interceptor in dict.fromkeys(_interceptors):
-        function = interceptor.recompute(function)
-    return _checkpointed(function, *args, **kwargs)
 
 
 def untracked_views() -> Any:

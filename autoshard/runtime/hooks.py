@@ -65,7 +65,6 @@ class Hook:
     """
 
     __slots__ = ("guard", "home", "mixed", "path", "runtime")
-    uncounted = True
 
     def __init__(
         self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None, mixed: bool = False
@@ -260,7 +259,6 @@ class Leave:
     """Post-hook of a guarded module, also called when its forward raises."""
 
     __slots__ = ("hook",)
-    uncounted = True
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook

@@ -68,7 +68,6 @@ class Divide:
     """Pre-hook of the root: runs all parts of the batch but the last one, which it leaves to the call."""
 
     __slots__ = ("division", "runtime", "said", "together")
-    uncounted = True
     undivided = "one device after another"
 
     def __init__(self, runtime: Runtime, division: Division, together: Any) -> None:
@@ -145,7 +144,6 @@ class Together:
     """Post-hook of the root, also called when its forward raises: puts the outputs of the parts together."""
 
     __slots__ = ("division", "runtime")
-    uncounted = True
 
     def __init__(self, runtime: Runtime, division: Division) -> None:
         self.runtime = runtime

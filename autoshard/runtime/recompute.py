@@ -61,7 +61,6 @@ class Recompute:
     """Pre-hook of a module: what autograd saves from here on is computed again when backward needs it."""
 
     __slots__ = ("local", "selective")
-    uncounted = True
 
     def __init__(self, selective: bool = False) -> None:
         self.local = _Local()
@@ -166,7 +165,6 @@ class Kept:
     """Post-hook of a module with a `Recompute`, also called when its forward raises."""
 
     __slots__ = ("hook",)
-    uncounted = True
 
     def __init__(self, hook: Recompute) -> None:
         self.hook = hook

@@ -257,7 +257,6 @@ class Enter:
     """Pre-hook of a streamed module."""
 
     __slots__ = ("path", "streams")
-    uncounted = True
 
     def __init__(self, streams: Streams, path: str) -> None:
         self.streams = streams
@@ -275,7 +274,6 @@ class Leave:
     """Post-hook of a streamed module, also called when its forward raises."""
 
     __slots__ = ("path", "streams")
-    uncounted = True
 
     def __init__(self, streams: Streams, path: str) -> None:
         self.streams = streams
