@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoshard.capture.graph import ModelGraph
     from autoshard.engine.pricer import Pricer
     from autoshard.profile.profile import Profile
-    from autoshard.strategies.column_parallel import Prove
+    from autoshard.strategies.column_parallel import CheckCuts
     from autoshard.strategies.compare import Candidate, Comparison
 
 
@@ -126,25 +126,25 @@ class Request:
 
         return Pricer(self.profile, self.limited, processes=self.processes > 1 or None)
 
-    def prover(self) -> "Prove":
-        """What proves cuts on the model, by running every distinct block."""
+    def cut_checks(self) -> "CheckCuts":
+        """What checks cuts on the model, by following its ranks op by op."""
         from autoshard.check.cuts import check_cuts
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
-        prove = check_cuts(self.model, self.inputs, forward, self.composite, self.groups)
-        return _inside_blocks(prove) if self.inside_blocks else prove
+        check = check_cuts(self.model, self.inputs, forward, self.composite, self.groups)
+        return _inside_blocks(check) if self.inside_blocks else check
 
 
-def _inside_blocks(prove: "Prove") -> "Prove":
-    """What refuses to cut what no block has, and leaves the rest to `prove`."""
+def _inside_blocks(check: "CheckCuts") -> "CheckCuts":
+    """What refuses to cut what no block has, and leaves the rest to `check`."""
     from autoshard.plan_cuts import Refusal
 
-    def proved(groups: Any, shares: Any) -> Any:
+    def checked(groups: Any, shares: Any) -> Any:
         inside = ["" not in group.blocks for group in groups]
-        found = iter(prove(*([one for one, yes in zip(row, inside, strict=True) if yes] for row in (groups, shares))))
+        found = iter(check(*([one for one, yes in zip(row, inside, strict=True) if yes] for row in (groups, shares))))
         return [next(found) if yes else Refusal(reason="it is in no block of a stage") for yes in inside]
 
-    return proved
+    return checked
 
 
 def plan_measured(
@@ -421,17 +421,17 @@ def _cut(request: Request, asked: bool = False) -> Plan:
     from autoshard.stream_cost import compute_devices
 
     _check_caller(request)
-    profile, cluster, found, prove = request.profile, request.limited, request.groups, request.prover()
+    profile, cluster, found, check = request.profile, request.limited, request.groups, request.cut_checks()
     objective, processes, divides = request.objective, request.processes, request.divides_tokens
     even = not processes  # one process runs all ranks on the same local shapes
     if request.tp_plan is not None:
-        return as_written(profile, cluster, found, prove, request.tp_plan, objective=objective, even=even)
+        return as_written(profile, cluster, found, check, request.tp_plan, objective=objective, even=even)
 
     def cut(devices: Cluster) -> Plan:
         price = request.price if devices is cluster else None
         degree = processes if processes > 1 and processes == len(devices.devices) else None  # all of them run
         plan = column_parallel(
-            profile, devices, found, prove, objective=objective, degree=degree, even=even, asked=asked, price=price
+            profile, devices, found, check, objective=objective, degree=degree, even=even, asked=asked, price=price
         )
         return dataclasses.replace(plan, cuts=divide_tokens(request.composite, found, plan.cuts)) if divides else plan
 

@@ -3,7 +3,7 @@
     one pass  =  the slowest rank: what is not cut, and its shares of what is  +  all-reduces and gathers of every cut
 
 For every set of devices worth a look the best compatible groups are found exactly (`cut_choice`); the engine prices
-the sets, the most promising first, and the best that fits is proved. What can't be proved is out, and it is chosen
+the sets, the most promising first, and the best that fits is checked. What is refused is out, and it is chosen
 again. What lacks memory by the engine's figures is chosen again with that much more cut. One device without cuts takes
 part like the others, so a plan is never slower than one device by its own estimate unless one device can't hold the
 model, or cuts were asked for.
@@ -38,7 +38,7 @@ MOST_DEGREE = 64
 """Degrees above are not listed as valid; more devices than this are not used."""
 _TRIES = 8
 """Rounds in which more is cut on the same devices, since by the engine's figures it does not fit."""
-Prove = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
+CheckCuts = Callable[[Sequence[AxisGroup], Sequence[tuple[int, ...]]], Sequence[Cut | Refusal]]
 """All groups that are to be cut at once, and the shares of each -> for each a checked cut, or why not."""
 
 
@@ -46,7 +46,7 @@ def column_parallel(
     profile: Profile,
     cluster: Cluster,
     found: AxisGroups,
-    prove: Prove,
+    check: CheckCuts,
     *,
     objective: str = "latency",
     degree: int | None = None,
@@ -77,7 +77,7 @@ def column_parallel(
     if degree is not None:
         _check_degree(task, degree)
     alone = _alone(task) if degree in (None, 1) else None
-    best, cuts = _proved(task, prove, degree, asked=asked or alone is None)
+    best, cuts = _checked(task, check, degree, asked=asked or alone is None)
     beside = alone if degree is None else _alone(task)
     if best is None and alone is None:
         raise PlanError(_refusal(task, degree))
@@ -93,10 +93,10 @@ def column_parallel(
     )
 
 
-def _proved(
-    task: Task, prove: Prove, degree: int | None, *, asked: bool
+def _checked(
+    task: Task, check: CheckCuts, degree: int | None, *, asked: bool
 ) -> tuple[Choice | None, tuple[Cut, ...]]:  # fmt: skip
-    """The best choice with cuts, proved; None if none fits. What is not proved is banned, and it is chosen again."""
+    """The best choice with cuts, checked; None if none fits. What is refused is banned, and it is chosen again."""
     by_index = {group.index: group for group in task.groups}
     while degree != 1:
         best = _best(task, degree)
@@ -113,7 +113,7 @@ def _proved(
         for option in best.picked:
             together.setdefault(by_index[option.index].blocks, []).append(option)
         picked = [option for options in together.values() for option in options]
-        outcomes = prove([by_index[one.index] for one in picked], [one.shares for one in picked])
+        outcomes = check([by_index[one.index] for one in picked], [one.shares for one in picked])
         pairs = list(zip(picked, outcomes, strict=True))
         refused = {(one.index, one.shares): made.reason for one, made in pairs if isinstance(made, Refusal)}
         if refused:
@@ -282,7 +282,7 @@ def _check_degree(task: Task, degree: int) -> None:
 
 
 def valid_degrees(task: Task) -> tuple[int, ...]:
-    """Degrees at which as many bytes can be cut as at any, by sizes: nothing is proved here.
+    """Degrees at which as many bytes can be cut as at any, by sizes: nothing is checked here.
 
     What only single modules can be cut into does not count.
     """

@@ -27,8 +27,8 @@ from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
 from autoshard.stream_cost import compute_devices, streaming_bound
 
-PROVED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
-"""Strategies that need the model itself: its cuts, or its batch, are proved on it."""
+CHECKED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
+"""Strategies that need the model itself: its cuts, or its batch, are checked on it."""
 
 
 def make_plan(
@@ -143,8 +143,8 @@ def _plan(
 
 def _check_names(strategy: str, objective: str) -> None:
     check_choices(strategy=strategy, objective=objective)
-    if strategy in PROVED:
+    if strategy in CHECKED:
         raise SpecError(
-            f'strategy="{strategy}" proves on the model what it divides; a profile alone is not enough. '
+            f'strategy="{strategy}" checks on the model what it divides; a profile alone is not enough. '
             "Use autoshard.plan(model, devices, inputs=…)."
         )

@@ -1,4 +1,4 @@
-"""Cuts that somebody wrote down: exactly what a `tp_plan` names is cut, if it can be proved."""
+"""Cuts that somebody wrote down: exactly what a `tp_plan` names is cut, if no check refuses it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from autoshard.errors import PlanError
 from autoshard.module_paths import join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.strategies.column_parallel import Prove, column_parallel
+from autoshard.strategies.column_parallel import CheckCuts, column_parallel
 from autoshard.tp_plan import wanted_dims
 
 
@@ -17,7 +17,7 @@ def as_written(
     profile: Profile,
     cluster: Cluster,
     found: AxisGroups,
-    prove: Prove,
+    check: CheckCuts,
     tp_plan: Mapping[str, str],
     *,
     objective: str = "latency",
@@ -25,7 +25,7 @@ def as_written(
 ) -> Plan:
     """Plan the cuts that a `tp_plan` names, over all devices of the cluster.
 
-    Where tensors are summed and put together is worked out here, and all of it is proved. Raises `PlanError` where the
+    Where tensors are summed and put together is worked out here, and all of it is checked. Raises `PlanError` where the
     dict names what the model does not have, or what can't be cut as it says, with the reason.
     """
     shapes = {tensor.name: tensor.shape for tensor in profile.graph.tensors}
@@ -33,7 +33,7 @@ def as_written(
     matrices = {name for name in wanted if len(shapes[name]) > 1}
     named = [group for group in found.groups if _is_wanted(group, wanted, shapes)]
     plan = column_parallel(
-        profile, cluster, replace(found, groups=tuple(named)), prove,
+        profile, cluster, replace(found, groups=tuple(named)), check,
         objective="memory", degree=len(cluster.devices), even=even,
     )  # fmt: skip
     stored = {tensor.name: tensor.storage for tensor in profile.graph.tensors}
@@ -63,6 +63,6 @@ def _refusal(missing: list[str], wanted: Mapping[str, int], found: AxisGroups, p
         why = f": {kept[name]}" if name in kept else ""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return (
-        f"the tp_plan cuts dimension {wanted[name]} of {name}{more}, which can't be proved equal{why}. "
+        f"the tp_plan cuts dimension {wanted[name]} of {name}{more}, which can't be shown to be equal{why}. "
         'Leave it out, or let strategy="column-parallel" find the cuts.'
     )

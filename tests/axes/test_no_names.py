@@ -97,5 +97,5 @@ def test_names_would_be_found(tmp_path, monkeypatch):
 def test_what_reads_configs_does_not_cut():
     """The file that knows their words is imported by no room that decides about cuts."""
     for path in FILES:
-        if path.relative_to(PACKAGE).parts[0] in ("axes", "prove", "strategies", "sharding.py", "runtime"):
+        if path.relative_to(PACKAGE).parts[0] in ("axes", "check", "strategies", "sharding.py", "runtime"):
             assert "capture.inputs" not in path.read_text(), path

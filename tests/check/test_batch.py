@@ -347,7 +347,7 @@ def test_buffers_that_all_parts_write_alike():
     )
 
 
-def test_arguments_that_are_no_tensors_belong_to_the_proof():
+def test_arguments_that_are_no_tensors_belong_to_the_plan():
     class Scaled(nn.Linear):
         def forward(self, x, count=1, flag=True):
             return super().forward(x).sum() / count
@@ -444,7 +444,7 @@ def test_a_model_made_for_so_many_rows_is_refused():
 # ---- large models
 
 
-def test_a_large_model_is_proved_without_its_weights():
+def test_a_large_model_is_checked_without_its_weights():
     with torch.device("meta"):
         model = Decoder(width=4096, depth=12, vocabulary=20_000)
     assert sum(parameter.numel() for parameter in model.parameters()) > 2e9

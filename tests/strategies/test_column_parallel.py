@@ -243,7 +243,7 @@ def test_memory_cuts_all_however_large_the_devices(profile):
     assert len(plan.cuts) == 2 and "less memory was asked for" in plan.reasons[0]
 
 
-def test_what_can_not_be_proved_stays_whole_with_its_reason(profile):
+def test_what_is_refused_stays_whole_with_its_reason(profile):
     asked = []
 
     def doubtful(groups, shares):

@@ -143,7 +143,7 @@ def test_training_never_parts_tied_weights(profiles) -> None:
     [
         ({"strategy": "fastest"}, "use one of auto, sequential, balanced, balanced_low_0"),
         ({"strategy": "fastest"}, "column-parallel, pipeline, data-parallel, hybrid, ddp, fsdp."),
-        ({"strategy": "pipeline"}, "proves on the model what it divides"),
+        ({"strategy": "pipeline"}, "checks on the model what it divides"),
         ({"strategy": "column-parallel"}, "a profile alone is not enough"),
         ({"strategy": "data-parallel"}, "a profile alone is not enough"),
         ({"objective": "beauty"}, "unknown objective 'beauty': use one of latency, throughput, memory"),
