@@ -315,6 +315,15 @@ def first_difference(graph: ModelGraph, other: ModelGraph) -> tuple[int, str] | 
     return None
 
 
+def is_same(graph: ModelGraph, other: ModelGraph) -> bool:
+    """Whether two runs of as many samples do the same, with the same numbers."""
+    if first_difference(graph, other) is not None:
+        return False
+    mine, its = _constants(graph), _constants(other)
+    numbers = all(repr(_numbers(one)) == repr(_numbers(two)) for one, two in zip(graph.ops, other.ops, strict=True))
+    return numbers and mine.keys() == its.keys() and all(torch.equal(mine[value], its[value]) for value in mine)
+
+
 def first_uneven(graph: ModelGraph, other: ModelGraph, rows: tuple[int, int]) -> int | None:
     """The first op whose sizes are no multiples of the rows and a rest, so that code looks how many there are.
 

@@ -212,7 +212,7 @@ def _divided(question: Question, batch: BatchAxis, apart: Apart | None) -> Batch
     model, workload = question.model, question.workload
     recorded = record_twice(question, batch) if apart is None else apart.recorded
     if apart is not None:
-        check_left(model, recorded, workload.training)
+        check_left(question, batch, recorded)
     masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))}
     outputs = merges_of(recorded, batch, {**question.labels, **masks}, apart)
     flags = {*flags_of(model)} & {*recorded.left.flags}

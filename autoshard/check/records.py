@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
+from autoshard.axes.sample_walk import is_same
 from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS
@@ -53,16 +54,17 @@ class Left:
         before, tensors: values of the tensors in attributes of modules, by place: before the forward, and new ones.
         buffers: the values that buffers have then.
         flags: as `runtime.flags.flags_of` writes them; `counted`: numbers in attributes that are others than before.
+        numbers: those in attributes before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tensors, self._numbers = new_tensors(model, ()), dict(_numbers(model))
+        self._tensors, self.numbers = new_tensors(model, ()), dict(_numbers(model))
         self.before: dict[str, int | None] = {}
         self.tensors: dict[str, int] = {}
         self.buffers: dict[str, int | None] = {}
         self.flags: tuple[str, ...] = ()
-        self.counted: tuple[str, ...] = ()
+        self.counted: dict[str, float] = {}
 
     def note(self, find: Find) -> None:
         """Look at the model now."""
@@ -72,7 +74,7 @@ class Left:
         self.tensors = {place: value for place, value in found.items() if value is not None}
         self.buffers = {name: find(buffer) for name, buffer in model.named_buffers()}
         self.flags = flags_of(model)
-        self.counted = tuple(name for name, value in _numbers(model) if self._numbers.get(name, value) != value)
+        self.counted = {name: value for name, value in _numbers(model) if self.numbers.get(name, value) != value}
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -120,8 +122,9 @@ def record_twice(question: "Question", batch: BatchAxis) -> Recorded:
 # ---- what a forward leaves
 
 
-def check_left(model: nn.Module, recorded: Recorded, training: bool) -> None:
+def check_left(question: "Question", batch: BatchAxis, recorded: Recorded) -> None:
     """Refuse what a second call, or a part, would find other than the first one did. Raises `Mixed`."""
+    model, training = question.model, question.workload.training
     graph, left = recorded.graph, recorded.left
     for place, value in left.tensors.items():
         made = graph.values[value].op >= 0
@@ -129,10 +132,29 @@ def check_left(model: nn.Module, recorded: Recorded, training: bool) -> None:
             raise left_by_parts(place, model)
         if made and left.before.get(place) in _ancestors(graph, value):
             raise Mixed(f"{_named(place, model)} is made of itself in every forward, so a second call gives another")
-    for place in left.counted:
+    if left.counted and not _is_settled(question, batch, recorded):
         raise Mixed(
-            f"{_named(place, model)} is another number after a forward, and each part of the batch would change it"
+            f"{_named(next(iter(left.counted)), model)} is another number after a forward, and each part of the batch "
+            "would change it"
         )
+
+
+def _is_settled(question: "Question", batch: BatchAxis, recorded: Recorded) -> bool:
+    """Whether a forward that begins with the numbers which one has left does the same, and leaves them as they are."""
+    model, left = question.model, recorded.left
+    _set(model, left.counted)
+    try:
+        again = Left(model)
+        graph, _, _ = record_samples(question, batch, ROWS, at_end=again.note)
+    finally:
+        _set(model, {name: left.numbers[name] for name in left.counted})
+    return not again.counted and is_same(recorded.graph, graph)
+
+
+def _set(model: nn.Module, numbers: Mapping[str, float]) -> None:
+    for name, value in numbers.items():
+        path, _, attribute = name.rpartition(".")
+        vars(model.get_submodule(path))[attribute] = value
 
 
 def left_by_parts(place: str, model: nn.Module) -> Mixed:

@@ -578,3 +578,23 @@ def test_a_table_that_is_written_into_a_part_of_every_row():
         return made.softmax(1)
 
     assert "in the model itself" in refused(_tabled(of_its_row), torch.randn(3, 4, 6))
+
+
+class Settling(nn.Linear):
+    """Sets a number at its first forward, and counts its calls if it is told to."""
+
+    def __init__(self, counts=False):
+        super().__init__(6, 6)
+        self.window, self.calls, self.counts = 8, 0, counts
+
+    def forward(self, x):
+        self.window = min(self.window, x.shape[1])
+        self.calls += self.counts
+        return super().forward(x)[:, -self.window :]
+
+
+def test_numbers_that_the_first_forward_sets_once_are_no_state():
+    model = Settling()
+    assert ways(found(model, torch.randn(4, 3, 6))) == {"": "cat"}
+    assert model.window == 8
+    assert "in the model itself is another number" in refused(Settling(counts=True), torch.randn(4, 3, 6))
