@@ -17,10 +17,12 @@ from autoshard.runtime import apply_plan, is_applied
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.verify.cuts import CoarsestType
-from autoshard.verify.divided import NEAR_TOLERANCES, is_divided, same_draws
+from autoshard.verify.divided import is_divided, same_draws
 from autoshard.verify.runs import Work, coarsened, compare, run
 from autoshard.verify.stage import fresh_models, same_start
 
+NEAR_TOLERANCES = 100
+"""Up to so many times what passes may still be rounding, where large terms cancel."""
 MOST_ELEMENTS = 1 << 23
 """Of parameters and inputs of a model that is run: it takes a moment."""
 

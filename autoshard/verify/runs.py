@@ -257,6 +257,7 @@ class Errors:
     largest: float = 0.0
     relative: float = 0.0
     first: Difference | None = None
+    beyond: float = 0.0  # the largest error, in tolerances
 
 
 def compare(expected: list[Result], found: list[Result], tolerance: float, work: Work) -> Errors:
@@ -299,6 +300,8 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
     else:
         error, relative = _distance(left, right)
     errors.largest, errors.relative = max(errors.largest, error), max(errors.relative, relative)
+    if error > tolerance:
+        errors.beyond = max(errors.beyond, error / tolerance if tolerance else math.inf)
     if error > tolerance and errors.first is None:
         errors.first = Difference(
             during=found.during, module=found.module, output=found.output, max_error=error, message=message
