@@ -17,7 +17,8 @@ def with_map(model: nn.Module, device_map: Mapping[str, str]) -> nn.Module:
     if set(device_map) == {""}:
         device_map = {name: device_map[""] for name, _ in model.named_children()} or device_map
     if isinstance(getattr(model, "hf_device_map", AppliedMap()), AppliedMap):
-        model.hf_device_map = AppliedMap(device_map)  # type: ignore[assignment]
+        computing_first = sorted(device_map, key=lambda path: device_map[path] == "disk")  # inputs go to the first one
+        model.hf_device_map = AppliedMap({path: device_map[path] for path in computing_first})  # type: ignore[assignment]
     return model
 
 
