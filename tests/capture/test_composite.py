@@ -135,17 +135,6 @@ def test_calls_tell_where_their_tensors_are():
     assert len(call.inputs) == len(call.outputs) == 2
 
 
-def test_what_a_function_of_torch_calls_is_part_of_it():
-    class Normal(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.normalize(x)
-
-    graph = capture(Normal(), torch.randn(2, 3, 8), composite=True)
-    (site,) = graph.sites
-    inside = {op.target for op in graph.ops[site.begin : site.end]}
-    assert site.function == "normalize" and len(inside) > 1
-
-
 def test_modules_that_look_for_overrides_take_the_path_they_take_under_a_mode():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     graph = capture(layer, torch.randn(2, 3, 8), composite=True)

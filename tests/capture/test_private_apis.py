@@ -30,23 +30,6 @@ def test_a_fake_mode_runs_ops_when_asked_without_being_entered():
     assert type(out) is FakeTensor and out.shape == (2, 4)
 
 
-def test_backward_nodes_carry_the_numbers_of_the_forward():
-    seen = []
-
-    class Mode(DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            node = torch_private.autograd_node()
-            seen.append((func, torch_private.sequence_number(), node and torch_private.node_sequence(node)))
-            return func(*args, **(kwargs or {}))
-
-    x = torch.randn(3, requires_grad=True)
-    with Mode():
-        x.sin().sum().backward()
-    sin = next(entry for entry in seen if entry[0] is torch.ops.aten.sin.default)
-    cos = next(entry for entry in seen if entry[0] is torch.ops.aten.cos.default)
-    assert sin[2] is None and cos[2] == sin[1] - 1  # the node of sin was numbered just before sin ran
-
-
 def test_flop_formulas_and_overrides():
     formula = torch_private.flop_formulas()[torch.ops.aten.mm]
     assert formula(torch.ones(2, 3), torch.ones(3, 4), out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4

@@ -324,26 +324,3 @@ class Experts(nn.Module):
 def test_known_masks_select_and_floats_are_taken_to_be_finite():
     graph = check_forward(Experts(), (torch.randn(2, 3, 4), torch.tensor([[True, False, True], [True, True, True]])))
     assert graph.level == "fake" and any("finite" in note and __file__ in note for note in graph.notes)
-
-
-class Conjugates(nn.Module):
-    """Conjugates and negates lazily, which torch carries out in a copy where something reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
-        self.register_buffer("table", torch.randn(64, 64, dtype=torch.complex64))
-
-    def forward(self, x):
-        for _ in range(2):
-            y = x.conj().imag @ self.weight.conj().real
-            x = torch.complex(y, y) + (x.conj() * 2).resolve_conj() + self.weight.mH + self.table.conj()
-            x = x @ self.weight.mH @ self.table.mH
-        return x.conj()
-
-
-def test_lazy_conjugation_is_no_less_memory_on_shapes():
-    model, x = Conjugates(), torch.randn(64, 64, dtype=torch.complex64)
-    fake, real = (capture(model, x, level=level) for level in ("fake", "real"))
-    assert [op.target for op in fake.ops] == [op.target for op in real.ops]
-    assert predicted_peak(fake) == predicted_peak(real) == measured_peak(model, x, training=False)

@@ -53,21 +53,6 @@ def graph(request):
     return capture(Tied(), TOKENS, workload=workload)
 
 
-def test_data_only_goes_forward(graph):
-    stages = divide(graph, STAGES).op_stage
-    for op in graph.ops[: graph.backward_begin]:
-        made = [stages[graph.values[value].op] for value in op.inputs if graph.values[value].op >= 0]
-        assert max(made, default=0) <= stages[op.index]
-    assert set(stages) == {0, 1, 2}
-
-
-def test_backward_ops_are_on_the_stage_of_their_forward(graph):
-    stages = divide(graph, STAGES).op_stage
-    for op in graph.ops:
-        if op.forward >= 0:
-            assert stages[op.index] == stages[op.forward]
-
-
 def test_a_tied_parameter_is_held_by_both_and_a_mask_is_read_by_both(graph):
     staged = divide(graph, STAGES)
     assert staged.held["embed.weight"] == staged.held["head.weight"] == (0, 2)

@@ -5,7 +5,6 @@ import contextvars
 import functools
 import gc
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -247,25 +246,6 @@ def test_what_is_outside_of_the_model_is_as_it_was(name, level):
     assert trace.look(model) == before
 
 
-def test_tensors_elsewhere_have_their_values_versions_and_gradients():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hidden = [nn.Parameter(torch.ones(4)), torch.zeros(2, 4)]
-
-        def forward(self, x):
-            self.hidden[1][0].add_(1)
-            self.hidden[1].data = torch.ones(3)
-            return (x * self.hidden[0]).sum()
-
-    model = Model()
-    weight, table = model.hidden
-    values = table.data_ptr()
-    capture(model, torch.randn(3, 4), workload=Workload(mode="training"))
-    assert model.hidden[0] is weight and weight.grad is None
-    assert table.shape == (2, 4) and not table.any() and table.data_ptr() == values
-
-
 VARIABLE = contextvars.ContextVar("VARIABLE")
 
 
@@ -297,27 +277,3 @@ def test_work_of_other_threads_is_refused(way):
         return
     with pytest.raises(CaptureError, match="another thread"):
         capture(Threaded(way), torch.ones(2, 4))
-
-
-def test_models_of_other_threads_are_as_they_were():
-    other, started, ended = nn.Linear(4, 4), threading.Event(), threading.Event()
-    parameters = list(other.parameters())
-
-    def convert():
-        started.wait(60)
-        other.double()(torch.ones(1, 4).double()).sum().backward()
-        other.float()
-        ended.set()
-
-    class Model(nn.Module):
-        def forward(self, x):
-            started.set()
-            assert ended.wait(60)
-            return x * 2
-
-    thread = threading.Thread(target=convert)
-    thread.start()
-    capture(Model(), torch.ones(3), level="fake")
-    thread.join()
-    assert all(a is b for a, b in zip(other.parameters(), parameters, strict=True))
-    assert all(parameter.grad is not None for parameter in parameters)

@@ -70,18 +70,6 @@ class Relative(nn.Module):
         return torch.bmm(own, heads.repeat(len(x), 1, 1).transpose(1, 2)).mean(-1)
 
 
-class Windows(nn.Module):
-    """Windows that overlap: in backward, indices are made of which nothing says that they are of rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.see, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        seen = self.see(x)
-        return self.out(seen.as_strided((len(x), 2, 2, 16), (48, 16, 16, 1)))
-
-
 def decoder(rows):
     return {"ids": torch.randint(0, 50, (rows, 6)), "labels": torch.randint(0, 50, (rows, 6))}
 
@@ -129,13 +117,6 @@ def test_a_gradient_as_large_as_a_weight_is_divided():
     part = figures(part_of_batch(autoshard.profile(model, torch.randn(16, 2, 32), workload=workload), batch, 2))
     own = figures(autoshard.profile(model, torch.randn(2, 2, 32), workload=workload))
     assert part.peak_bytes == own.peak_bytes
-
-
-def test_what_backward_makes_of_nothing_has_rows_if_its_forward_has():
-    model, workload = Windows(), Workload(mode="training", optimizer="none")
-    batch = BatchAxis(size=16, inputs=(BatchInput(path="x", dim=0, axis="*16"),), outputs=())
-    part = figures(part_of_batch(autoshard.profile(model, sequences(16), workload=workload), batch, 4))
-    assert part.peak_bytes == figures(autoshard.profile(model, sequences(4), workload=workload)).peak_bytes
 
 
 def test_the_whole_batch_is_the_profile_itself():
