@@ -30,12 +30,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """All tensors of a directory, or of one file; `metadata` is that of the first header."""
+    """All tensors of a directory, or of one file."""
 
     path: Path
     entries: Mapping[str, Entry]
     files: tuple[Path, ...]
-    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

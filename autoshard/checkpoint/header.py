@@ -93,18 +93,15 @@ def _pickled(directory: Path, pattern: str) -> CheckpointError:
 
 def _checkpoint(path: Path, files: tuple[Path, ...]) -> Checkpoint:
     entries: dict[str, Entry] = {}
-    metadata: Mapping[str, str] = {}
-    for number, file in enumerate(files):
-        found, about = read_header(file)
-        for name, entry in found.items():
+    for file in files:
+        for name, entry in read_header(file).items():
             if name in entries:
                 raise CheckpointError(
                     f"{file} and {entries[name].file} both have a tensor {shown(name)}. Remove the file that does not "
                     f"belong here, or write {INDEX_FILE}, which says what is where."
                 )
             entries[name] = entry
-        metadata = metadata if number else about
-    return Checkpoint(path=path, entries=entries, files=files, metadata=metadata)
+    return Checkpoint(path=path, entries=entries, files=files)
 
 
 def _open_index(index: Path) -> Checkpoint:
@@ -146,8 +143,8 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_header(file: Path) -> tuple[dict[str, Entry], Mapping[str, str]]:
-    """Return the tensors of one safetensors file, in the order of their bytes, and its metadata.
+def read_header(file: Path) -> dict[str, Entry]:
+    """Return the tensors of one safetensors file, in the order of their bytes.
 
     Raises `CheckpointError` unless they fill the file exactly.
     """
@@ -166,10 +163,10 @@ def read_header(file: Path) -> tuple[dict[str, Entry], Mapping[str, str]]:
                 described = json.loads(opened.read(length))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _damaged(file, first_line(error)[:300]) from None
-    metadata = described.pop("__metadata__", None) or {}
+    described.pop("__metadata__", None)
     entries = [_entry(file, name, value, 8 + length) for name, value in described.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    return {entry.name: entry for entry in entries}, metadata
+    return {entry.name: entry for entry in entries}
 
 
 def _entry(file: Path, name: str, value: Any, start: int) -> Entry:

@@ -48,7 +48,6 @@ def test_entries_are_those_of_the_library(tmp_path):
     tensors = {str(dtype): torch.arange(24).remainder(2).to(dtype).view(2, 3, 4) for dtype in dtypes} | TENSORS
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.metadata == {"format": "pt"}
     assert set(checkpoint.entries) == set(tensors)
     data = (tmp_path / "model.safetensors").read_bytes()
     for name, value in tensors.items():
