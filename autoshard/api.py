@@ -274,8 +274,8 @@ def apply(
     cut parameters, also runs on copies of the model, once as planned and once in one piece; outputs and buffers are
     compared, gradients are not, and `VerifyError` is raised if they differ. Later calls cost nothing. Only for plans
     that this one process carries out. A plan that was made for processes elsewhere (`plan.launch`) runs in them, if its
-    mesh has dp, fsdp, tp, pp and ep only: each replica calls the model with samples of its own, as under torch's
-    fully_shard, and gradients are means over replicas; the processes of one replica (tp, pp) have the same samples.
+    mesh is carried out (docs/limits.md): each replica calls the model with samples of its own, as under torch's
+    fully_shard, and gradients are means over replicas; the processes of one replica (tp, pp, cp) have the same samples.
     Where to cut, and how a batch is divided for stages, is found here, with `inputs` like the plan's unless it is a
     Hugging Face model; stages are trained by `schedule(model).step(…)`. Raises what `plan()` raises, and `ApplyError`;
     the model is then as it was.
@@ -307,15 +307,21 @@ def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     from autoshard.runtime import launched
 
     cut, staged, spread = launched.is_cut_here(plan), launched.is_staged_here(plan), launched.is_spread_here(plan)
-    if cut or staged or spread:
+    long = launched.is_long_here(plan)
+    if cut or staged or spread or long:
         launched.check_launched(plan)
-    if spread:
+    if spread or long:
+        from autoshard.check.context import find_context
         from autoshard.check.experts import find_experts
         from autoshard.search.traced import trace
 
         assert plan.mesh is not None
-        graph = trace(model, inputs, plan.workload).graph
-        return replace(plan, cuts=find_experts(model, graph, plan.mesh.ep))
+        traced = trace(model, inputs, plan.workload)
+        if spread:
+            cuts = find_experts(model, traced.graph, plan.mesh.ep)
+        else:
+            cuts = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
+        plan = replace(plan, cuts=cuts)
     if staged:
         from autoshard.check.batch import find_batch_axis
 

@@ -18,7 +18,7 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "dispatch"
+    "collect", "whole", "divide", "join", "context", "dispatch"
 ]  # fmt: skip
 
 
@@ -61,6 +61,7 @@ class Action:
     whole     argument          all parts of dimension `dim`; backward: this rank's part
     divide    argument          this rank's part of dimension `dim`; backward: all parts
     join      result            all parts of dimension `dim`; backward: this rank's part
+    context   attention         queries of this rank's tokens meet keys and values of all ranks'
                                 Without gradients scatter is reduce, and the others are nothing
     dispatch  the module        rows go to the ranks of their experts, and what those make of them comes back.
                                 `argument`: paths of rows, choices and weights; `axis`: the numbers of experts, with a

@@ -315,6 +315,13 @@ class Places:
             addend=addend,
         )
 
+    def call_at(self, kind: str, op: int, axis: str) -> Action:
+        """An action around the call of the torch function that ran an op."""
+        site = self._site(op)
+        if site is None:
+            raise Unplaceable(f"{self.where(op)} is in no call that can be found again")
+        return self._at(site, kind, "", 0, axis)
+
     def _relative(self, path: str) -> str:
         return relative(path, self.region.path)
 

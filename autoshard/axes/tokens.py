@@ -7,21 +7,32 @@ Blocks of which one's output is the next one's input are a chain: the first divi
 together. It is sound where every op between works on each token by itself: the walk over the axes says so, op by op.
 Sums over ranks become a sum of which each rank keeps its tokens; what enters a cut is put together before.
 
+Context parallelism is the same without cuts: attention meets the keys and values of all ranks, which are put together
+(as in Llama 3, Dubey et al. 2024, section 3.3.2), and nothing is whole inside of a block.
+
 Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), section 4.2.2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from autoshard.axes.axis import Leaf, leaves, resolve
 from autoshard.axes.batch import BatchWalk
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import Lookup, Places, Unplaceable
-from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.capture.graph import Call, ModelGraph, name_of
+from autoshard.axes.regions import OUTSIDE, Region, find_regions
+from autoshard.capture.graph import Call, ModelGraph, Op, name_of
+from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, relative
 from autoshard.sharding import Action, Cut
 
+ATTENTION = "scaled_dot_product_attention"
+_SHAPING = frozenset(
+    {"view", "reshape", "_unsafe_view", "expand", "unflatten", "zeros", "ones", "empty", "new_zeros", ATTENTION}
+)
+"""Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
 _DRAWS = ("bernoulli", "rand", "normal", "multinomial", "exponential")
 """Beginnings of names of ops whose result is another one for each element that is drawn."""
 
@@ -78,7 +89,10 @@ def _divided(
         walk.run(graph.ops[index])
     walk.resolve_all()
     for stream in _streams(graph, region, walk, cuts[0].degree):
-        zone = _Zone(graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream)
+        zone = _Zone(
+            graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream,
+            degree=cuts[0].degree, training=cuts[0].training,
+        )  # fmt: skip
         chains = _chains(graph, lookup, region, stream)
         if zone.follow() and len(chains) < len(region.paths):
             try:
@@ -86,6 +100,66 @@ def _divided(
             except Unplaceable:
                 continue
     return []
+
+
+def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[Cut, ...]:
+    """Return the cuts that divide the tokens of all blocks with attention over so many ranks, which share no matrix.
+
+    `graph`: captured with `composite=True`; `training`: in training mode. Raises `PlanError` where a block with
+    attention can't be.
+    """
+    lookup, found = Lookup(graph), []
+    for region in find_regions(graph):
+        if not any(name_of(graph.ops[index]) == ATTENTION for index in region.ops):
+            continue
+        walk = BatchWalk(graph)
+        for index in region.ops:
+            walk.run(graph.ops[index])
+        walk.resolve_all()
+        reason, cuts = "an op in it does not work on each token by itself", []
+        for stream in _streams(graph, region, walk, degree) if region.path != OUTSIDE else ():
+            zone = _Zone(
+                graph=graph, lookup=lookup, region=region, groups=(), walk=walk, stream=stream, degree=degree,
+                training=training, attends=True,
+            )  # fmt: skip
+            try:
+                cuts = _cuts(zone, (), _chains(graph, lookup, region, stream)) if zone.follow() else []
+            except Unplaceable as error:
+                reason = str(error)
+            if cuts:
+                break
+        if not cuts:
+            raise PlanError(
+                f"the tokens of {region.path or 'the model'} can't be divided over {degree} ranks, as cp={degree} "
+                f"says: {reason}. Plan with --mesh of dp, fsdp, tp and pp only."
+            )
+        found += cuts
+    if not found:
+        raise PlanError(f"cp={degree} divides tokens around {ATTENTION}, which this model does not call.")
+    return tuple(found)
+
+
+def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:
+    """Say which op is given another number where a rank has some of the tokens; "" for none.
+
+    `graph`, `rank`: the model as it is, and as a rank runs it, recorded alike. Sizes of shapes may differ.
+    """
+    pairs = list(zip(graph.ops, [op for op in rank.ops if op.index not in rank.aside], strict=False))
+    names = [(name_of(a), name_of(b)) for a, b in pairs]
+    other = next((a for (a, _), (x, y) in zip(pairs, names, strict=True) if x != y), None)
+    if other is not None or len(graph.ops) != len(rank.ops) - len(rank.aside):
+        where = graph.calls[other.call].path if other is not None else "the model"
+        return f"{where} runs other ops for a part of the tokens"
+    for a, b in pairs:
+        if name_of(a) not in _SHAPING and _numbers(a) != _numbers(b):
+            return f"{graph.calls[a.call].path} gives {name_of(a)} a number that depends on how many tokens there are"
+    return ""
+
+
+def _numbers(op: Op) -> str:
+    """What an op is given that is no tensor."""
+    assert op.node is not None
+    return repr(torch.fx.node.map_arg((op.node.args, dict(op.node.kwargs)), lambda _: None))
 
 
 def _streams(graph: ModelGraph, region: Region, walk: BatchWalk, degree: int) -> Iterator[_Stream]:
@@ -116,6 +190,7 @@ class _Zone:
         gathered: divided values that ops read which do not work on each token by itself, with those ops.
         met: whole values with tokens that are read beside divided ones, with those ops.
         scattered: ops that sum over ranks, whose results are divided.
+        attends, attended: attention of queries here to keys and values of all ranks is followed; ops that are such.
         summed: whole parameters that divided tokens meet; entered: other such values without tokens, with those ops.
     """
 
@@ -125,6 +200,10 @@ class _Zone:
     groups: Sequence[AxisGroup]
     walk: BatchWalk
     stream: _Stream
+    degree: int
+    training: bool = False
+    attends: bool = False
+    attended: list[int] = field(default_factory=list)
     divided: dict[int, int] = field(default_factory=dict)
     collected: dict[int, list[int]] = field(default_factory=dict)
     gathered: dict[int, list[int]] = field(default_factory=dict)
@@ -153,6 +232,9 @@ class _Zone:
                     self.scattered.add(index)
                     carried.add(index)
                 continue
+            if self.attends and name_of(op) == ATTENTION and self._attends(index):
+                carried.add(index)
+                continue
             if index not in partial and ours and index not in mixing and self._carries_on(index):
                 carried.add(index)
                 continue
@@ -161,7 +243,9 @@ class _Zone:
             for value in ours:
                 (self.collected if index in partial else self.gathered).setdefault(value, []).append(index)
         whole = {value for value in self.summed if not carried.issuperset(self.lookup.readers[value])}
-        return not whole and not self._leaving() and 0 < len(self.scattered) >= len(self.gathered)
+        if whole or self._leaving():
+            return False
+        return 0 < len(self.attended if self.attends else self.scattered) >= len(self.gathered)
 
     def _leaving(self) -> bool:
         """Whether a divided value leaves the block that is not its output, or its output is whole."""
@@ -227,6 +311,17 @@ class _Zone:
         self.summed.update(parameters)
         return True
 
+    def _attends(self, index: int) -> bool:
+        """Note the result of attention of divided queries to divided keys and values as divided."""
+        op = self.graph.ops[index]
+        places = [self.divided.get(value, 0) - len(self.graph.values[value].shape) for value in op.inputs[:3]]
+        trained = not self.lookup.differentiable.isdisjoint(op.inputs[3:])  # a bias, of which ranks would use parts
+        if places != [-2, -2, -2] or trained or len(op.outputs) != 1:
+            return False
+        self.divided[op.outputs[0]] = len(self.graph.values[op.outputs[0]].shape) - 2
+        self.attended.append(index)
+        return True
+
     def _parameters(self, values: Iterable[int]) -> dict[int, str] | None:
         """Trainable tensors among some, by name in the block; None where one is used outside of it, too."""
         found: dict[int, str] = {}
@@ -263,7 +358,7 @@ def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) 
 
 def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -> list[Cut]:
     """The cuts without the actions that are others now, and the cut of the tokens."""
-    graph, stream, region, degree = zone.graph, zone.stream, zone.region, cuts[0].degree
+    graph, stream, region, degree = zone.graph, zone.stream, zone.region, zone.degree
     axis = f"*{degree}x{stream.leaf.size // degree}"
     left = {cut: list(cut.actions) for cut in cuts}
     actions: list[Action] = []
@@ -281,7 +376,8 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
         left[cut] = [action for action in left[cut] if action.kind != "enter" or action not in collected]
         if any(action.kind == "restore" for action in left[cut]):
             raise Unplaceable("a block hands on what it is given")
-    places = Places(zone.lookup, region, zone.groups[0].walk, frozenset())
+    places = Places(zone.lookup, region, zone.groups[0].walk if zone.groups else zone.walk, frozenset())
+    actions += [places.call_at("context", index, axis) for index in zone.attended]
     for value, readers in zone.collected.items():
         actions += places.entering_at("collect", value, readers, zone.divided[value], axis)
     for value, readers in zone.gathered.items():
@@ -292,7 +388,7 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
         actions += places.entering_at("divide", value, readers, zone.place(value), axis)
     tokens = Cut(
         blocks=region.paths, size=degree, shares=(1,) * degree, shards=(), actions=tuple(dict.fromkeys(actions)),
-        summed=tuple(zone.summed.values()), training=cuts[0].training, title="tokens between cuts",
+        summed=tuple(zone.summed.values()), training=zone.training, title="tokens between cuts",
     )  # fmt: skip
     given = stream.call.input_paths[stream.call.inputs.index(stream.given)]
     made = stream.call.output_paths[stream.call.outputs.index(stream.made)]
@@ -302,7 +398,8 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
         replace(tokens, blocks=(path,), summed=(), actions=(action,))
         for first, last in chains for path, action in ((first, begin), (last, end))
     ]  # fmt: skip
-    _check_sizes(zone, tokens)
+    if not zone.attends:  # elsewhere `depends_on_length` looks at what becomes of sizes
+        _check_sizes(zone, tokens)
     return [*(replace(cut, actions=tuple(left[cut])) for cut in cuts), tokens, *ends]
 
 

@@ -24,10 +24,11 @@ Arguments = tuple[tuple, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoneRank:
-    """One rank without the others: shapes are right, sums are not."""
+    """One rank without the others: shapes are right, sums are not. `divides`: tokens, also without gradients."""
 
     rank: int
     size: int
+    divides: bool = True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
@@ -38,6 +39,14 @@ class LoneRank:
         shape = list(tensor.shape)
         shape[dim] = where.size
         return tensor.new_zeros(shape)
+
+    def own_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(self.size, dim)[self.rank].contiguous()
+
+    add_along = own_along
+
+    def whole_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim)
 
     def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return values[self.rank]

@@ -20,6 +20,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
+from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
 from autoshard.sharding import DROPOUTS, Action
 
@@ -44,6 +45,8 @@ class Before:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self.enters_only and not torch.is_grad_enabled():
+            return None
+        if runs_again(module):  # with what it was given after these steps
             return None
         arguments = args, kwargs
         with torch_private.no_overrides():
@@ -194,7 +197,10 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
-    if action.kind in ("slice", "gather", "lookup", "dropout", "length", "dispatch", *ALONG) and not action.axis:
+    if (
+        action.kind in ("slice", "gather", "lookup", "dropout", "length", "context", "dispatch", *ALONG)
+        and not action.axis
+    ):
         problem = "says no axis"
     elif action.kind in ("lookup", "dropout", "length") and not action.function:
         problem = "names no function"

@@ -128,8 +128,11 @@ def remove_cuts(model: nn.Module) -> nn.Module:
     return model
 
 
-def let_gather(model: nn.Module) -> list[Any]:
-    """Prepare a cut model, whose parameters are now sharded as well, for their being gathered; returns handles."""
+def let_gather(model: nn.Module, averaged: bool = False) -> list[Any]:
+    """Prepare a cut model, whose parameters are now sharded as well, for their being gathered; returns handles.
+
+    `averaged`: gradients become means over the ranks of the cuts, too.
+    """
     record = cut_record(model)
     if record is None:
         return []
@@ -137,7 +140,7 @@ def let_gather(model: nn.Module) -> list[Any]:
     for handle in record.handles:
         if isinstance(handle, Hidden):
             handle.only_in_forward()
-    return sum_gathered(model, record.partial, record.ranks)
+    return sum_gathered(model, record.partial, record.ranks, averaged)
 
 
 def cut_record(model: nn.Module) -> CutRecord | None:

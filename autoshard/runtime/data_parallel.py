@@ -165,7 +165,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     try:
         try:
             used = shard(model, record.plan, sharing, record.device, record.replaced)
-            record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model)]
+            record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model, mesh.cp > 1)]
             if loader is not None:
                 loader.fill_rest(model, cut_record(model), record.device)
         except Exception as found:

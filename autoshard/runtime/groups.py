@@ -55,6 +55,8 @@ def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRa
     """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
     if mesh.fsdp == mesh.size:
         return ranks, None
+    if mesh.cp > 1:
+        return data_groups(mesh, ranks, made)
     replicas = [
         [[mesh.rank(data=d * mesh.fsdp + f, pipeline=p, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
         for p in range(mesh.pipeline)

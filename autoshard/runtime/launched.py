@@ -27,6 +27,11 @@ def is_spread_here(plan: Plan) -> bool:
     return plan.launch == "processes" and plan.mesh is not None and plan.mesh.ep > 1 and not plan.cuts
 
 
+def is_long_here(plan: Plan) -> bool:
+    """Whether a plan for processes divides sequences between them, and how is still to be found."""
+    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.cp > 1 and not plan.cuts
+
+
 def of_first_replica(plan: Plan) -> Plan:
     """The plan on those devices that share the matrices of its first replica; that all fits was found for all of it."""
     assert plan.mesh is not None
@@ -90,14 +95,13 @@ def check_launched(plan: Plan) -> None:
             f"this plan is priced with weights of {plan.precision}, and parameters are divided as they are. Plan with "
             "--dtype bfloat16, or place a quantised model by Hugging Face's own loader."
         )
-    for name, degree in plan.mesh.degrees.items():
-        if degree > 1 and name not in ("dp", "fsdp", "tp", "pp", "ep"):
-            raise PlanError(
-                "of plans made for processes elsewhere, apply carries out dp, fsdp, tp, pp and ep, and this one has "
-                f"{name}={degree}. Plan with --mesh of those only: such plans are carried out."
-            )
     if plan.mesh.ep > 1:
         _check_experts(plan.mesh)
+    if plan.mesh.cp > 1 and (plan.mesh.tp * plan.mesh.pp * plan.mesh.ep > 1 or not training):
+        raise PlanError(
+            f"sequences are divided in training, with dp and fsdp, and this plan has cp={plan.mesh.cp} with tp="
+            f"{plan.mesh.tp}, pp={plan.mesh.pp} and ep={plan.mesh.ep}. Plan with --mesh of dp, fsdp and cp."
+        )
     if plan.mesh.pp > 1:
         _check_stages(plan)
     if training and plan.precision == "master":

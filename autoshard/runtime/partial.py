@@ -40,12 +40,17 @@ def find_partial(
 
 
 class SumGradient:
-    """Hook of a parameter: sum its gradient over ranks, or only that of the indices that all ranks keep."""
+    """Hook of a parameter: sum its gradient over ranks, or only that of the indices that all ranks keep.
 
-    def __init__(self, ranks: Ranks, cut: CutTensor | None) -> None:
-        self.ranks, self.cut = ranks, cut
+    `averaged`: what comes behind makes the mean over these ranks of it, so it is multiplied by how many they are.
+    """
+
+    def __init__(self, ranks: Ranks, cut: CutTensor | None, averaged: bool = False) -> None:
+        self.ranks, self.cut, self.averaged = ranks, cut, averaged
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.averaged:
+            return gradient * self.ranks.size
         if self.cut is None:
             return self.ranks.all_reduce(gradient.clone())
         places = layout(self.cut.axis, self.cut.shares).common
@@ -66,31 +71,37 @@ def sum_gradients(model: nn.Module, partial: Mapping[str, CutTensor | None], ran
         _sum(tensors[name], ranks, how)
 
 
-def _sum(tensor: torch.Tensor, ranks: Ranks, how: CutTensor | None) -> None:
+def _sum(tensor: torch.Tensor, ranks: Ranks, how: CutTensor | None, averaged: bool = False) -> None:
     if tensor.requires_grad and not any(isinstance(h, SumGradient) for h in torch_private.gradient_hooks(tensor)):
-        tensor.register_hook(SumGradient(ranks, how))
+        tensor.register_hook(SumGradient(ranks, how, averaged))
 
 
-def sum_gathered(model: nn.Module, partial: Mapping[str, CutTensor | None], ranks: Ranks) -> list[Any]:
+def sum_gathered(
+    model: nn.Module, partial: Mapping[str, CutTensor | None], ranks: Ranks, averaged: bool = False
+) -> list[Any]:
     """As `sum_gradients`, where parameters are sharded as well: they are hooked once gathered. Returns handles."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = [(modules[parent(name)], name.rpartition(".")[2], how) for name, how in partial.items()]
     handles = []
     for block, inside in by_block(model, [module for module, _, _ in found]):
         if inside:
-            handles.append(block.register_forward_pre_hook(_SumWhole(ranks, [found[index] for index in inside])))
+            handles.append(
+                block.register_forward_pre_hook(_SumWhole(ranks, [found[index] for index in inside], averaged))
+            )
     return handles
 
 
 class _SumWhole:
     """Pre-hook of a block whose parameters are whole now, as far as this rank has them."""
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[tuple[nn.Module, str, CutTensor | None]]) -> None:
-        self.ranks, self.parameters = ranks, parameters
+    def __init__(
+        self, ranks: Ranks, parameters: Sequence[tuple[nn.Module, str, CutTensor | None]], averaged: bool
+    ) -> None:
+        self.ranks, self.parameters, self.averaged = ranks, parameters, averaged
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if torch.is_grad_enabled():
             for owner, name, how in self.parameters:
                 parameter = owner._parameters[name]
                 if parameter is not None and not is_sharded(parameter):
-                    _sum(parameter, ranks=self.ranks, how=how)
+                    _sum(parameter, self.ranks, how, self.averaged)

@@ -49,6 +49,14 @@ def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], *, se
     return handles
 
 
+def runs_again(module: nn.Module) -> bool:
+    """Whether this very module is computed again, in backward."""
+    if torch_private.autograd_node() is None:
+        return False
+    hooks = torch_private.forward_pre_hooks(module)
+    return any(isinstance(hook, Recompute) and bool(hook.local.again) for hook in hooks)
+
+
 class _Local(threading.local):
     """Per thread: checkpoints of this module in progress, and whether it runs again now."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
@@ -16,6 +17,7 @@ BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", 
 """Functions of (input, weight, bias)."""
 _FRESH = {*BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
 """Functions whose result is new memory, which a sum over ranks may overwrite."""
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
@@ -94,9 +96,14 @@ class Step:
             return self._changed(arguments, self._slice)
         if self.action.kind == "length":
             return self._shortened(arguments)
-        if self.action.kind in ALONG and torch.is_grad_enabled():
+        if self.action.kind in ALONG and self._divides:
             return self._changed(arguments, self._moved)
         return arguments
+
+    @property
+    def _divides(self) -> bool:
+        """Whether tokens are divided in this forward."""
+        return torch.is_grad_enabled() or getattr(self.ranks, "divides", False)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Divide tokens over ranks, or put them together: the same tensor once in a forward, whoever reads it."""
@@ -181,7 +188,7 @@ class Step:
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
         if self.action.kind in ALONG:
-            if torch.is_grad_enabled():
+            if self._divides:
                 return self._moved(tensor)
             return reduce(tensor, self.ranks, self.fresh) if self.action.kind == "scatter" else tensor
         if self.action.kind == "mean":
@@ -194,6 +201,8 @@ class Step:
             return self._lookup(call, args, kwargs)
         if self.action.kind == "dropout":
             return self._dropout(call, args, kwargs)
+        if self.action.kind == "context":
+            return self._attention(call, args, kwargs) if self._divides else call(*args, **kwargs)
         with torch_private.no_overrides():
             args, kwargs = self.before((args, kwargs))
             addend, (args, kwargs) = self._without_addend(args, kwargs)
@@ -240,6 +249,34 @@ class Step:
                 at = padding % self.axis.where.size
                 found = torch.where((ids == at).unsqueeze(-1), found.detach(), found)
             return reduce(found, self.ranks, fresh=True)
+
+    def _attention(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Attention of this rank's queries to the keys and values of all ranks."""
+        given: dict[str, Any] = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+        mask, causal = given.pop("attn_mask", None), given.pop("is_causal", False)
+        if given.get("dropout_p"):
+            raise ApplyError(
+                f"{self.where} drops some of what it attends to, and each rank would draw masks of its own. Set that "
+                "dropout to 0, or plan without cp."
+            )
+        with torch_private.no_overrides():
+            key, value = (along(given[name], self.ranks, given[name].dim() - 2, "collect") for name in ("key", "value"))
+            count, every = given["query"].shape[-2], key.shape[-2]
+            begin = (self.ranks.rank or 0) * count
+            if causal:
+                key, value = (one.narrow(-2, 0, begin + count) for one in (key, value))
+                if key.is_cuda:
+                    mask = causal_lower_right(count, begin + count)
+                else:
+                    mask = key.new_ones(count, begin + count, dtype=torch.bool).tril(begin)
+            elif mask is not None:
+                if mask.shape[-1] not in (1, every):
+                    raise ApplyError(
+                        f"{self.where} was given a mask of shape {list(mask.shape)} for {every} tokens of all ranks. "
+                        "Plan again with a mask in the inputs, or without cp."
+                    )
+                mask = mask.narrow(-2, begin, count) if mask.shape[-2] == every else mask
+        return call(**{**given, "key": key, "value": value, "attn_mask": mask})
 
     def _dropout(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Draw the mask of the whole tensor, as the model did before it was cut, and keep this rank's part of it."""
