@@ -64,8 +64,6 @@ class SampleWalk:
         """Follow one op."""
         given = [self.of(value) for value in op.inputs]
         made = self.sound.results(op, given)
-        if made is None and name_of(op) == "as_strided":
-            made = self._strided(op)
         if made is None:
             made = self.rules.results(op, given)
             made = self._resized(op, given, self._placed(op, given, made))
@@ -198,18 +196,6 @@ class SampleWalk:
             if view is not None and marks is not None:
                 found[other] = samples(tuple(view.shape), view.clone(), _differing(marks, view == SHARED))
         return found
-
-    def _strided(self, op: Op) -> list[Samples] | None:
-        """A view that says where in memory it is: the same is done to the numbers of its owner."""
-        chain = [*self._views(op.inputs[0]), op.outputs[0]]
-        base, made = self.of(chain[0]), self.graph.values[chain[0]].op
-        node = self.graph.ops[made].node if made >= 0 else None
-        in_order = node is not None and node.meta.get("stride") == torch.empty(base.shape, device="meta").stride()
-        if torch.Size(base.shape).numel() > MOST_ELEMENTS or any(base.varies) or not in_order:
-            return None
-        memory = base.full().clone(memory_format=torch.contiguous_format)
-        seen = self._viewed(memory, chain)
-        return None if seen is None else [samples(tuple(seen.shape), seen.clone())]
 
     def _views(self, value: int) -> list[int]:
         """The values from the owner of a memory to this view of it."""

@@ -550,18 +550,6 @@ def test_a_table_that_differs_from_row_to_row_is_refused(by):
     assert "in the model itself" in refused(_tabled(by), torch.randn(3, 4, 6))
 
 
-def test_views_that_say_where_in_memory_they_are():
-    def windows(h, _):
-        return h.contiguous().as_strided((len(h), 3, 2, 6), (24, 6, 6, 1)).sum(2)
-
-    assert ways(found(_tabled(windows), torch.randn(3, 4, 6))) == {"": "cat"}
-
-    def into_the_next_row(h, _):
-        return F.pad(h, (0, 0, 0, 0, 0, 1)).as_strided((len(h), 3, 2, 6), (24, 12, 6, 1)).sum(2)
-
-    assert "as its ops would" in refused(_tabled(into_the_next_row), torch.randn(3, 4, 6))
-
-
 def test_a_table_that_is_written_into_a_part_of_every_row():
     def written(h, table):
         made = torch.zeros(len(h), 6, 6)
