@@ -4,14 +4,15 @@
        ├─ hooks ─▶ closures                                                   outputs.append(…) is undone
        └─ class ─▶ its attributes, and what its methods mention               TABLE["a"] is what it was
 
-What nobody finds in this way (names of a file that are bound anew, slots, what functions called by methods mention) is
-left alone: if a tensor without values is kept there, the capture is refused.
+What nobody finds in this way (slots, what functions of other files mention) is left alone: if a tensor without values
+is kept there, the capture is refused.
 """
 
 import contextvars
 import functools
 import sys
 import traceback
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from operator import is_not
@@ -27,7 +28,8 @@ Made = TypeVar("Made")
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autoshard", "pytest", "_pytest"}
 """Packages whose objects keep what is their own business."""
 _CACHE = type(functools.lru_cache(len))
-_HOLDERS = (dict, list, set, deque, _CACHE)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_HOLDERS = (dict, list, set, deque, *_WEAK, _CACHE)
 _PLAIN = (torch.Tensor, nn.Parameter)
 _ABSENT: Any = object()
 
@@ -41,6 +43,7 @@ class State:
         self._found: list[Any] = []  # objects that were seen: they keep their addresses
         self._dicts: list[tuple[Any, dict[Any, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
+        self._names: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of files
         self._cells: list[tuple[CellType, Any]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._caches: list[tuple[Any, int]] = []
@@ -81,7 +84,7 @@ class State:
             (torch.Generator, self._generator),
         )
         look = next((look for bases, look in looks if issubclass(kind, bases)), None)
-        if issubclass(kind, (type, torch.Tensor)) or not (issubclass(kind, nn.Module) or _is_open(kind)):
+        if issubclass(kind, (type, torch.Tensor)) or not (issubclass(kind, (nn.Module, *_WEAK)) or _is_open(kind)):
             return look
         return lambda item: [*(look(item) if look else ()), _own(item)]
 
@@ -102,10 +105,18 @@ class State:
         return contents
 
     def _function(self, item: FunctionType) -> list[Any]:
-        """What a function can put something into: its closure, default arguments, and containers of its file."""
-        named = [item.__globals__.get(name) for name in item.__code__.co_names]
-        holders = [value for value in named if isinstance(value, _HOLDERS)]
-        return [*(item.__closure__ or ()), *(item.__defaults__ or ()), *holders]
+        """What a function can change: its closure, default arguments, names of its file and what is behind these."""
+        found = [*(item.__closure__ or ()), *(item.__defaults__ or ()), item.__kwdefaults__]
+        table = item.__globals__
+        if str(table.get("__name__")).partition(".")[0] not in _CLOSED:
+            named = {name: table.get(name, _ABSENT) for name in item.__code__.co_names}
+            self._names.append((table, named))
+            for value in named.values():
+                near = isinstance(value, FunctionType) and value.__globals__ is table
+                kind: Any = type(value)
+                if near or isinstance(value, _HOLDERS) or _is_open(kind):
+                    found.append(value)
+        return found
 
     def _cell(self, item: CellType) -> tuple:
         value = _content(item)
@@ -145,6 +156,10 @@ class State:
                 if not _same(list(base.__iter__(item)), before):
                     base.clear(item)
                     base.update(item, before) if base is set else base.extend(item, before)
+            for table, named in self._names:
+                for name, value in named.items():
+                    if table.get(name, _ABSENT) is not value:
+                        table.pop(name) if value is _ABSENT else table.update({name: value})
             for cell, value in self._cells:
                 if _content(cell) is not value:
                     cell.cell_contents = value
