@@ -39,7 +39,9 @@ def training_meshes(devices: int, per_host: int, limits: Limits, given: Given) -
                     if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                         continue
                     for ep in _chosen("ep", _experts(limits, devices // pp), given):
-                        yield Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
+                        mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
+                        if _runs(mesh, given):
+                            yield mesh
 
 
 def answer_meshes(devices: int, limits: Limits, given: Given) -> Iterator[Mesh]:
@@ -52,7 +54,15 @@ def answer_meshes(devices: int, limits: Limits, given: Given) -> Iterator[Mesh]:
             if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                 continue
             for ep in _chosen("ep", _experts(limits, devices // pp), given):
-                yield Mesh(dp=dp, tp=tp, pp=pp, ep=ep)
+                mesh = Mesh(dp=dp, tp=tp, pp=pp, ep=ep)
+                if _runs(mesh, given):
+                    yield mesh
+
+
+def _runs(mesh: Mesh, given: Given) -> bool:
+    """Whether `apply` carries a mesh out: cp and ep go with dp and fsdp only. A mesh that is given is priced anyway."""
+    divided = (mesh.cp > 1) + (mesh.ep > 1)
+    return not divided or bool({"cp", "ep"} & set(given.mesh)) or (divided == 1 and mesh.tp == mesh.pp == 1)
 
 
 def step_recipes(
