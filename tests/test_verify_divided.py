@@ -146,4 +146,4 @@ def test_peaks_of_replicas_are_predicted():
     found = verify(model, plan, inputs)
     assert found.ok, found.first_difference
     for peak in found.peaks:
-        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.05), peak.name
+        assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.1), peak.name

@@ -8,7 +8,7 @@ together. It is sound where every op between works on each token by itself: the 
 Sums over ranks become a sum of which each rank keeps its tokens; what enters a cut is put together before.
 
 Context parallelism is the same without cuts: attention meets the keys and values of all ranks, which are put together
-(as in Llama 3, Dubey et al. 2024, section 3.3.2), and nothing is whole inside of a block.
+(Dubey et al. 2024, arXiv 2407.21783, section 3.3.2), and nothing is whole inside of a block.
 
 Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), section 4.2.2.
 """

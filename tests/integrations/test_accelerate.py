@@ -82,11 +82,11 @@ def _seeded():
     return torch.Generator().manual_seed(1)
 
 
-def trained(model, tmp_path):
+def trained(model, tmp_path, clipped=1.0):
     """Weights after two steps of Transformers' Trainer."""
     arguments = transformers.TrainingArguments(
         tmp_path / "runs", per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True, seed=0,
-        save_strategy="no", disable_tqdm=True,
+        save_strategy="no", disable_tqdm=True, max_grad_norm=clipped,
     )  # fmt: skip
     transformers.Trainer(model, arguments, train_dataset=rows()).train()
     return {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -94,7 +94,8 @@ def trained(model, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["balanced", "pipeline", "column-parallel"])
 def test_trainer_leaves_an_applied_model_where_it_is(strategy, tmp_path):
-    expected, model = trained(decoder(), tmp_path), decoder().train()
+    clipped = 0.0 if strategy == "column-parallel" else 1.0  # torch's own clipping knows nothing of parts, and raises
+    expected, model = trained(decoder(), tmp_path, clipped), decoder().train()
     batch = {name: torch.stack([row[name] for row in rows()[:4]]) for name in rows()[0]}
     settings = {"objective": "memory"} if strategy == "column-parallel" else {}
     room = "2x2MiB" if strategy == "balanced" else "2x16MiB"
@@ -102,7 +103,7 @@ def test_trainer_leaves_an_applied_model_where_it_is(strategy, tmp_path):
         plan = autoshard.plan(model, devices, inputs=batch, strategy=strategy, workload=TRAINING, **settings)
         autoshard.apply(model, plan)
         assert len(set(model.hf_device_map.values())) == 2
-        trained(model, tmp_path)
+        trained(model, tmp_path, clipped)
         autoshard.remove(model)
     assert not hasattr(model, "hf_device_map")
     for name, value in model.named_parameters():
