@@ -153,9 +153,9 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
         assert words in printed, words
     assert "Modules" not in printed and max(map(len, printed.splitlines())) <= 80
     document = json.loads(command("plan", file, *asked, "--json").stdout)
-    assert len(document["plan"]["cuts"]) == 3 and document["estimate"]["all_reduces"] == 6
+    assert len(document["plan"]["cuts"]) == 3 and document["estimate"]["all_reduces"] == 7
     again = command("estimate", path, file).stdout
-    assert "6 all-reduces" in again and "\nCut\n" in again
+    assert "7 all-reduces" in again and "\nCut\n" in again
 
 
 def test_plans_with_cuts_are_verified(file):
