@@ -193,7 +193,7 @@ USUAL = {
             when,
             marks=[
                 *([] if (kind, how, when) in USUAL else [pytest.mark.slow]),
-                *([sharded_replicas] if "sharded" in kind else []),
+                *([sharded_replicas] if "sharded" in kind or kind in ("replicas", "mesh") else []),
             ],
         )
         for kind in SIZES
