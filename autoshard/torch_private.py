@@ -56,6 +56,7 @@ __all__ = [
     "no_modes",
     "no_overrides",
     "node_sequence",
+    "not_overridden",
     "overrides_are_off",
     "put_hook_first",
     "put_hook_last",
@@ -69,6 +70,8 @@ __all__ = [
 
 OpOverload = torch._ops.OpOverload
 """What ops are."""
+not_overridden = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass that is met at ops only."""
 
 
 def autograd_node() -> Any:

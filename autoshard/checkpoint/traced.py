@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from autoshard.torch_private import not_overridden
+
 META = torch.device("meta")
 aten = torch.ops.aten
 
@@ -63,7 +65,7 @@ class Traced(torch.Tensor):
     expression: Expression
     plain: torch.Tensor  # on meta
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = not_overridden  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, expression: Expression) -> "Traced":

@@ -43,7 +43,7 @@ class RankTensor(torch.Tensor):
     parts: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_private.not_overridden  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> "RankTensor":

@@ -31,8 +31,8 @@ def numbers_against(model: nn.Module, plan: Plan, inputs: Any) -> str:
     """Say what comes out differently under a plan with cuts or a divided batch; "" if nothing does.
 
     Nothing is said of a model that is large, on meta, on several devices or applied already, or can't be copied, nor
-    where the user says that rows are independent. All
-    ranks and parts are on the device of the model: where they are changes no number.
+    where the user says that rows are independent. All ranks and parts are on the device of the model: where they are
+    changes no number.
     """
     device = _device(model)
     if device is None or not (plan.cuts or is_divided(plan)) or (plan.batch is not None and plan.batch.assumed):

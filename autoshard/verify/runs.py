@@ -274,7 +274,7 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, work:
             difference = Difference(
                 during=ours.during, module=ours.module, output=ours.output, max_error=math.inf, message=message
             )
-            return Errors(math.inf, math.inf, errors.first or difference)
+            return Errors(math.inf, math.inf, errors.first or difference, math.inf)
         passes = tolerance
         if work.reordered or ours.during in ("backward", "optimizer step"):
             passes += max(rounding_of(theirs.value, work.coarsest) * _scale(theirs.value), noise[theirs.during])
@@ -286,7 +286,7 @@ def compare(expected: list[Result], found: list[Result], tolerance: float, work:
         difference = Difference(
             during=longer.during, module=longer.module, output=longer.output, max_error=math.inf, message=message
         )
-        return Errors(math.inf, math.inf, errors.first or difference)
+        return Errors(math.inf, math.inf, errors.first or difference, math.inf)
     return errors
 
 
