@@ -22,7 +22,14 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from tests.conformance.checks import atoms, difference_when_placed, difference_when_replayed, forward, plan_tightly
+from tests.conformance.checks import (
+    atoms,
+    difference_when_placed,
+    difference_when_replayed,
+    forward,
+    plan_tightly,
+    profiled,
+)
 from tests.models import HF_CASES, HOSTILE_CASES, Case, same
 
 
@@ -37,7 +44,8 @@ def export(case: Case) -> bool:
 
 
 def autoshard_capture(case: Case) -> bool:
-    return not difference_when_replayed(case.model, case.example(), None)
+    graph = profiled(case.model, case.example()).graph
+    return not difference_when_replayed(case.model, case.example(), graph, training=False)
 
 
 def accelerate_split(case: Case) -> bool:
@@ -51,7 +59,7 @@ def accelerate_split(case: Case) -> bool:
 
 
 def autoshard_apply(case: Case) -> bool:
-    plan, _ = plan_tightly(case.model, case.example(), "balanced")
+    plan, _ = plan_tightly(profiled(case.model, case.example()), "balanced")
     return not difference_when_placed(case.model, plan, [lambda model: forward(model, case.example())])
 
 
