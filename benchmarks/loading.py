@@ -61,30 +61,12 @@ def from_pretrained(folder: Path, dtype: object = "auto") -> object:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def columns(folder: Path, ranks: int) -> object:
-    """Only the reading: one rank's equal part of the columns of every matrix."""
-    from autoshard.checkpoint.data import Target, whole_entry
-    from autoshard.checkpoint.header import open_checkpoint
-    from autoshard.checkpoint.reading import read_into
-
-    checkpoint, sources, targets = open_checkpoint(folder), {}, []
-    for name, entry in checkpoint.entries.items():
-        if len(entry.shape) == 2:
-            width = entry.shape[1] // ranks
-            sources[name] = whole_entry(entry)
-            tensor = torch.empty(entry.shape[0], width, dtype=entry.dtype)
-            targets.append(Target(source=name, tensor=tensor, begin=(0, width)))
-    read_into(checkpoint, sources, targets)
-    return targets
-
-
 WAYS: dict[str, Callable[[Path], object]] = {
     "autoshard.load": load,
     "from_pretrained": from_pretrained,
     "autoshard.load, copied": lambda folder: load(folder, mapped=False),
     "autoshard.load, float32": lambda folder: load(folder, dtype="float32"),
     "from_pretrained, float32": lambda folder: from_pretrained(folder, torch.float32),
-    "columns of one of 8 ranks": lambda folder: columns(folder, 8),
 }
 
 

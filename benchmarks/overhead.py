@@ -9,11 +9,6 @@ same maps. Prints medians with quartiles, ratios to the plain model, and microse
 Two controls run beside them, on the same modules, to say what such a split costs at least: "empty hooks" has a hook of
 torch that does nothing on every module that autoshard hooks, and "by hand" is what a user writes: the layers of the
 second half send their arguments to their device with `.to()`.
-
-Then the same for one module that is given the arguments of a decoder layer and does nothing with them, by which a busy
-machine shows less: "alone" is the least of many short bursts, "in place" the median of single calls each after a
-decoder layer, which leaves the processor's caches full of other things, "undisturbed" the lowest tenth of these. Given
-is what it takes more than a plain call.
 """
 
 import os
@@ -113,83 +108,6 @@ def measure(models: dict[str, torch.nn.Module], rounds: int) -> dict[str, list[f
     return times
 
 
-class Idle(torch.nn.Module):
-    """Does nothing, with the arguments of a decoder layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, hidden: torch.Tensor, **more: object) -> torch.Tensor:
-        return hidden
-
-
-class Sent(Idle):
-    """Sends its arguments to its device first, as a layer split by hand does."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, ...],
-        **more: object,
-    ) -> torch.Tensor:
-        device = self.weight.device
-        position_embeddings = tuple(table.to(device) for table in position_embeddings)
-        attention_mask, position_ids = attention_mask.to(device), position_ids.to(device)
-        return super().forward(hidden.to(device))
-
-
-class Caller(torch.nn.Module):
-    """Calls idle modules of each kind and keeps the seconds of each call; 32 of a kind, as in a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooked = torch.nn.ModuleList(Idle() for _ in range(LAYERS))
-        self.last = Idle()  # on the second device
-        empty, by_hand = [Idle() for _ in range(LAYERS)], [Sent() for _ in range(LAYERS)]
-        for module in empty:
-            module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
-        self.called = {"plain": [Idle() for _ in range(LAYERS)], "empty": empty, "by hand": by_hand}
-        self.layer = [decoder().model.layers[0]]  # in a list: it is no part of this model
-
-    def forward(self, hidden: torch.Tensor) -> dict[str, dict[str, float]]:
-        tables = hidden[..., :16], hidden[..., 16:32]
-        more = {"attention_mask": hidden, "position_embeddings": tables, "position_ids": hidden}
-        more |= {"past_key_values": None, "use_cache": False}
-        called = {**self.called, "autoshard": list(self.hooked)}
-        alone, in_place = dict.fromkeys(called, 1.0), {name: list[float]() for name in called}
-        for _ in range(1000):
-            for name, modules in called.items():
-                start = time.perf_counter()
-                for _ in range(100):
-                    modules[0](hidden, **more)
-                alone[name] = min(alone[name], (time.perf_counter() - start) / 100)
-        for index in range(60 * LAYERS):
-            for name, modules in called.items():
-                self.layer[0](hidden, position_embeddings=tables)
-                start = time.perf_counter()
-                modules[index % LAYERS](hidden, **more)
-                in_place[name].append(time.perf_counter() - start)
-        tenths = {name: statistics.quantiles(times, n=10) for name, times in in_place.items()}
-        return {
-            "alone": alone,
-            "in place": {name: cuts[4] for name, cuts in tenths.items()},
-            "undisturbed": {name: cuts[0] for name, cuts in tenths.items()},
-        }
-
-
-def one_hook() -> dict[str, dict[str, float]]:
-    """Microseconds that a call takes more than a plain one, "alone" (caches full of it), and in place (see Caller)."""
-    caller = Caller()
-    devices = {f"hooked.{index}": "cpu:0" for index in range(LAYERS)} | {"last": "cpu:1"}
-    apply_plan(caller, Plan.from_device_map(devices))
-    with torch.no_grad():
-        found = caller(torch.zeros(1, 16, 64))
-    return {how: {name: (time - times["plain"]) * 1e6 for name, time in times.items()} for how, times in found.items()}
-
-
 def main() -> None:
     torch.set_num_threads(1)
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -214,9 +132,6 @@ def main() -> None:
             f"{name:18}{middle * 1e3:10.2f}{low * 1e3:9.2f} …{high * 1e3:7.2f}{ratio:8.3f}{hooked:7d}"
             + (f"{each:13.2f}" if hooked else "")
         )
-    print(f"{'one module, us':18}" + "".join(f"{name:>12}" for name in ("empty", "by hand", "autoshard")))
-    for how, more in one_hook().items():
-        print(f"{how:18}" + "".join(f"{more[name]:12.2f}" for name in ("empty", "by hand", "autoshard")))
 
 
 if __name__ == "__main__":
