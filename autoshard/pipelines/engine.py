@@ -82,7 +82,7 @@ class Engine:
 def _stage_of(
     module: StageModule, number: int, count: int, record: PipelineRecord, prepared: Prepared, training: bool
 ) -> Any:
-    from autoshard.pipelines.lean import stage_class  # torch's pipelining takes long to import
+    from autoshard.pipelines.torch_stage import Stage  # torch's pipelining takes long to import
 
     received = () if number == 0 else _blank(prepared.traffic[number - 1], training)
     sent = (
@@ -90,9 +90,7 @@ def _stage_of(
         if number == count - 1
         else _blank(prepared.traffic[number], training)
     )
-    return stage_class()(
-        module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group
-    )
+    return Stage(module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group)
 
 
 def _blank(specs: tuple[Spec, ...], training: bool) -> tuple[torch.Tensor, ...]:

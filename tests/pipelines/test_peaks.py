@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 import autoshard
 from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pricer import estimate_mesh
-from autoshard.pipelines.lean import HandingStage, stage_class
 from autoshard.plan import Plan, Stage
 from autoshard.strategies.data_parallel import data_parallel
 from autoshard.strategies.pipeline import pipeline
@@ -78,9 +78,9 @@ def test_peaks_of_two_ranks(schedule):
     )  # fmt: skip
     figures = estimate_mesh(plan, profile, cluster, processes=True)
     for device, peak in zip(figures.devices, run_ranks(peak_of_steps, 2, plan.to_json(), training), strict=True):
-        # what several stages send is counted as held a little longer, and torch 2.15 lets go of what was sent
-        most = 1.22 if training and stage_class() is HandingStage else 1.12
-        least = 0.93 if schedule == "interleaved" else 0.95
+        # What several stages send is counted as held a little longer, and torch lets go of what was sent; before 2.15
+        # it has buffers of all micro-batches.
+        least, most = (0.93, 1.22) if hasattr(PipelineStage, "release_fwd_send_outputs") else (0.7, 1.12)
         assert least * peak <= device.peak_bytes <= most * peak, device.name
 
 
