@@ -26,10 +26,11 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.microbatches import Divide
-from autoshard.verify.cuts import CoarsestType
-from autoshard.verify.divided import is_divided, same_draws
-from autoshard.verify.runs import Result, Work, coarsened, compare, run
-from autoshard.verify.stage import same_start
+from autoshard.verify.compare import compare
+from autoshard.verify.report import Difference
+from autoshard.verify.run import Result, Work, run
+from autoshard.verify.runner import run_both
+from autoshard.verify.stage import is_divided
 
 
 def refuse_unless_checkable(model: nn.Module, plan: Plan) -> None:
@@ -61,7 +62,7 @@ def check_at_first_call(model: nn.Module) -> nn.Module:
     Nothing is hooked where the plan only places modules: it computes what the model computes, op by op.
     """
     record = cut_record(model)
-    if record is None and _divide(model) is None:
+    if record is None and division_of(model) is None:
         return model
     hook = FirstBatch()
     hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -95,7 +96,7 @@ class FirstBatch:
 
     def check(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Compare this call in parts and in one piece. Raises `VerifyError` if they differ."""
-        divide = _divide(module)
+        divide = division_of(module)
         if not self.waits or (divide is not None and len(divide.parts(module, args, kwargs)) < 2):
             return
         try:
@@ -110,8 +111,8 @@ class FirstBatch:
         self.handle.remove()
 
 
-def _divide(model: nn.Module) -> Divide | None:
-    """The hook that divides the batch of calls, None where none does."""
+def division_of(model: nn.Module) -> Divide | None:
+    """The hook that makes a model run in parts of its batch, None if it has none."""
     return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, Divide)), None)
 
 
@@ -120,25 +121,16 @@ def _runtime(model: nn.Module) -> Any:
 
 
 def _compare(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    record, divide = cut_record(model), _divide(model)
-    work = Work(
-        args=args, kwargs=kwargs, training=False, optimizer="none", new_tokens=0,
-        cut=record is not None, divided=divide is not None,
-    )  # fmt: skip
+    record, divide = cut_record(model), division_of(model)
+    work = Work(args=args, kwargs=kwargs, cut=record is not None, divided=divide is not None)
     devices = record.ranks.devices if record is not None and isinstance(record.ranks, LocalRanks) else ()
-    notes: list[str] = []
-    with same_start([*(devices or _runtime(model).record.placed)]) as restart:
-        restart()
-        with same_draws(work.divided, notes), CoarsestType() as types:
-            expected = run(_in_one_piece(model), work)
-        restart()
-        with same_draws(work.divided, notes):
-            found = run(_copied(model), work)
-        restart()
-    work = coarsened(work, types, notes)
-    differing = _differing(expected, found, work)
-    if differing:
-        raise VerifyError(_message(model, divide, differing))
+    expected, found, work = run_both(
+        lambda: run(_in_one_piece(model), work), lambda: run(_copied(model), work), work, [],
+        [*(devices or _runtime(model).record.placed)],
+    )  # fmt: skip
+    errors = compare(expected, found, 0.0, work)
+    if errors.first is not None:
+        raise VerifyError(_message(model, divide, errors.first, expected))
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -153,25 +145,19 @@ def _in_one_piece(model: nn.Module) -> nn.Module:
     made = _copied(model)
     runtime = _runtime(made)
     runtime.record = replace(runtime.record, division=None)
-    divide = _divide(made)
+    divide = division_of(made)
     assert divide is not None
     divide.division = replace(divide.division, count=1, devices=divide.division.devices[:1])
     return made
 
 
-def _differing(expected: Sequence[Result], found: Sequence[Result], work: Work) -> str:
-    """What differs first, with figures; "" if nothing does."""
-    errors = compare(list(expected), list(found), 0.0, work)
-    if errors.first is None:
-        return ""
-    what = "the output" if errors.first.output == "output" else errors.first.output
-    message = f": {errors.first.message}" if errors.first.message else ""
-    largest = max((float(one.value.abs().max()) for one in expected if one.output == errors.first.output
-                   and one.value.numel() and one.value.dtype != torch.bool), default=1.0)  # fmt: skip
-    return f"{what} by up to {errors.first.max_error:.3g} where its largest value is {largest:.3g}{message}"
-
-
-def _message(model: nn.Module, divide: Divide | None, differing: str) -> str:
+def _message(model: nn.Module, divide: Divide | None, first: Difference, expected: Sequence[Result]) -> str:
+    what = "the output" if first.output == "output" else first.output
+    values = [one.value.double() for one in expected if one.output == first.output and one.value.numel()]
+    most = max((float(value.abs().max()) for value in values), default=1.0)
+    differing = f"{what} by up to {first.max_error:.3g} where its largest value is {most:.3g}"
+    if first.message:
+        differing += f": {first.message}"
     how = "with its parameters cut" if divide is None else "divided"
     assumed = f" ({ASSUMED})" if divide is not None and divide.division.batch.assumed else ""
     remedy = "without dividing the batch" if divide is not None else "without cuts"

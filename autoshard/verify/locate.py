@@ -1,62 +1,58 @@
 """Find the first module whose output differs: both models run again with every module's output noted."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.verify.compare import compare, stopped
 from autoshard.verify.report import Difference
-from autoshard.verify.runs import Result, Work, compare, results_of, run
+from autoshard.verify.run import Result, Work, results_of, run
+from autoshard.verify.runner import Build, run_both
 
 
 def locate(
-    original: Callable[[], nn.Module],
-    applied: Callable[[], nn.Module],
-    work: Work,
-    homes: tuple[torch.device | None, torch.device | None],
-    tolerance: float,
-    seen: Difference,
-) -> Difference:
+    original: Build, applied: Build, work: Work, homes: tuple[torch.device | None, torch.device | None],
+    devices: Sequence[torch.device], tolerance: float, seen: Difference,
+) -> Difference:  # fmt: skip
     """Return the first difference between module outputs, or where the applied model stops; `seen` if neither shows.
 
     `homes`: where the inputs of the two runs go. `seen`: the difference that was found without looking inside.
     """
     if seen.during in ("backward", "optimizer step"):
         return seen
-    model = original()
-    with _Recorder(model) as expected:
-        run(model, work, homes[0])
-    del model
-    model = applied()
-    with _Recorder(model) as found:
-        try:
-            run(model, work, homes[1])
-        except Exception as error:  # the one seen before
-            where = found.open[-1] if found.open else ""
-            reason = f"{type(error).__name__}: {error}"
-            stopped = Difference(during=seen.during, module=where, output="", max_error=math.inf, message=reason)
-            pairs = _comparable(expected.results[: len(found.results)], found.results, work.cut)
-            return compare(*pairs, tolerance, work).first or stopped
-    return compare(*_comparable(expected.results, found.results, work.cut), tolerance, work).first or seen
+    end: list[Difference] = []
 
+    def whole() -> list[Result]:
+        with _Recorder(original()) as recorder:
+            run(recorder.model, work, homes[0])
+        return recorder.results
 
-def _comparable(expected: list[Result], found: list[Result], cut: bool) -> tuple[list[Result], list[Result]]:
-    """Leave out what ranks have parts of: inside of a cut that is as it should be."""
-    pairs = enumerate(zip(expected, found, strict=False)) if cut else ()
-    parts = {index for index, (whole, part) in pairs if whole.value.shape != part.value.shape}
-    return _without(expected, parts), _without(found, parts)
+    def planned() -> list[Result]:
+        with _Recorder(applied()) as recorder:
+            try:
+                run(recorder.model, work, homes[1])
+            except Exception as error:  # the one seen before
+                where = recorder.open[-1] if recorder.open else ""
+                end.append(stopped(seen.during, f"{type(error).__name__}: {error}", where).first or seen)
+        return recorder.results
 
-
-def _without(results: list[Result], left_out: set[int]) -> list[Result]:
-    return [result for index, result in enumerate(results) if index not in left_out]
+    expected, found, _ = run_both(whole, planned, work, [], devices)
+    if end:
+        expected = expected[: len(found)]
+    if work.cut:  # inside of a cut, ranks have parts: that is as it should be
+        parts = {at for at, (one, other) in enumerate(zip(expected, found, strict=False))
+                 if one.value.shape != other.value.shape}  # fmt: skip
+        expected, found = ([row for at, row in enumerate(rows) if at not in parts] for rows in (expected, found))
+    return compare(expected, found, tolerance, work).first or (end[0] if end else seen)
 
 
 class _Recorder:
     """Notes the output of every module call, in the order in which the calls end; `open` are those not ended."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.results: list[Result] = []
         self.open: list[str] = []
         self._handles = []

@@ -16,10 +16,10 @@ from autoshard.plan import Plan
 from autoshard.runtime import apply_plan, is_applied
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.verify.cuts import CoarsestType
-from autoshard.verify.divided import is_divided, same_draws
-from autoshard.verify.runs import Work, coarsened, compare, run
-from autoshard.verify.stage import fresh_models, same_start
+from autoshard.verify.compare import compare
+from autoshard.verify.run import Work, run
+from autoshard.verify.runner import copies_of, run_both
+from autoshard.verify.stage import is_divided
 
 NEAR_TOLERANCES = 100
 """Up to so many times what passes may still be rounding, where large terms cancel."""
@@ -38,23 +38,15 @@ def numbers_against(model: nn.Module, plan: Plan, inputs: Any) -> str:
     if device is None or not (plan.cuts or is_divided(plan)) or (plan.batch is not None and plan.batch.assumed):
         return ""
     args, kwargs = calls_of(model, inputs, plan.workload)[0]
-    work = Work(
-        args=args, kwargs=kwargs, training=False, optimizer="none", new_tokens=0,
-        cut=bool(plan.cuts), divided=is_divided(plan),
-    )  # fmt: skip
-    notes: list[str] = []
+    work = Work(args=args, kwargs=kwargs, cut=bool(plan.cuts), divided=True)  # rows of parts draw the same numbers
+    fresh = copies_of(model)
     try:
-        with fresh_models(model, notes, False) as fresh, same_start([device]) as restart:
-            if notes:  # it can't be copied
-                return ""
-            with same_draws(True, notes), CoarsestType() as types:
-                expected = run(fresh(), work)
-            restart()
-            with same_draws(True, notes):
-                found = run(_applied(fresh(), plan, device), work)
-    except (AutoshardError, RuntimeError):  # it will be told where it is run in earnest
+        expected, found, work = run_both(
+            lambda: run(fresh(), work), lambda: run(_applied(fresh(), plan, device), work), work, [], [device]
+        )
+    except (AutoshardError, RuntimeError):  # it can't be copied, or what it is will be told where it is run in earnest
         return ""
-    errors = compare(expected, found, 0.0, coarsened(work, types, notes))
+    errors = compare(expected, found, 0.0, work)
     if errors.first is None or errors.beyond <= NEAR_TOLERANCES:
         return ""
     where = f" in {errors.first.module}" if errors.first.module else ""

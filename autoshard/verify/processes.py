@@ -8,7 +8,6 @@ Replicas get the rows that they have in training. Their gradients are held again
 model itself has on the rows of each: that is what DistributedDataParallel promises, also where labels are unequal.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from autoshard.batching import BatchAxis
-from autoshard.capture.inputs import Call
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.schedule import RankSchedule
@@ -27,14 +25,11 @@ from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import own_place
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.runtime.sharded import whole_of
 from autoshard.sharding import even_shares
-from autoshard.verify.cuts import CoarsestType, whole_tensors
-from autoshard.verify.divided import IN_PARTS
+from autoshard.verify.compare import Errors, compare, stopped
 from autoshard.verify.report import Difference, Verification
-from autoshard.verify.runs import Errors, Result, Work, coarsened, compare, optimizer_of, results_of, run, soften
-
-Key = tuple[str, str, str]
+from autoshard.verify.run import Result, Work, after_backward, optimizer_of, results_of, run
+from autoshard.verify.runner import IN_PARTS, Build, run_both
 
 
 def runs_as_mesh(plan: Plan | None) -> bool:
@@ -43,10 +38,9 @@ def runs_as_mesh(plan: Plan | None) -> bool:
     return mesh is not None and mesh.pipeline * mesh.data > 1 and count_processes() > 1
 
 
-def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes: list[str]) -> Verification:
-    """Compare on every rank and tell all of them the same; all call it. `fresh`: makes the model, nothing applied."""
+def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, notes: list[str]) -> Verification:
+    """Compare on every rank and tell all of them the same; all call it. `original`: makes the model."""
     notes.append(IN_PARTS)
-    work = replace(work, divided=True, cut=bool(plan.cuts))
     batch = plan.batch
     if work.new_tokens and plan.mesh is not None and plan.mesh.pipeline > 1:
         raise VerifyError("generate() does not run in stages over processes, so there is no decode: pass new_tokens=0.")
@@ -57,84 +51,86 @@ def verify_processes(fresh: Any, plan: Plan, work: Work, tolerance: float, notes
     if problem is not None:
         raise problem
     assert device is not None
-    own = _own_rows(fresh(), plan, batch, work, ranks.rank)
-    try:
-        with CoarsestType() as types:
-            expected = dict(_original(fresh(), plan, batch, own, work, ranks, device))
-    except AutoshardError:
-        raise
-    except Exception as error:  # anything the user's forward may raise
-        raise VerifyError(f"the original itself fails with these inputs: {type(error).__name__}: {error}.") from error
-    work = coarsened(work, types, notes)
-    model = apply_plan(fresh(), plan)
-    errors = Errors()
-    try:
-        found = list(_applied(model, batch, own, work))
-        wanted = [expected[_key(one)] for one in found]
-        errors = compare(wanted, found, tolerance, work)
-    except Exception as error:  # what stops a run is a finding
-        message = f"{type(error).__name__}: {error}"
-        errors.first = Difference(during="forward", module="", output="", max_error=math.inf, message=message)
-        errors.largest = errors.relative = math.inf
-    return _together(errors, work, notes, ranks)
+    work = _on_own_rows(original(), plan, batch, replace(work, divided=True, cut=bool(plan.cuts)), ranks.rank)
+    failed: list[Errors] = []
+
+    def whole() -> list[Result]:
+        try:
+            return list(_original(original(), plan, batch, work, ranks, device))
+        except AutoshardError:
+            raise
+        except Exception as error:  # anything the user's forward may raise
+            raise VerifyError(
+                f"the original itself fails with these inputs: {type(error).__name__}: {error}."
+            ) from error
+
+    def planned() -> list[Result]:
+        model = apply_plan(original(), plan)
+        try:
+            return list(_applied(model, batch, work))
+        except Exception as error:  # what stops a run is a finding
+            failed.append(stopped("forward", f"{type(error).__name__}: {error}"))
+            return []
+
+    expected, found, work = run_both(whole, planned, work, notes, [device])
+    known = {(one.during, one.module, one.output): one for one in expected}
+    missing = [one for one in found if (one.during, one.module, one.output) not in known]
+    if missing:
+        failed.append(stopped(missing[0].during, "the original has none", missing[0].module, missing[0].output))
+    wanted = [known[one.during, one.module, one.output] for one in found] if not missing else []
+    return _together(failed[0] if failed else compare(wanted, found, tolerance, work), work, notes, ranks)
 
 
-def _own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: int) -> Call:
-    """The arguments of this rank's replica."""
+def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: int) -> Work:
+    """The work with the arguments of this rank's replica."""
     mesh = plan.mesh
     assert mesh is not None
     if mesh.data == 1:
-        return work.args, work.kwargs
+        return work
     shares = mesh.shares or even_shares(batch.size, mesh.data)
     part = split(batch, model, work.args, work.kwargs, shares)[mesh.place(rank)[0]]
-    return part.args, part.kwargs
+    return replace(work, args=part.args, kwargs=part.kwargs)
 
 
 def _original(
-    model: nn.Module, plan: Plan, batch: BatchAxis, own: Call, work: Work, ranks: ProcessRanks, device: torch.device
-) -> Iterator[tuple[Key, Result]]:
+    model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, ranks: ProcessRanks, device: torch.device
+) -> Iterator[Result]:
     """What a rank should have: outputs of its rows; gradients and parameters of all rows."""
     mesh = plan.mesh
     assert mesh is not None
     if not work.training:
-        yield from _keyed(run(model, replace(work, args=own[0], kwargs=own[1])))
+        yield from run(model, work)
         return
     parameters = dict(model.named_parameters())
-    output = model(*own[0], **own[1])
-    loss = _loss(batch, output)
-    loss.backward()
-    yield from _keyed(results_of("forward", "", "output", output))
+    output = model(*work.args, **work.kwargs)
+    _loss(batch, output).backward()
+    yield from results_of("forward", "", "output", output)
     if mesh.data > 1:
-        weight = _weight(plan, _is_own(output), ranks.rank)
+        weight = _weight(plan, any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output)), ranks.rank)
         for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
             gradient = ranks.all_reduce(gradient.to(device)).to(parameter.device)
             parameter.grad = gradient / (mesh.pipeline * mesh.tensor) if parameter.requires_grad else None
-    yield from _keyed(_trained(model, parameters, work))
+    yield from _trained(model, parameters, work)
 
 
-def _applied(model: nn.Module, batch: BatchAxis, own: Call, work: Work) -> Iterator[Result]:
-    args, kwargs = own
+def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[Result]:
     record = pipeline_record(model)
-    if record is not None and not work.training:
-        output = RankSchedule(model).eval(*args, **kwargs)
-        if output is not None:  # on the rank of the last stage
-            yield from results_of("forward", "", "output", output)
-        return
     if not work.training:
-        yield from (
-            one for one in run(model, replace(work, args=args, kwargs=kwargs)) if not one.output.startswith("buffer")
-        )
-        return
-    if record is None:
-        output = model(*args, **kwargs)
+        if record is None:
+            yield from (one for one in run(model, work) if not one.output.startswith("buffer"))
+            return
+        output = RankSchedule(model).eval(*work.args, **work.kwargs)
+    elif record is None:
+        output = model(*work.args, **work.kwargs)
         _loss(batch, output).backward()
     else:
-        output = _step(model, batch, args, kwargs)
-    if output is not None:
+        output = _step(model, batch, work.args, work.kwargs)
+    if output is not None:  # on the rank of the last stage
         yield from results_of("forward", "", "output", output)
-    has = record.has if record is not None else lambda name: True
-    yield from _trained(model, {name: one for name, one in model.named_parameters() if has(name)}, work)
+    if work.training:
+        has = record.has if record is not None else lambda name: True
+        yield from _trained(model, {name: one for name, one in model.named_parameters() if has(name)}, work)
 
 
 def _step(model: nn.Module, batch: BatchAxis, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -146,25 +142,8 @@ def _step(model: nn.Module, batch: BatchAxis, args: tuple, kwargs: dict[str, Any
 
 def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) -> Iterator[Result]:
     """Gradients, and parameters after a step of the optimizer; all ranks of a stage are asked for the same."""
-    whole = whole_tensors(model)
-    gradients: list[Result] = []
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            gradient = whole(name, whole_of(parameter.grad))
-            gradients += results_of("backward", name.rpartition(".")[0], f"gradient of {name}", gradient)
-    yield from gradients
     optimizer = optimizer_of(work.optimizer, [one for one in parameters.values() if one.requires_grad])
-    if optimizer is None:
-        return
-    soften(optimizer, 1.0)  # alike on all ranks, whichever gradients they have
-    optimizer.step()
-    for name, parameter in parameters.items():
-        value = whole(name, whole_of(parameter.detach()))
-        yield from results_of("optimizer step", name.rpartition(".")[0], f"parameter {name}", value)
-
-
-def _is_own(output: Any) -> bool:
-    return any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
+    yield from after_backward(model, parameters, optimizer, softened=1.0)  # alike on all ranks
 
 
 def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
@@ -193,14 +172,6 @@ def _weight(plan: Plan, is_mean: bool, rank: int) -> float:
     return mesh.shares[mesh.place(rank)[0]] / sum(mesh.shares)
 
 
-def _key(one: Result) -> Key:
-    return one.during, one.module, one.output
-
-
-def _keyed(results: Any) -> Iterator[tuple[Key, Result]]:
-    return ((_key(one), one) for one in results)
-
-
 def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:
     """The same verdict on all ranks: the first difference of the first rank that has one."""
     rows: list[Any] = ranks.exchange((errors.largest, errors.relative, errors.first))
@@ -216,6 +187,5 @@ def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks)
         first_difference=first,
         compared=work.compared,
         simulated=False,
-        peaks=(),
         notes=tuple(notes),
     )

@@ -12,7 +12,8 @@ from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Stage
-from autoshard.verify.cuts import CoarsestType, rounding_of
+from autoshard.verify.compare import CoarsestType
+from autoshard.verify.run import rounding_of
 from tests.conformance.checks import loss_of, plan_tightly, profiled, seed
 from tests.models import WORKING_CASES
 

@@ -1,0 +1,121 @@
+"""Both runs, of the model itself and as planned, with the same random numbers: all ways to verify come here."""
+
+import contextlib
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy
+import torch
+from torch import nn
+
+from autoshard.errors import VerifyError, first_line
+from autoshard.runtime import is_applied, remove
+from autoshard.verify.compare import CoarsestType
+from autoshard.verify.draws import SteadyDraws
+from autoshard.verify.run import Result, Work, rounding_of
+
+Build = Callable[[], nn.Module]
+_PASSES = "1e-5 of the largest value of a tensor in float32 (1e-12 in float64, 1e-2 in float16, 5e-2 in bfloat16)"
+REORDERED = (
+    "sums over devices are made in another order than in one matrix, so results are equal to rounding: what passes is "
+    f"{_PASSES}"
+)
+IN_PARTS = (
+    "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "
+    f"{_PASSES}"
+)
+DRAWN = (
+    "random numbers were taken to be the same for all rows, and nothing was dropped: parts draw other ones than the "
+    "whole"
+)
+COARSE = (
+    "the original computes in {}, so {} of the largest value of a tensor passes in tensors of every type: a smaller "
+    "fault is not seen"
+)
+
+
+def run_both(
+    whole: Callable[[], list[Result]], planned: Callable[[], list[Result]], work: Work, notes: list[str],
+    devices: Sequence[torch.device],
+) -> tuple[list[Result], list[Result], Work]:  # fmt: skip
+    """Results of the model itself and of it as planned, and the work with the coarsest type that the model computes in.
+
+    `devices`: those whose random numbers begin anew for the second run.
+    """
+    with same_start(devices) as restart:
+        with _same_draws(work, notes), CoarsestType() if work.reordered else contextlib.nullcontext() as types:
+            expected = whole()
+        restart()
+        with _same_draws(work, notes):
+            found = planned()
+    if types is not None and types.dtype is not None:
+        notes.append(COARSE.format(str(types.dtype).removeprefix("torch."), rounding_of(torch.empty(0), types.dtype)))
+        work = replace(work, coarsest=types.dtype)
+    return expected, found, work
+
+
+@contextlib.contextmanager
+def same_start(devices: Sequence[torch.device]) -> Iterator[Callable[[], None]]:
+    """Give a function that puts all random number generators where they are now; they are there at the end.
+
+    Inside, torch's encoder layers take no fused path, which rounds otherwise and which layers with hooks leave.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    numpy_state, python_state, cpu_state = numpy.random.get_state(), random.getstate(), torch.get_rng_state()
+    accelerators = [
+        (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
+        for device in devices
+        if device.type != "cpu"
+    ]
+
+    def restart() -> None:
+        numpy.random.set_state(numpy_state)
+        random.setstate(python_state)
+        torch.set_rng_state(cpu_state)
+        for module, device, state in accelerators:
+            module.set_rng_state(state, device)
+
+    try:
+        yield restart
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        restart()
+
+
+@contextlib.contextmanager
+def _same_draws(work: Work, notes: list[str]) -> Iterator[None]:
+    """Inside, every row draws the same random numbers where the batch is divided, and a note says so if any are."""
+    if not work.divided:
+        yield
+        return
+    with SteadyDraws() as draws:
+        yield
+    if draws.count and DRAWN not in notes:
+        notes.append(DRAWN)
+
+
+def copies_of(model: nn.Module, *, removed: bool = False) -> Build:
+    """Return what copies a model as it is now, time and again; `removed`: without what is applied to it.
+
+    Raises `VerifyError` where it can't be copied.
+    """
+    left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def copied() -> nn.Module:
+        if left:  # modules with reference cycles (quantised ones have them) hold their memory until then
+            gc.collect()
+        try:
+            made = copy.deepcopy(model)
+        except Exception as error:  # whatever the model's attributes raise
+            raise VerifyError(
+                f"copies of the model are run, and this {type(model).__name__} can't be copied: {first_line(error)}."
+            ) from error
+        left.update(made.modules())
+        return remove(made) if removed and is_applied(made) else made
+
+    return copied
