@@ -105,7 +105,6 @@ def report(
     from autoshard.api import estimate
     from autoshard.files import check_writable, write_whole
     from autoshard.report.page import make_page
-    from autoshard.report.page.alternatives import alternative_rows
 
     check_writable(path)
     plan = as_plan(plan, profile)
@@ -116,7 +115,7 @@ def report(
         found = _study(plan, profile, cluster)
         write_whole(path, make_process_page(found, profile, cluster, title=title, notes=cluster.notes))
         return
-    rows = alternative_rows((*comparison.alternatives, *comparison.peers), plan) if comparison is not None else []
+    rows = (*comparison.alternatives, *comparison.peers) if comparison is not None else ()
     page = make_page(
         plan, estimate(plan, profile, cluster), profile, cluster,
         title=title, notes=cluster.notes, alternatives=rows,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
     from autoshard.search.sizes import Cell
+    from autoshard.strategies.compare import Alternative
 
 MOST_TRACED = 100_000
 """Events of a trace."""
@@ -111,7 +112,7 @@ def _drawn(
     from autoshard.report.page import make_page
 
     loaded, plan, profile, cluster = opened.loaded, opened.plan, opened.profile, opened.cluster
-    others = _alternatives(loaded, plan, profile, cluster) if compare else []
+    others = _alternatives(loaded, plan, profile, cluster) if compare else ()
     figures = estimate(plan, profile, cluster)
     cells = _cells(opened, text, figures) if what_if else ()
     with step("drawing"):
@@ -199,11 +200,10 @@ def _measured(text: str, plan: "Plan", loaded: "Target") -> "tuple[Event, ...]":
         return measure_pass(real.model, real.inputs, real.workload, plan)
 
 
-def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "Cluster") -> list[dict[str, Any]]:
-    """Plan with every strategy, for the same objective; an empty table if none gives a plan."""
+def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "Cluster") -> "tuple[Alternative, ...]":
+    """Plan with every strategy, for the same objective; none if none gives a plan."""
     from autoshard.comparing import compare_all
     from autoshard.planning import Request
-    from autoshard.report.page.alternatives import alternative_rows
 
     request = Request(
         model=loaded.model, inputs=loaded.inputs, profile=profile, cluster=cluster, objective=plan.objective
@@ -212,8 +212,8 @@ def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "
         with step("planning with every strategy"):
             found = compare_all(request)
     except PlanError:
-        return []
-    return alternative_rows((*found.alternatives, *found.peers), plan)
+        return ()
+    return (*found.alternatives, *found.peers)
 
 
 def _cells(opened: "Opened", text: str, figures: "Estimate") -> "tuple[Cell, ...]":

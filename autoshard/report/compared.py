@@ -86,7 +86,8 @@ def _why(found: Comparison) -> list[str]:
     best = measure.get(found.objective, "has the fastest pass")
     if found.objective == "throughput" and found.training:
         best = "has the fastest step"
-    sentences = [f"{chosen.name} {best}, and at most {found.gap:.1%} could be gained by any plan on these devices."]
+    above = f", {found.gap:.1%} above what no plan on these devices can be below" if found.gap < 1 else ""
+    sentences = [f"{chosen.name} {best}{above}."]
     if not found.bound:  # of recipes for processes: none is known
         sentences = [
             f"{chosen.name} is taken: it {best}, or is the simplest of those within {AS_GOOD - 1:.0%} of that."

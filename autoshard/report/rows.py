@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.estimate import DeviceEstimate, Transfer
 from autoshard.plan import Plan
 from autoshard.profile.profile import ModuleProfile, Profile
+from autoshard.report.words import fold
 
 WHOLE = "(whole model)"
 
@@ -49,7 +50,21 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
 
     layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
     """
-    return _folded(_joined(entry_rows(plan, profile)))
+    runs: list[list[PlacedRow]] = []
+    for row in entry_rows(plan, profile):
+        last = runs[-1][-1] if runs else row
+        same = (last.device, last.class_name) == (row.device, row.class_name)
+        if same and counts_up(last.path, row.path) >= 0:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return [
+        replace(
+            run[0], path=", ".join(fold([row.path for row in run])), count=len(run),
+            nbytes=sum(row.nbytes for row in run),
+        )
+        for run in runs
+    ]  # fmt: skip
 
 
 def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
@@ -83,47 +98,6 @@ def holders(plan: Plan, device: str) -> str:
         name for rank, name in enumerate(names[: mesh.size]) if mesh.place(rank)[1] == position and name != device
     ]
     return f"{device} and {others[0] if len(others) == 1 else f'{len(others)} more'}"
-
-
-def _joined(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
-    """Put the named children of one parent that share a device into one row.
-
-    a.0.up: cuda:0, a.0.gate: cuda:0, a.0.down: cuda:1   ->   a.0.{up, gate} cuda:0, a.0.down cuda:1
-    """
-    groups: dict[tuple[str, str, str], list[PlacedRow]] = {}
-    for row in rows:
-        parent, _, name = row.path.rpartition(".")
-        own = row.path if not parent or name.isdecimal() else ""  # these stay rows of their own
-        groups.setdefault((parent, row.device, own), []).append(row)
-    joined = []
-    for (parent, device, _), group in groups.items():
-        if len(group) == 1:
-            joined.append(group[0])
-            continue
-        path = f"{parent}.{{{', '.join(row.path.rpartition('.')[2] for row in group)}}}"
-        nbytes = sum(row.nbytes for row in group)
-        joined.append(PlacedRow(path=path, count=1, class_name=f"{len(group)} modules", device=device, nbytes=nbytes))
-    return joined
-
-
-def _folded(rows: Sequence[PlacedRow]) -> list[PlacedRow]:
-    folded: list[PlacedRow] = []
-    position, last = -1, ""  # of the number that counts up, and the last path in the current run
-    for row in rows:
-        head = folded[-1] if folded else None
-        step = counts_up(last, row.path)
-        alike = head is not None and (head.device, head.class_name) == (row.device, row.class_name)
-        if head is not None and alike and step >= 0 and (head.count == 1 or step == position):
-            first = head.path.split(".")[step].partition("-")[0]
-            parts = row.path.split(".")
-            parts[step] = f"{first}-{parts[step]}"
-            folded[-1] = replace(head, path=".".join(parts), count=head.count + 1, nbytes=head.nbytes + row.nbytes)
-            position = step
-        else:
-            folded.append(row)
-            position = -1
-        last = row.path
-    return folded
 
 
 def counts_up(before: str, after: str) -> int:

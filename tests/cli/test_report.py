@@ -154,13 +154,6 @@ def test_folding_loses_nothing(depth, data):
 FOLDED_PROFILE = autoshard.profile(Net(5), torch.arange(6).reshape(1, 6))
 
 
-def test_named_parts_of_a_split_block_are_joined(profile):
-    placements = {**PLACEMENTS, "blocks.3.down": "cuda:0"}
-    (row,) = [row for row in placed_rows(plan_of(placements), profile) if "3" in row.path]
-    assert row.path == "blocks.3.{up, down}" and row.class_name == "2 modules"
-    assert row.nbytes == (2 * 8 * 16 + 16 + 8) * 4
-
-
 def test_alike_devices_are_folded():
     unused = [device(f"cuda:{i}", compute=0) for i in range(1, 4)]
     few = [device("cuda:0", parameter=GIB), *unused]

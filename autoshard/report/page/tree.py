@@ -87,16 +87,3 @@ def _find(plan: Plan, profile: Profile) -> _Where:
                 break
             path = path.rpartition(".")[0]
     return where
-
-
-def flatten(root: Node) -> list[tuple[Node, int, int]]:
-    """Return (node, depth, how many there are in the whole model) in the order of the tree."""
-    found: list[tuple[Node, int, int]] = []
-
-    def walk(node: Node, depth: int, times: int) -> None:
-        found.append((node, depth, times))
-        for child in node.children:
-            walk(child, depth + 1, times * child.count)
-
-    walk(root, 0, 1)
-    return found
