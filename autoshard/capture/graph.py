@@ -63,6 +63,7 @@ class Op:
     """One ATen op as executed. Inputs and outputs are value indices in argument order; `mutates`: the inputs it writes.
 
     `forward` of a backward op is the forward op whose gradient it computes (any op of that node), -1 if unknown.
+    `code`: (file, line, function) of the model's code that ran it, ("", 0, "") in backward.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Op:
     device_source: int = UNKNOWN
     flops: int = 0
     node: torch.fx.Node | None = None
+    code: tuple[str, int, str] = ("", 0, "")
 
 
 def name_of(op: Op) -> str:
@@ -246,7 +248,8 @@ class ModelGraph:
         """Make an `fx.GraphModule` of the run, with the parameters and buffers of a model, by default of its own.
 
         It takes the tensors of the inputs and returns (output tensors, gradients by parameter name). Nodes have
-        `meta["val"]` (on meta), `meta["nn_module_stack"]` and `meta["seq_nr"]` (the index of the op).
+        `meta["val"]` (on meta), `meta["nn_module_stack"]`, `meta["stack_trace"]` (the line of the model's code) and
+        `meta["seq_nr"]` (the index of the op).
 
         Raises:
             CaptureError: the model is gone, the graph took branches on invented values, or it reads a constant that was

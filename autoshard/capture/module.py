@@ -1,5 +1,6 @@
 """A recorded run as an `fx.GraphModule`, for other tools; and run again with real weights."""
 
+import linecache
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.fx
 from torch import nn
 
 from autoshard import nested
-from autoshard.capture.graph import ModelGraph
+from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.inputs import as_call
 from autoshard.capture.material import Storages, copied
 from autoshard.errors import CaptureError
@@ -44,13 +45,28 @@ def _describe(graph: ModelGraph, nodes: dict[torch.fx.Node, torch.fx.Node]) -> N
     for call in graph.calls:
         around = stacks[call.parent] if call.parent >= 0 else {}
         stacks.append({**around, f"{call.path}@{call.index}": (call.path, classes.get(call.path, ""))})
+
+    def on_meta(value: int) -> torch.Tensor:
+        return torch.empty(graph.values[value].shape, dtype=graph.values[value].dtype, device="meta")
+
+    for node, copy in nodes.items():
+        if node.op == "placeholder":
+            copy.meta["val"] = on_meta(node.meta["value"])
     for op in graph.ops:
         if op.node in nodes:
-            values = [graph.values[value] for value in op.outputs]
-            found = [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in values]
+            found = [on_meta(value) for value in op.outputs]
             nodes[op.node].meta.update(
-                val=found[0] if len(found) == 1 else tuple(found), nn_module_stack=stacks[op.call], seq_nr=op.index
-            )
+                val=found[0] if len(found) == 1 else tuple(found), nn_module_stack=stacks[op.call], seq_nr=op.index,
+                stack_trace=_trace_of(op),
+            )  # fmt: skip
+
+
+def _trace_of(op: Op) -> str | None:
+    """The line that ran an op, as Python's tracebacks show it: what `print_readable` and torch's tools read."""
+    file, line, function = op.code
+    if not file:
+        return None
+    return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}\n'
 
 
 def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
 from autoshard.capture.ledger import Ledger
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
+from autoshard.capture.user_code import calling_code
 from autoshard.errors import CaptureError
 from autoshard.packed import is_packed, named_stored, stored_tensors
 from autoshard.progress import tell
@@ -304,6 +305,7 @@ class Recorder(DispatchMode):
                 backward=self.backward,
                 forward=forward,
                 node=node,
+                code=("", 0, "") if self.backward else calling_code(),
                 device_source=self.device_source if self.moving or not inputs else UNKNOWN,
                 flops=int(op.formula(*args, **kwargs, out_val=out)) if op.formula is not None else 0,
             )

@@ -12,6 +12,8 @@ _OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 _PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
 
+_SKIPPED = (_OWN, _TORCH, _PYTHON, "<")
+
 NOWHERE = "no line of yours: in backward or in torch itself"
 
 
@@ -37,10 +39,16 @@ def is_of_torch(file: str) -> bool:
 
 def calling_line() -> str:
     """file:line of the user's code that is running now."""
+    file, line, _ = calling_code()
+    return f"{file}:{line}" if file else "an unknown line"
+
+
+def calling_code() -> tuple[str, int, str]:
+    """(file, line, function) of the user's code that is running now; ("", 0, "") if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, _PYTHON, "<")):
-            return f"{file}:{frame.f_lineno}"
+        if not file.startswith(_SKIPPED):
+            return file, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return "an unknown line"
+    return "", 0, ""

@@ -144,6 +144,9 @@ def test_a_recorded_run_is_a_module_of_fx():
     assert bitwise(found, model(x)["out"]) and gradients == {}
     node = next(node for node in module.graph.nodes if node.target is aten.relu.default)
     assert node.meta["val"].shape == (3, 8) and [path for path, _ in node.meta["nn_module_stack"].values()] == [""]
+    assert "in forward\n    " in node.meta["stack_trace"] and "relu" in node.meta["stack_trace"]
+    assert "relu" in module.print_readable(print_output=False)
+    assert all("val" in node.meta for node in module.graph.nodes if node.op in ("placeholder", "get_attr"))
     other, _ = torch.fx.Interpreter(capture(Small(), x).module(model)).run(x)
     assert bitwise(other[0], found)
 
