@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -283,13 +283,17 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """What is drawn inside leaves the generators of Python, NumPy and torch (on the CPU) as they were."""
+def own_random_numbers(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """What is drawn inside leaves the generators of Python, NumPy and torch (on the CPU and on `devices`) as they were."""
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for device in devices:
+                if device.type != "cpu":
+                    stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
             yield
     finally:
         random.setstate(python_state)

@@ -38,7 +38,7 @@ def frozen_modules(model: nn.Module, given: Call, graph: ModelGraph, workload: W
     forward = replace(workload, mode="inference", new_tokens=0)
     before = _done(graph)
     try:
-        with _trained(model):
+        with in_mode(model, True):
             after = _done(capture(model, kwargs or args, workload=forward, composite=True))
     except CaptureError:
         return everything
@@ -74,12 +74,12 @@ def _numbers(op: Op) -> str:
 
 
 @contextmanager
-def _trained(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode inside."""
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into training or evaluation mode inside."""
     before = [(module, module.training) for module in model.modules()]
     try:
-        model.train()
+        model.train(training)
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module, own in before:
+            module.training = own

@@ -8,8 +8,8 @@
 where such comparisons turn. A run that the model itself refuses (an image of another size) is left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.capture.tape import Tape
 from autoshard.check.local_sizes import numbers_in
+from autoshard.check.modes import in_mode
 from autoshard.check.rank import Arguments
 from autoshard.errors import AutoshardError
 from autoshard.workload import Workload
@@ -137,26 +138,13 @@ def _plain(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
     asked = replace(workload, mode="inference")
 
     def record(local: nn.Module, level: Any = None) -> ModelGraph:
-        with _evaluated(local, workload.training):
+        with in_mode(local, False) if workload.training else nullcontext():
             return capture(local, kwargs or args, workload=asked, level=level, composite=True)
 
     graph = record(model)
     groups = _by_key(find_groups(graph).groups)
     same = partial(record, level=graph.level)
     return Seen(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
-
-
-@contextmanager
-def _evaluated(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Put a model into evaluation mode inside, if `wanted`: one that is trained is evaluated, too."""
-    before = [(module, module.training) for module in model.modules()] if wanted else []
-    try:
-        if wanted:
-            model.eval()
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def _calls(call: Arguments, length: int, rows: int, masked: bool = False) -> list[Arguments]:

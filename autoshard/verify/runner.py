@@ -3,15 +3,14 @@
 import contextlib
 import copy
 import gc
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy
 import torch
 from torch import nn
 
+from autoshard.capture.run import own_random_numbers
 from autoshard.errors import VerifyError, first_line
 from autoshard.runtime import is_applied, remove
 from autoshard.verify.compare import CoarsestType
@@ -44,14 +43,13 @@ def run_both(
 ) -> tuple[list[Result], list[Result], Work]:  # fmt: skip
     """Results of the model itself and of it as planned, and the work with the coarsest type that the model computes in.
 
-    `devices`: those whose random numbers begin anew for the second run.
+    `devices`: those whose random numbers begin anew for the second run, and are put back.
     """
-    with same_start(devices) as restart:
-        with _same_draws(work, notes), CoarsestType() if work.reordered else contextlib.nullcontext() as types:
-            expected = whole()
-        restart()
-        with _same_draws(work, notes):
-            found = planned()
+    noted = CoarsestType() if work.reordered else contextlib.nullcontext()
+    with _unfused(), own_random_numbers(devices), _same_draws(work, notes), noted as types:
+        expected = whole()
+    with _unfused(), own_random_numbers(devices), _same_draws(work, notes):
+        found = planned()
     if types is not None and types.dtype is not None:
         notes.append(COARSE.format(str(types.dtype).removeprefix("torch."), rounding_of(torch.empty(0), types.dtype)))
         work = replace(work, coarsest=types.dtype)
@@ -59,32 +57,14 @@ def run_both(
 
 
 @contextlib.contextmanager
-def same_start(devices: Sequence[torch.device]) -> Iterator[Callable[[], None]]:
-    """Give a function that puts all random number generators where they are now; they are there at the end.
-
-    Inside, torch's encoder layers take no fused path, which rounds otherwise and which layers with hooks leave.
-    """
+def _unfused() -> Iterator[None]:
+    """Inside, torch's encoder layers take no fused path, which rounds otherwise and which layers with hooks leave."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    numpy_state, python_state, cpu_state = numpy.random.get_state(), random.getstate(), torch.get_rng_state()
-    accelerators = [
-        (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
-        for device in devices
-        if device.type != "cpu"
-    ]
-
-    def restart() -> None:
-        numpy.random.set_state(numpy_state)
-        random.setstate(python_state)
-        torch.set_rng_state(cpu_state)
-        for module, device, state in accelerators:
-            module.set_rng_state(state, device)
-
     try:
-        yield restart
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        restart()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Put the page together: figures as the template shows them, and the data that its script draws from."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from autoshard.report.page.assumptions import assumptions
 from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import timeline_data
 from autoshard.report.page.sizes import cell_data, grids, speed, unit
-from autoshard.report.page.summary import headline, key_figures, sentences
+from autoshard.report.page.summary import key_figures, sentences, verdict
 from autoshard.report.page.tree import module_tree
 from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import describe_workload
@@ -43,44 +43,52 @@ def make_page(
     `alternatives`: the best plan of every strategy, this one among them. `cells`: of other sizes and devices, the
     plan's own first.
     """
-    colours = device_colours([device.name for device in cluster.devices])
-    data = {
-        "timeline": timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
-        "kinds": KINDS,
-        "cells": cell_data(cells),
-    }
-    return template("page.html.j2").render(
-        title=title or profile.modules[0].class_name,
-        headline=headline(plan, estimate),
-        workload=describe_workload(profile.workload, profile.dtype),
+    return render(
+        "page.html.j2", plan, estimate, profile, cluster, title=title, notes=notes, cells=cells,
+        scripts=("page.js", "tree.js", "sizes.js"),
+        timeline=timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
+        subtitle=f"{plan.strategy}, for {plan.objective}",
         figures=key_figures(plan, estimate, profile),
         sentences=sentences(plan, estimate, profile),
         lanes=_lanes(estimate, cluster),
         legend=[part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)],
         part_colours=PARTS,
-        kind_colours=KINDS,
-        device_colours=colours,
+        device_colours=device_colours([device.name for device in cluster.devices]),
         tree=module_tree(plan, profile),
         tied=tied_modules(profile),
         pinned=set(plan.pins),
-        plan=plan,
-        estimate=estimate,
-        profile=profile,
         transfers=_transfers(estimate),
         alternatives=sorted(alternatives, key=lambda one: one.value),
         chosen=next((one.name for one in alternatives if _decisions(one.plan) == _decisions(plan)), ""),
+    )  # fmt: skip
+
+
+def render(
+    name: str, plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, *, title: str, notes: Iterable[str],
+    timeline: Mapping[str, Any], cells: Sequence[Cell], scripts: Sequence[str], **more: Any,
+) -> str:  # fmt: skip
+    """Fill a template with what every page shows, and with `more`."""
+    data = {"timeline": timeline, "kinds": KINDS, "cells": cell_data(cells)}
+    return _template(name).render(
+        title=title or profile.modules[0].class_name,
+        workload=describe_workload(plan.workload, profile.dtype),
+        plan=plan,
+        estimate=estimate,
+        profile=profile,
+        verdict=verdict(estimate),
         assumptions=assumptions(plan, estimate, profile, cluster, notes),
         grids=grids(cells) if len(cells) > 1 else [],
         unit=unit(plan.workload),
         speed=speed,
         plan_json=plan.to_json(),
-        data=embedded(data),
-        style=page_file("page.css"),
-        script="\n".join(map(page_file, ("page.js", "tree.js", "sizes.js"))),
+        data=_embedded(data),
+        style=_page_file("page.css"),
+        script="\n".join(map(_page_file, scripts)),
+        **more,
     )
 
 
-def template(name: str) -> "Template":
+def _template(name: str) -> "Template":
     """The template of a page, with the filters that write figures."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -92,13 +100,13 @@ def template(name: str) -> "Template":
     return environment.get_template(name)
 
 
-def embedded(data: Any) -> str:
+def _embedded(data: Any) -> str:
     """JSON that can stand inside a script element: no "</" in it."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def page_file(name: str) -> str:
+def _page_file(name: str) -> str:
     """The text of a file of the page."""
     return resources.files("autoshard.report.page").joinpath(name).read_text(encoding="utf-8")
 

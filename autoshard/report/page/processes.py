@@ -8,15 +8,13 @@ from autoshard.estimate import Estimate, Event, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import fullest_row, time_rows
-from autoshard.report.page.assumptions import assumptions
-from autoshard.report.page.colours import HELD, KINDS, SPENT
+from autoshard.report.page.colours import HELD, SPENT
 from autoshard.report.page.curves import curve_rows, curve_svg, kinds_of, percent
 from autoshard.report.page.lanes import timeline_data
-from autoshard.report.page.page import embedded, page_file, template
-from autoshard.report.page.sizes import cell_data, grids, speed, unit
+from autoshard.report.page.page import render
 from autoshard.report.processes import ranks_label
 from autoshard.report.rows import device_runs
-from autoshard.report.terminal import as_sentence, describe_workload
+from autoshard.report.terminal import as_sentence
 from autoshard.search.best import AS_GOOD
 from autoshard.search.study import Study
 from autoshard.sizes import format_bytes, format_seconds
@@ -34,12 +32,14 @@ def make_process_page(
     lanes = timeline_data(events, [rank.first for rank in estimate.ranks], estimate.latency_seconds)
     labels = {rank.first: ranks_label(rank, plan) for rank in estimate.ranks}
     lanes["lanes"] = [_lane(name, labels) for name in lanes["lanes"]]
-    return template("processes.html.j2").render(
-        title=title or profile.modules[0].class_name,
-        workload=describe_workload(plan.workload, profile.dtype),
-        plan=plan,
-        estimate=estimate,
-        verdict=_verdict(estimate),
+    shown = study.rows[:MOST_RANKED]
+    if not any(row.chosen for row in shown):
+        shown = [*shown[:-1], *(row for row in study.rows if row.chosen)]
+    return render(
+        "processes.html.j2", plan, estimate, profile, cluster, title=title, notes=notes, cells=study.cells,
+        scripts=("page.js", "sizes.js"),
+        timeline=lanes,
+        subtitle=study.reasons[0],
         figures=[*time_rows(plan, estimate, profile), fullest_row(estimate)],
         study=study,
         curves=[_curve(rank, plan, estimate) for rank in shown_ranks(estimate.ranks)],
@@ -49,41 +49,20 @@ def make_process_page(
         spent=SPENT,
         lanes=[_spent(rank, plan, estimate) for rank in _evenly(estimate.ranks, MOST_LANES)],
         drawn=said,
-        most=max((row.seconds for row in study.rows[:MOST_RANKED]), default=1.0),
-        ranked=study.rows[:MOST_RANKED] if any(row.chosen for row in study.rows[:MOST_RANKED])
-        else [*study.rows[: MOST_RANKED - 1], *(row for row in study.rows if row.chosen)],
+        most=max((row.seconds for row in shown), default=1.0),
+        ranked=shown,
         reasons=[as_sentence(reason) for reason in study.reasons[:-1]],
         start=study.reasons[-1].partition(": ")[2],
         changes=[as_sentence(change) for change in study.changes],
-        grids=grids(study.cells),
-        unit=unit(plan.workload),
-        speed=speed,
         devices=device_runs(estimate.devices),
         level=level,
         as_good=f"{AS_GOOD - 1:.0%}",
-        assumptions=assumptions(plan, estimate, profile, cluster, notes),
-        plan_json=plan.to_json(),
-        data=embedded({"timeline": lanes, "kinds": KINDS, "cells": cell_data(study.cells)}),
-        style=page_file("page.css"),
-        script="\n".join(map(page_file, ("page.js", "sizes.js"))),
     )  # fmt: skip
 
 
 def _lane(name: str, labels: Mapping[str, str]) -> str:
     link, _, device = name.rpartition(" ")
     return f"{link}{' ' if link else ''}{labels[device].partition(' · ')[0]}"
-
-
-def _verdict(estimate: Estimate) -> tuple[str, str]:
-    used = [device for device in estimate.devices if device.peak_bytes]
-    worst = max(used, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
-    on = f"{len(used)} of {len(estimate.devices)} devices" if len(estimate.devices) > 1 else worst.name
-    kind = level(worst.peak_bytes, worst.memory_bytes)
-    if kind == "bad":
-        return kind, f"Does not fit on {on}: {worst.name} lacks {format_bytes(-worst.free_bytes)}"
-    if kind == "amber":
-        return kind, f"Fits on {on}, but {worst.name} is {worst.peak_bytes / worst.memory_bytes:.1%} full"
-    return "good", f"Fits on {on}"
 
 
 def shown_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:

@@ -1,6 +1,6 @@
 """A plan in words: what a person who reads nothing else should know."""
 
-from autoshard.estimate import Estimate
+from autoshard.estimate import Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import fullest_row, time_rows, what_is_timed
@@ -9,14 +9,17 @@ from autoshard.report.rows import device_parts
 from autoshard.sizes import format_bytes
 
 
-def headline(plan: Plan, estimate: Estimate) -> str:
-    """Whether it fits, on how many devices."""
-    used = sum(1 for device in estimate.devices if device.peak_bytes > 0)
-    devices = f"{used} of {len(estimate.devices)} devices" if len(estimate.devices) > 1 else estimate.devices[0].name
-    if not estimate.fits:
-        short = sum(max(0, -device.free_bytes) for device in estimate.devices)
-        return f"Does not fit on {devices}: {format_bytes(short)} too little"
-    return f"Fits on {devices}"
+def verdict(estimate: Estimate) -> tuple[str, str]:
+    """("good", "amber" or "bad", whether it fits and on how many devices)."""
+    used = [device for device in estimate.devices if device.peak_bytes]
+    worst = max(used, key=lambda device: device.peak_bytes / max(device.memory_bytes, 1))
+    on = f"{len(used)} of {len(estimate.devices)} devices" if len(estimate.devices) > 1 else worst.name
+    kind = level(worst.peak_bytes, worst.memory_bytes)
+    if kind == "bad":
+        return kind, f"Does not fit on {on}: {worst.name} lacks {format_bytes(-worst.free_bytes)}"
+    if kind == "amber":
+        return kind, f"Fits on {on}, but {worst.name} is {worst.peak_bytes / worst.memory_bytes:.1%} full"
+    return "good", f"Fits on {on}"
 
 
 def key_figures(plan: Plan, estimate: Estimate, profile: Profile) -> list[tuple[str, str, str]]:
