@@ -12,6 +12,7 @@ from autoshard.cluster.hardware import hardware_table
 from autoshard.cluster.links import cards_of, link_groups
 from autoshard.cluster.network import speed_text
 from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
+from autoshard.report.words import runs
 from autoshard.sizes import format_bytes, format_seconds
 
 FEW = 8
@@ -52,17 +53,13 @@ def print_devices(console: Console, cluster: Cluster) -> None:
 
 def _folded(devices: Sequence[Device]) -> list[list[Device]]:
     """Devices that follow each other and are alike, where there are many: those of a host, or of many hosts."""
-    hosts = len({device.host for device in devices})
-    folded: list[list[Device]] = []
-    for device in devices:
-        last = folded[-1][-1] if folded else None
-        if last is not None and len(devices) > FEW:
-            host = last.host if hosts > FEW else device.host
-            if replace(last, name=device.name, host=host) == replace(device, host=host) and host == last.host:
-                folded[-1].append(device)
-                continue
-        folded.append([device])
-    return folded
+    many_hosts = len({device.host for device in devices}) > FEW
+
+    def follows(last: Device, device: Device) -> bool:
+        host = last.host if many_hosts else device.host
+        return host == last.host and replace(last, name=device.name, host=host) == replace(device, host=host)
+
+    return runs(devices, follows) if len(devices) > FEW else [[device] for device in devices]
 
 
 def print_hardware(console: Console) -> None:

@@ -57,9 +57,13 @@ def answer_rows(estimate: Estimate, new_tokens: int) -> list[Row]:
     if estimate.token_seconds:
         found.append(("each further token", format_seconds(estimate.token_seconds), "of every sequence"))
     what = f"{new_tokens} new tokens" if new_tokens > 1 else "1 new token"
-    pace = estimate.tokens_per_second
-    speed = f"{pace:,.0f}" if pace >= 10 else f"{pace:.2g}"
-    return [*found, (what, format_seconds(estimate.latency_seconds), f"{speed} tokens/s of the whole machine")]
+    pace = f"{speed(estimate.tokens_per_second)} tokens/s of the whole machine"
+    return [*found, (what, format_seconds(estimate.latency_seconds), pace)]
+
+
+def speed(per_second: float) -> str:
+    """Tokens or samples per second as people read them."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 
 def what_is_timed(profile: Profile) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from autoshard.estimate import DeviceEstimate, Transfer
 from autoshard.plan import Plan
 from autoshard.profile.profile import ModuleProfile, Profile
-from autoshard.report.words import fold
+from autoshard.report.words import fold, runs
 
 WHOLE = "(whole model)"
 
@@ -50,20 +50,17 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
 
     layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
     """
-    runs: list[list[PlacedRow]] = []
-    for row in entry_rows(plan, profile):
-        last = runs[-1][-1] if runs else row
+
+    def follows(last: PlacedRow, row: PlacedRow) -> bool:
         same = (last.device, last.class_name) == (row.device, row.class_name)
-        if same and counts_up(last.path, row.path) >= 0:
-            runs[-1].append(row)
-        else:
-            runs.append([row])
+        return same and counts_up(last.path, row.path) >= 0
+
     return [
         replace(
             run[0], path=", ".join(fold([row.path for row in run])), count=len(run),
             nbytes=sum(row.nbytes for row in run),
         )
-        for run in runs
+        for run in runs(entry_rows(plan, profile), follows)
     ]  # fmt: skip
 
 
@@ -155,18 +152,13 @@ def equal_runs(
     siblings: Sequence[ModuleProfile], signatures: Mapping[str, int]
 ) -> Iterator[tuple[ModuleProfile, str, int]]:
     """Yield (first module, label, how many) of equal neighbours under consecutive numbers."""
-    start = 0
-    while start < len(siblings):
-        end = start + 1
-        while (
-            end < len(siblings)
-            and signatures[siblings[end].path] == signatures[siblings[start].path]
-            and counts_up(siblings[end - 1].path, siblings[end].path) >= 0
-        ):
-            end += 1
-        label, last = (module.path.rpartition(".")[2] for module in (siblings[start], siblings[end - 1]))
-        yield siblings[start], label if end - start == 1 else f"{label}-{last}", end - start
-        start = end
+
+    def follows(last: ModuleProfile, module: ModuleProfile) -> bool:
+        return signatures[module.path] == signatures[last.path] and counts_up(last.path, module.path) >= 0
+
+    for run in runs(siblings, follows):
+        label, last = (module.path.rpartition(".")[2] for module in (run[0], run[-1]))
+        yield run[0], label if len(run) == 1 else f"{label}-{last}", len(run)
 
 
 def tied_modules(profile: Profile) -> set[str]:
@@ -235,17 +227,15 @@ def device_runs(devices: Sequence[DeviceEstimate]) -> list[tuple[DeviceEstimate,
 
     Used devices are folded only where there are many, unused ones always.
     """
-    runs: list[list[DeviceEstimate]] = []
-    for device in devices:
+
+    def follows(last: DeviceEstimate, device: DeviceEstimate) -> bool:
         kind, _, index = device.name.partition(":")
-        run = runs[-1] if runs else []
-        follows = bool(run) and index.isdecimal() and run[-1].name == f"{kind}:{int(index) - 1}"
         foldable = not device.peak_bytes or len(devices) > MANY_DEVICES
-        if follows and foldable and replace(run[-1], name=device.name) == device:
-            run.append(device)
-        else:
-            runs.append([device])
-    return [(r[0], r[0].name if len(r) == 1 else f"{r[0].name}-{r[-1].name.partition(':')[2]}") for r in runs]
+        next_one = index.isdecimal() and last.name == f"{kind}:{int(index) - 1}"
+        return foldable and next_one and replace(last, name=device.name) == device
+
+    found = runs(devices, follows)
+    return [(r[0], r[0].name if len(r) == 1 else f"{r[0].name}-{r[-1].name.partition(':')[2]}") for r in found]
 
 
 MANY_DEVICES = 16

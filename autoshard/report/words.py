@@ -2,7 +2,8 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -10,6 +11,7 @@ from rich.text import Text
 from autoshard.module_paths import join
 from autoshard.report.layout import INDENT
 
+T = TypeVar("T")
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -69,14 +71,20 @@ def fold(paths: Sequence[str]) -> list[str]:
 
 def _runs(numbers: list[int]) -> str:
     """0, 1, 2, 5 -> "{0-2,5}"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    found = runs(numbers, lambda last, number: number == last + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
     return texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
+
+
+def runs(items: Iterable[T], follows: Callable[[T, T], bool]) -> list[list[T]]:
+    """Neighbours put together as long as each `follows` the one before."""
+    found: list[list[T]] = []
+    for item in items:
+        if found and follows(found[-1][-1], item):
+            found[-1].append(item)
+        else:
+            found.append([item])
+    return found
 
 
 def outer(axis: str) -> int:

@@ -9,11 +9,12 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.estimate import DeviceEstimate, Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.figures import speed
 from autoshard.report.layout import format_number
 from autoshard.report.page.assumptions import assumptions
 from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import timeline_data
-from autoshard.report.page.sizes import cell_data, grids, speed, unit
+from autoshard.report.page.sizes import cell_data, grids, unit
 from autoshard.report.page.summary import key_figures, sentences, verdict
 from autoshard.report.page.tree import module_tree
 from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows

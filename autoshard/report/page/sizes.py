@@ -38,8 +38,3 @@ def cell_data(cells: Sequence[Cell]) -> list[list[Any]]:
 def unit(workload: Workload) -> str:
     """What is counted per second."""
     return "tokens/s" if workload.sequence_length else "samples/s"
-
-
-def speed(per_second: float) -> str:
-    """Tokens or samples per second as people read them."""
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
