@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table, table_width
+from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table
 from autoshard.search.best import AS_GOOD
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
@@ -18,7 +18,7 @@ def print_comparison(console: Console, found: Comparison, *, title: str) -> None
     console.print(Text(title, style="bold"))
     doing = "training" if found.training else "inference"
     print_section(console, "Strategies", f"for {found.objective}, {doing}; the best plan of each")
-    _print_rows(console, _ordered(found.alternatives), found)
+    _print_rows(console, sorted(found.alternatives, key=lambda one: one.value), found)
     if not all(one.usable for one in found.alternatives):
         console.print(Text(f"{INDENT}torchrun: takes one process per device", style="bright_black"), soft_wrap=True)
     if found.peers:
@@ -30,33 +30,9 @@ def print_comparison(console: Console, found: Comparison, *, title: str) -> None
 
 
 def _print_rows(console: Console, rows: Sequence[Alternative], found: Comparison) -> None:
-    """Print a table; in a narrow terminal figures are left out, so that names stay whole."""
-    columns, cells = _columns(), [_row(one, found) for one in rows]
-    less = "One pass" if found.objective == "throughput" and not found.training else "Busiest"
-    left: list[str] = []
-    for title in ("Moved", less, "Devices"):
-        if table_width(columns, cells) <= console.width:
-            break
-        place = next(place for place, column in enumerate(columns) if column.title == title)
-        columns, cells = _without(columns, place), [_without(row, place) for row in cells]
-        left.append(title)
-    print_table(console, columns, cells)
-    if left:
-        wider = f"{INDENT}a wider terminal also shows {', '.join(left)}"
-        console.print(Text(wider, style="bright_black"), soft_wrap=True)
-
-
-def _without(items: list[Any], place: int) -> list[Any]:
-    return [*items[:place], *items[place + 1 :]]
-
-
-def _columns() -> list[Column]:
     titles = ("Devices", "Fullest", "One pass", "Busiest", "Moved")
-    return [Column(title="Strategy", flexible=True), *(Column(title=title, right=True) for title in titles)]
-
-
-def _ordered(rows: Sequence[Alternative]) -> list[Alternative]:
-    return sorted(rows, key=lambda one: one.value)
+    columns = [Column(title="Strategy", flexible=True), *(Column(title=title, right=True) for title in titles)]
+    print_table(console, columns, [_row(one, found) for one in rows])
 
 
 def _row(one: Alternative, found: Comparison) -> list[str | Text]:

@@ -43,37 +43,17 @@ from autoshard.report.streamed import print_groups, print_streamed
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.workload import Workload
 
-STYLES = {
-    "weights": "blue",
-    "gradients": "red",
-    "optimizer": "magenta",
-    "activations": "yellow",
-    "cache": "green",
-    "streamed": "cyan",
-    "overhead": "bright_black",
-    "free": "bright_black",
+MARKS = {
+    "weights": ("blue", "█", "#"),
+    "gradients": ("red", "▚", "g"),
+    "optimizer": ("magenta", "▓", "o"),
+    "activations": ("yellow", "▒", "a"),
+    "cache": ("green", "▪", "c"),
+    "streamed": ("cyan", "░", "s"),
+    "overhead": ("bright_black", "x", "x"),
+    "free": ("bright_black", "·", "."),
 }
-# Parts must be told apart without colour too.
-CELLS = {
-    "weights": "█",
-    "gradients": "▚",
-    "optimizer": "▓",
-    "activations": "▒",
-    "cache": "▪",
-    "streamed": "░",
-    "overhead": "x",
-    "free": "·",
-}
-ASCII_CELLS = {
-    "weights": "#",
-    "gradients": "g",
-    "optimizer": "o",
-    "activations": "a",
-    "cache": "c",
-    "streamed": "s",
-    "overhead": "x",
-    "free": ".",
-}
+"""(colour, mark, mark in ASCII) of what fills a device: parts must be told apart without colour too."""
 FULLNESS = {"": "", "amber": "bold yellow", "bad": "bold red"}
 BAR_WIDTH = 22
 LEAST_BAR = 12
@@ -229,25 +209,26 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
     for row, (device, _) in zip(rows, shown, strict=True):
         row[place] = _bar(console, device, max(LEAST_BAR, min(BAR_WIDTH, spare)))
     print_table(console, columns, rows)
-    cells, items = _cells(console), []
+    items = []
     for part in PARTS:
         total = sum(device_parts(device)[part] for device in estimate.devices)
         if total:
-            items.append(
-                Text(cells[part], style=STYLES[part]).append(f" {part} {format_bytes(total)}", style="default")
-            )
-    items.append(Text(cells["free"], style=STYLES["free"]).append(" free", style="default"))
+            items.append(_cells(console, part).append(f" {part} {format_bytes(total)}", style="default"))
+    items.append(_cells(console, "free").append(" free", style="default"))
     print_items(console, items)
 
 
 def _bar(console: Console, device: DeviceEstimate, width_of_all: int) -> Text:
-    cells = _cells(console)
     bar = Text()
     widths = cut_bar(list(device_parts(device).values()), device.memory_bytes, width_of_all)
-    for part, width in zip(PARTS, widths, strict=True):
-        bar.append(cells[part] * width, style=STYLES[part])
-    bar.append(cells["free"] * (width_of_all - sum(widths)), style=STYLES["free"])
+    for part, width in zip((*PARTS, "free"), (*widths, width_of_all - sum(widths)), strict=True):
+        bar.append_text(_cells(console, part, width))
     return bar
+
+
+def _cells(console: Console, part: str, count: int = 1) -> Text:
+    style, mark, ascii_mark = MARKS[part]
+    return Text((mark if is_unicode(console) else ascii_mark) * count, style=style)
 
 
 def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
@@ -335,10 +316,6 @@ def as_sentence(text: str) -> str:
     """End with a full stop. The beginning may be the name of a module or a device and stays."""
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _cells(console: Console) -> "dict[str, str]":
-    return CELLS if is_unicode(console) else ASCII_CELLS
 
 
 def _bytes(nbytes: int) -> str:

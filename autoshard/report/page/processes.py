@@ -32,7 +32,7 @@ def make_process_page(
     lanes = timeline_data(events, [rank.first for rank in estimate.ranks], estimate.latency_seconds)
     labels = {rank.first: ranks_label(rank, plan) for rank in estimate.ranks}
     lanes["lanes"] = [_lane(name, labels) for name in lanes["lanes"]]
-    shown = study.rows[:MOST_RANKED]
+    shown = [*study.rows[:MOST_RANKED]]
     if not any(row.chosen for row in shown):
         shown = [*shown[:-1], *(row for row in study.rows if row.chosen)]
     return render(
