@@ -284,7 +284,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def own_random_numbers(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """What is drawn inside leaves the generators of Python, NumPy and torch (on the CPU and on `devices`) as they were."""
+    """What is drawn inside leaves the generators of Python, NumPy and torch (CPU and `devices`) as they were."""
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
