@@ -101,12 +101,16 @@ def _print_hosts(console: Console, cluster: Cluster) -> None:
 
 
 def _print_links(console: Console, cluster: Cluster) -> None:
-    """Links folded by rate: one line for the many pairs that are alike."""
     print_section(console, "Links")
+    columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
+    print_table(console, columns, link_rows(cluster), INDENT)
+
+
+def link_rows(cluster: Cluster) -> list[list[str]]:
+    """[rate, latency, pairs] of links that are alike."""
     rows = []
     for (rate, latency), (count, pairs) in sorted(link_groups(cluster).items(), reverse=True):
         shown = ", ".join(f"{source} -> {destination}" for source, destination in pairs)
         more = f" and {count - 2} more" if count > 2 else ""
         rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), shown + more])
-    columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
-    print_table(console, columns, rows, INDENT)
+    return rows

@@ -17,7 +17,7 @@ from autoshard.profile.profile import Profile
 from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import fold, lane_of, lanes_of
 from autoshard.report.page.tree import Node, module_tree
-from autoshard.report.rows import device_parts, device_runs, transfer_rows
+from autoshard.report.rows import device_parts, device_runs
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.timeline import events
 
@@ -30,15 +30,12 @@ _MOST_LEVELS = 4
 
 
 def pictures(plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, *, title: str = "") -> dict[str, str]:
-    """Return {name: SVG}; "transfers" only where something is moved."""
-    found = {
+    """Return {name: SVG}."""
+    return {
         "memory": _memory(estimate, title),
         "timeline": _timeline(plan, estimate, profile, cluster, title),
         "placement": _placement(plan, profile, cluster, title),
     }
-    if estimate.transfers:
-        found["transfers"] = _transfers(estimate, title)
-    return found
 
 
 def to_png(svg: str, *, zoom: float = 2.0) -> bytes:
@@ -132,32 +129,6 @@ def _placement(plan: Plan, profile: Profile, cluster: Cluster, title: str) -> st
     used = [name for name in cluster.names if name in root.devices]
     legend = {name: colours[name] for name in used}
     return _picture(f"Where the model is: {title}", _TOP + (deepest + 1) * 44, body, legend)
-
-
-def _transfers(estimate: Estimate, title: str) -> str:
-    rows = transfer_rows(estimate.transfers)
-    names = [name for name in (device.name for device in estimate.devices)
-             if any(name in (row.source, row.destination) for row in rows)]  # fmt: skip
-    nbytes: dict[tuple[str, str], int] = {}
-    for row in rows:
-        key = row.source, row.destination
-        nbytes[key] = nbytes.get(key, 0) + row.nbytes
-    most = max(nbytes.values(), default=1) or 1
-    cell = min(110, (WIDTH - _LEFT - 40) / max(len(names), 1))
-    body = [_text(_LEFT + cell * (i + 0.5), _TOP + 12, f"→ {name}", anchor="middle") for i, name in enumerate(names)]
-    for i, source in enumerate(names):
-        y = _TOP + 20 + i * _ROW
-        body.append(_text(_LEFT - 8, y + 16, source, anchor="end"))
-        for j, destination in enumerate(names):
-            here = nbytes.get((source, destination), 0)
-            body.append(_rect(_LEFT + j * cell, y, cell - 2, _ROW - 2, _TRACK))
-            if here:
-                about = f"{source} to {destination}: {format_bytes(here)}"
-                bar = _rect(_LEFT + j * cell, y, (cell - 2) * here / most, _ROW - 2, KINDS["transfer"], about)
-                body.append(bar)
-                if cell > 60:
-                    body.append(_text(_LEFT + (j + 0.5) * cell, y + 16, format_bytes(here), anchor="middle"))
-    return _picture(f"Moved in a pass: {title}", _TOP + 20 + len(names) * _ROW, body, {})
 
 
 def _picture(title: str, height: float, body: Sequence[str], legend: Mapping[str, str]) -> str:

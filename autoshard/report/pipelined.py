@@ -92,32 +92,21 @@ def _legend(events: Sequence[Event]) -> list[Text]:
 
 def _print_stages(console: Console, pipelining: Pipelining) -> None:
     stages = pipelining.stages
-    training = any(stage.backward_seconds for stage in stages)
     print_section(console, "Stages", "seconds and bytes of one micro-batch")
     columns = [
         Column(title="Stage", right=True),
         Column(title="Device", style="bold", flexible=True),
-        Column(title="Forward", right=True),
-        *([Column(title=name, right=True) for name in ("Backward", "Keeps", "In flight")] if training else []),
-        *([Column(style="bright_black", flexible=True)] if training else []),
+        *(Column(title=name, right=True) for name in ("Forward", "Backward", "Keeps", "In flight")),
+        Column(style="bright_black", flexible=True),
     ]
     table: list[list[str | Text]] = [
         [
-            str(number),
-            stage.device,
-            format_seconds(stage.forward_seconds),
-            *(
-                [
-                    format_seconds(stage.backward_seconds),
-                    format_bytes(stage.activation_bytes),
-                    str(stage.in_flight),
-                    "computes again" if stage.recompute else "",
-                ]
-                if training
-                else []
-            ),
+            str(number), stage.device, format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
+            format_bytes(stage.activation_bytes), str(stage.in_flight), "computes again" if stage.recompute else "",
         ]
         for number, stage in enumerate(stages[:MOST_STAGES])
-    ]
+    ]  # fmt: skip
+    if not any(stage.backward_seconds for stage in stages):  # inference: the rest is of training
+        columns, table = columns[:3], [row[:3] for row in table]
     print_table(console, columns, table)
     print_left_off(console, len(stages) - MOST_STAGES, "stages", "--json lists all")

@@ -5,10 +5,10 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, hardware_table
-from autoshard.cluster.links import link_groups
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.devices import link_rows
 from autoshard.report.layout import format_number
 from autoshard.report.terminal import as_sentence, capture_notes, estimate_notes
 from autoshard.sizes import format_seconds
@@ -35,7 +35,7 @@ def assumptions(
     return {
         "why": [as_sentence(reason) for reason in dict.fromkeys(plan.reasons)],
         "hardware": _hardware(cluster),
-        "links": _links(cluster),
+        "links": link_rows(cluster),
         "formulas": FORMULAS,
         "notes": list(dict.fromkeys(every)),
         "efficiency": f"Published peaks count {COMPUTE_EFFICIENCY:.0%} for compute, {MEMORY_EFFICIENCY:.0%} for memory "
@@ -67,15 +67,3 @@ def _hardware(cluster: Cluster) -> list[dict[str, str]]:
             }
         )
     return found
-
-
-def _links(cluster: Cluster) -> list[tuple[str, str, str]]:
-    """(rate, latency, pairs) of links that are alike."""
-    return [
-        (
-            f"{format_number(rate / 1e9)} GB/s",
-            format_seconds(latency),
-            ", ".join(f"{a} → {b}" for a, b in pairs) + (f" and {count - 2} more" if count > 2 else ""),
-        )
-        for (rate, latency), (count, pairs) in sorted(link_groups(cluster).items(), reverse=True)
-    ]
