@@ -7,7 +7,7 @@ fresh model ──apply(plan)─────▶ the same on the plan's devices �
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ def verify(
     """Run the original and the applied model on the same inputs and random numbers, and compare.
 
     Compared are outputs, written arguments and buffers; in training also the loss, every gradient, and the parameters
-    after two optimizer steps; with `new_tokens` also the tokens of a cached greedy `generate()`. On a difference the
+    after an optimizer step; with `new_tokens` also the tokens of a cached greedy `generate()`. On a difference the
     first module, in calling order, whose output differs is named. The devices of the plan are used if they are here,
     otherwise they are simulated, with the plan's sizes. The model is left as it was.
 
@@ -81,7 +81,7 @@ def verify(
     original = copies_of(model, removed=True)
     if known is None:
         work = _work(original, workload, calls, cut_record(model) is not None, division_of(model) is not None)
-        return _compare(original, copies_of(model), work, tolerance, notes, None, {})
+        return _compare(original, copies_of(model), work, tolerance, notes, None, None, {})
     if runs_as_mesh(known):
         return verify_processes(original, known, _work(original, workload, calls), tolerance, notes)
     with devices_of(known) as stage:
@@ -93,7 +93,7 @@ def verify(
                 return apply_device_map(original(), stage.plan.device_map)
             return apply_plan(original(), stage.plan)
 
-        return _compare(original, planned, work, tolerance, notes, stage, predicted)
+        return _compare(original, planned, work, tolerance, notes, stage, home_of(stage, model), predicted)
 
 
 def _workload(model: nn.Module, plan: Plan | None, training: bool | None, new_tokens: int | None) -> Workload:
@@ -137,16 +137,16 @@ def _compare(
     tolerance: float,
     notes: list[str],
     stage: Stage | None,
+    home: torch.device | None,
     predicted: Mapping[str, int],
 ) -> Verification:
-    """Run both and say what differs; `predicted`: peaks of simulated devices."""
+    """Run both and say what differs. `home`: where inputs belong; `predicted`: peaks of simulated devices."""
     accelerators = accelerators_of(stage) if stage is not None else []
-    home = home_of(stage, original()) if stage is not None else None
     homes = home if accelerators else None, home
     if work.reordered:
         notes.append(REORDERED if work.cut else IN_PARTS)
     if work.cut and work.training:
-        work = replace(work, staying_cut=_staying_cut(original, applied, work, home))
+        work = replace(work, staying_cut=_staying_cut(original, applied, work, home, accelerators))
     run_applied = _Applied(applied, work, home, stage.simulated if stage is not None else None)
     with run_applied.room_to_compare():
         tell("runs", 0, 2)
@@ -177,11 +177,16 @@ def _compare(
     )  # fmt: skip
 
 
-def _staying_cut(original: Build, applied: Build, work: Work, home: torch.device | None) -> frozenset[str]:
+def _staying_cut(
+    original: Build, applied: Build, work: Work, home: torch.device | None, devices: Sequence[torch.device]
+) -> frozenset[str]:  # fmt: skip
     """Paths of the outputs that stay cut, which a loss must leave out."""
-    forward, staying = replace(work, training=False, new_tokens=0), set()
+    work, staying = replace(work, training=False, new_tokens=0), set()
     with contextlib.suppress(Exception):  # it will be seen, and told, when the models are compared
-        for whole, part in zip(run(original(), forward), run(applied(), forward, home), strict=True):
+        expected, found, _ = run_both(
+            lambda: run(original(), work), lambda: run(applied(), work, home), work, [], devices
+        )
+        for whole, part in zip(expected, found, strict=True):
             if part.parts or part.value.shape != whole.value.shape:
                 staying.add(part.output.removeprefix("output").strip())
     return frozenset(staying)
