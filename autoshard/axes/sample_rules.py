@@ -113,9 +113,35 @@ class OpRules:
         self.counts = counts
         self.contents = sample_indices.Contents(graph, counts)
         self._walk = BatchWalk(graph, table=TABLE)
+        self._known: dict[Any, list[Samples]] = {}
+        self._kept: list[Samples] = []
+        self._equal: dict[Any, Samples] = {}
 
-    def results(self, op: Op, given: Sequence[Samples]) -> list[Samples]:
-        """The samples of every tensor that an op makes of tensors with these samples."""
+    def results(self, op: Op, given: Sequence[Samples], numbers: str) -> list[Samples]:
+        """The samples of every tensor that an op makes of tensors with these samples.
+
+        `numbers`: its other arguments. The same op on the same is looked up, as equal layers have it; of what is picked
+        by index, the indices may be others.
+        """
+        if name_of(op) in sample_indices.NAMES or not given:
+            return self._results(op, given)
+        values = self.graph.values
+        key = (
+            op.target, numbers, *op.node.kwargs, tuple(map(id, given)), tuple(map(op.inputs.index, op.inputs)),
+            tuple((values[value].dtype, self.counts.get(value)) for value in op.inputs),
+            tuple(values[value].shape for value in op.outputs),
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = [self._one_of_equal(item) for item in self._results(op, given)]
+            self._kept += given  # so that ids stay theirs
+        return self._known[key]
+
+    def _one_of_equal(self, item: Samples) -> Samples:
+        """The first of all that are equal to it."""
+        key = item.shape, item.varies, tuple(item.owner.shape), item.owner.numpy().tobytes()
+        return self._equal.setdefault(key, item)
+
+    def _results(self, op: Op, given: Sequence[Samples]) -> list[Samples]:
         shapes = [self.graph.values[value].shape for value in op.outputs]
         name = name_of(op)
         made: list[Samples] | None = None

@@ -51,6 +51,10 @@ class SampleWalk:
         self.sound = Sound(self)
         self.merges = Merges(self)
         self._others = _constants(other)
+        self._numbers = [repr(_numbers(op)) for op in graph.ops]
+        self._resizes = {
+            op.index for op, numbers in zip(other.ops, self._numbers, strict=True) if repr(_numbers(op)) != numbers
+        }  # NaN is not equal to itself
         self._parts: set[int] = set()
         self._read = {value for op in graph.ops for value in op.inputs} | {*graph.outputs}
 
@@ -65,7 +69,7 @@ class SampleWalk:
         given = [self.of(value) for value in op.inputs]
         made = self.sound.results(op, given)
         if made is None:
-            made = self.rules.results(op, given)
+            made = self.rules.results(op, given, self._numbers[op.index])
             made = self._resized(op, given, self._placed(op, given, made))
             if self._is_sized(op) and not all(item.shared for item in given):
                 self.sized.append(op.index)
@@ -113,7 +117,7 @@ class SampleWalk:
 
     def resized(self, op: Op) -> bool:
         """Whether the numbers among the arguments of an op are others for a larger batch."""
-        return repr(_numbers(op)) != repr(_numbers(self.other.ops[op.index]))  # NaN is not equal to itself
+        return op.index in self._resizes
 
     def is_entries(self, item: Samples) -> bool:
         """Whether elements are entries of a selection: which sample each belongs to is not known."""
@@ -276,14 +280,14 @@ def _constants(graph: ModelGraph) -> dict[int, torch.Tensor]:
 
 
 def _numbers(op: Op) -> list[Any]:
-    """The arguments of an op that are no tensors."""
+    """The arguments of an op, with an ellipsis in place of each tensor."""
     assert op.node is not None
     return [_plain(item) for item in (*op.node.args, *op.node.kwargs.values())]
 
 
 def _plain(item: Any) -> Any:
     if isinstance(item, torch.fx.Node):
-        return None
+        return ...
     return [_plain(part) for part in item] if isinstance(item, (list, tuple)) else item
 
 

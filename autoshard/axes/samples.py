@@ -10,6 +10,7 @@ activation is asked.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -26,9 +27,9 @@ Shape = tuple[int, ...]
 Varies = bool | int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """The samples of one tensor.
+    """The samples of one tensor. Equal layers share them: what is made of them is looked up by which objects they are.
 
     Attributes:
         owner: their numbers, or codes; of size 1 along a dimension along which they are all the same.
@@ -40,12 +41,12 @@ class Samples:
     owner: torch.Tensor
     varies: tuple[Varies, ...]
 
-    @property
+    @cached_property
     def shared(self) -> bool:
         """Whether nothing of it depends on the batch."""
         return bool((self.owner == SHARED).all())
 
-    @property
+    @cached_property
     def apart(self) -> bool:
         """Whether every element belongs to one sample at most."""
         return not bool(((self.owner == MIXED) | (self.owner == PLACE)).any())
@@ -72,17 +73,20 @@ def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[Va
     return Samples(shape=shape, owner=owner.contiguous(), varies=flags)
 
 
-def uniform(shape: Sequence[int]) -> Samples:
+@cache
+def uniform(shape: Shape) -> Samples:
     """Samples of a tensor that holds one number, whatever the batch is."""
     return samples(shape, SHARED)
 
 
-def fixed(shape: Sequence[int]) -> Samples:
+@cache
+def fixed(shape: Shape) -> Samples:
     """Samples of a tensor that the batch does not decide: a weight, a table."""
     return samples(shape, SHARED, True)
 
 
-def all_of(shape: Sequence[int], code: int) -> Samples:
+@cache
+def all_of(shape: Shape, code: int) -> Samples:
     """Samples of a tensor all of whose elements have one code."""
     return samples(shape, code, code == SHARED)
 

@@ -13,6 +13,7 @@ from torch import nn
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
+from autoshard.collector import no_collection
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.estimate import Estimate
 from autoshard.plan import Plan
@@ -73,6 +74,7 @@ class Chosen:
     task: Task
 
 
+@no_collection()  # graphs are large and stay: 2 s of 15 for 405 billion parameters
 def choose(
     model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, *, strategy: str, objective: str,
     wishes: Wishes, num_microbatches: int | None = None, schedule: str | None = None,
