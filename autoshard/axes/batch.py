@@ -10,23 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.axes.axis import Axis, Leaf, describe, leaves, resolve
-from autoshard.axes.walk import Walk, where
+from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, name_of
-
-_LOSSES = ("cross_entropy_loss", "nll_loss")
-IGNORED = -100
-"""The label that does not count where nothing else is said, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(slots=True)
 class BatchWalk(Walk):
-    """A walk that remembers every axis an op blocked, and not only the first reason of each leaf."""
+    """A walk that remembers every axis that an op blocked, and which op."""
 
-    blocks: list[tuple[int, Axis, str]] = field(default_factory=list)
+    blocks: list[tuple[int, Axis]] = field(default_factory=list)
 
     def block(self, axes: Iterable[Axis], what: str = "") -> None:
         axes = [axis for axis in axes if axis]
-        self.blocks += [(self._op, axis, f"{self.why}{': ' if what else ''}{what}") for axis in axes]
+        self.blocks += [(self._op, axis) for axis in axes]
         super(BatchWalk, self).block(axes, what)
 
 
@@ -37,16 +33,14 @@ class Rows:
     Attributes:
         inputs, outputs: (place in `graph.inputs` or `graph.outputs`, dimension, axis with the leaf starred).
         parameter: a parameter or buffer that has the leaf, "" if none does.
-        blocked: (op, reason) of what works along it, in the order of the run.
-        summed: (op, reason) of what takes a sum or a mean over it.
+        blocked: whether something works along it: orders it, picks from it, mixes it.
     """
 
     leaf: Leaf
     inputs: tuple[tuple[int, int, str], ...]
     outputs: tuple[tuple[int, int, str], ...]
     parameter: str
-    blocked: tuple[tuple[int, str], ...]
-    summed: tuple[tuple[int, str], ...]
+    blocked: bool
 
 
 def walk_all(graph: ModelGraph) -> BatchWalk:
@@ -67,45 +61,20 @@ def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
     if leaf is None:
         return None
     graph = walk.graph
-    losses = {op.index for op in graph.ops if name_of(op).startswith(_LOSSES)}
-    blocked = [(op, why) for op, axis, why in walk.blocks if leaf in leaves(axis)]
-    summed = [(c.op, where(graph, graph.ops[c.op])) for c in walk.contractions if leaf in leaves(c.axis)]
     return Rows(
         leaf=leaf,
         inputs=tuple(_found(walk, graph.inputs, leaf)),
         outputs=tuple(_found(walk, graph.outputs, leaf)),
         parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, leaf)), ""),
-        blocked=tuple((op, why) for op, why in blocked if op not in losses),
-        summed=tuple(sorted({*summed, *((op, why) for op, why in blocked if op in losses)})),
+        blocked=any(leaf in leaves(axis) and not _is_loss(graph, op) for op, axis in walk.blocks),
     )
+
+
+def _is_loss(graph: ModelGraph, op: int) -> bool:
+    return name_of(graph.ops[op]).startswith(("cross_entropy_loss", "nll_loss"))
 
 
 def _found(walk: BatchWalk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple[int, int, str]]:
     for place, value in enumerate(values):
         for dim in walk.cut_dims(value, leaf):
             yield place, dim, describe(walk.axes[value][dim], leaf)
-
-
-def labels_of(graph: ModelGraph) -> Iterator[tuple[int, int]]:
-    """Integers that a loss compares with: (place in `graph.inputs`, the label that does not count)."""
-    found = {}
-    for op in graph.ops:
-        if not name_of(op).startswith(_LOSSES) or len(op.inputs) < 2 or op.node is None:
-            continue
-        arguments = op.target._schema.arguments
-        names = [argument.name for argument in arguments]
-        given = {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
-        source = _source(graph, op.inputs[1])
-        if source in graph.inputs:
-            found[graph.inputs.index(source)] = int(given.get("ignore_index", IGNORED))
-    yield from found.items()
-
-
-def _source(graph: ModelGraph, value: int) -> int:
-    """Where the numbers of a value come from, through views, paddings and casts."""
-    while graph.values[value].op >= 0:
-        inputs = graph.ops[graph.values[value].op].inputs
-        if len(inputs) != 1:
-            break
-        value = inputs[0]
-    return value

@@ -3,7 +3,7 @@
     mask [E, …]                        which tokens an expert has
     mask.sum((1, 2)) > 0               which experts have any
     for e in (…).nonzero():            the loop runs for those
-        places = where(mask[e])        e's entries, which are put back in their own places (see `chosen`)
+        places = where(mask[e])        e's entries, which are put back in their own places (see `entries`)
 
 Argument: an expert without tokens has no entries, and putting none back changes nothing. So a loop over those that any
 token chose gives what a loop over all of them would, which works on each token alone. For that, leaving an expert out
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.axes.given import written_storages
 from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
@@ -58,8 +59,7 @@ class Hits:
         self.walk = walk
         self.found: dict[int, int] = {}
         self.lists, self._named = named_hits(walk.graph)
-        graph = walk.graph
-        self._written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+        self._written = written_storages(walk.graph)
 
     def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
         """The samples of what an op makes of hits; None if it is no such op."""
@@ -128,7 +128,7 @@ class Hits:
 
 def named_hits(graph: ModelGraph) -> tuple[dict[int, int], dict[int, Hit]]:
     """(values that list hits, with the op that found them; values that are one hit), by what the run found."""
-    written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    written = written_storages(graph)
     lists: dict[int, int] = {}
     named: dict[int, Hit] = {}
     masks: dict[int, int] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.axes.given import arguments_of
 from autoshard.axes.samples import PLACE, SHARED, Samples, samples
 from autoshard.axes.walk import name_of
 from autoshard.capture.graph import Op
@@ -72,22 +73,16 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
         return not isinstance(op.node.args[1], int)
     if name != "slice":
         return True
-    given: dict[str, Any] = {
-        **dict(zip(("self", "dim", "start", "end", "step"), op.node.args, strict=False)),
-        **op.node.kwargs,
-    }
-    start, end, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
+    given = arguments_of(op)
+    start, end, step = given["start"] or 0, given["end"], given["step"]
     return not 0 <= start < step or not (end is None or end >= NO_END)
 
 
 def part_dim(op: Op, ndim: int) -> int | None:
     """Along which dimension an op takes parts."""
-    name = name_of(op)
-    if op.node is None or name not in PARTS or not ndim:
+    if op.node is None or name_of(op) not in PARTS or not ndim:
         return None
-    args = op.node.args
-    at = 1 if name in ("slice", "narrow", "select", "unbind") else 2
-    dim: Any = args[at] if len(args) > at else op.node.kwargs.get("dim", 0)
+    dim = arguments_of(op)["dim"]
     return dim % ndim if isinstance(dim, int) else 0
 
 

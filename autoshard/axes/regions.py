@@ -8,8 +8,9 @@ there, so that what blocks an axis outside does not leak in. Ops that scale a pa
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.axes.given import plain
 from autoshard.axes.rules import is_pointwise
-from autoshard.capture.graph import Call, ModelGraph, Op
+from autoshard.capture.graph import Call, ModelGraph
 from autoshard.module_paths import above, is_below, parent, relative
 
 OUTSIDE = ""
@@ -243,19 +244,7 @@ def _signature(
         call = graph.calls[op.call]
         rows.append((
             op.target, call.path.removeprefix(path), tuple(map(number, op.inputs)), tuple(map(number, op.outputs)),
-            _plain_arguments(op),
+            repr(plain(op)),
         ))  # fmt: skip
     rows.append(tuple(numbers.get(value) for value in (*first.inputs, *first.outputs)))
     return tuple(rows)
-
-
-def _plain_arguments(op: Op) -> str:
-    """The arguments of an op that are not tensors."""
-    node = op.node
-    assert node is not None
-    return repr([
-        [item if isinstance(item, (int, float, bool, str)) else None for item in argument]
-        if isinstance(argument, (list, tuple)) else argument
-        for argument in (*node.args, *node.kwargs.values())
-        if not hasattr(argument, "meta")
-    ])  # fmt: skip

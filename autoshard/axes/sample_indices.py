@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from autoshard.axes.given import computed, literals, written_storages
 from autoshard.axes.parts_of_batch import has_constant_bound
 from autoshard.axes.samples import SHARED, Samples, combine, join, samples, taken_together, whole
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.capture.traits import traits_of
-from autoshard.torch_private import OpOverload
 
 NAMES = frozenset({"index", "_unsafe_index", "index_select", "index_put", "index_put_", "_index_put_impl_", "index_add",
                    "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"})  # fmt: skip
@@ -32,12 +31,8 @@ class Contents:
         self._graph = graph
         self._counts = counts or {}
         self._known: dict[int, torch.Tensor | None] = {}
-        self._written = {graph.values[value].storage for op in graph.ops for value in op.mutates}
-        self.literals = {
-            node.meta["value"]: node.meta["content"]
-            for node in graph.fx_graph.nodes
-            if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
-        }
+        self._written = written_storages(graph)
+        self.literals = literals(graph)
 
     def of(self, value: int) -> torch.Tensor | None:
         """The numbers of a value; None if they are not known."""
@@ -62,25 +57,8 @@ class Contents:
         op = self._graph.ops[row.op]
         if op.inputs and has_constant_bound(op, self._counts.get(op.inputs[0], ())):
             return None  # it is all of it for so few samples only
-        given = [self.of(one) for one in op.inputs]
-        traits = traits_of(op.target) if isinstance(op.target, OpOverload) else None
-        if op.node is None or traits is None or traits.random or any(item is None for item in given):
-            return None
-        rest = iter(given)
-
-        def filled(item: Any) -> Any:
-            if isinstance(item, torch.fx.Node):
-                return next(rest)
-            return [filled(part) for part in item] if isinstance(item, (list, tuple)) else item
-
-        args = [filled(item) for item in op.node.args]
-        kwargs = {name: filled(item) for name, item in op.node.kwargs.items()}
-        try:
-            made = op.target(*args, **{**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})})
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
-        listed = list(made) if isinstance(made, (list, tuple)) else [made]
-        found = listed[op.outputs.index(value)] if len(listed) == len(op.outputs) else None
+        made = computed(op, [self.of(one) for one in op.inputs])
+        found = made[op.outputs.index(value)] if made is not None else None
         return found if isinstance(found, torch.Tensor) and found.shape == row.shape else None
 
 

@@ -10,7 +10,7 @@
 A tensor has one merge for all its elements. This is the argument for losses in the list of what is sound; see `sound`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from autoshard.axes import sample_rules
+from autoshard.axes.given import arguments_of, origin, written_storages
 from autoshard.axes.rules import dims_of
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -153,10 +154,7 @@ class Merges:
         return last if isinstance(last, (int, float)) else None
 
     def _reduced(self, op: Op, item: Samples, *, mean: bool) -> Merged | None:
-        assert op.node is not None
-        args, kwargs = op.node.args, op.node.kwargs
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        return self._over(item, None if isinstance(dim, torch.dtype) else dim, mean=mean)
+        return self._over(item, arguments_of(op).get("dim"), mean=mean)
 
     def _over(self, item: Samples, dim: Any, *, mean: bool) -> Merged | None:
         """A sum or a mean over dimensions of a tensor all of whose elements belong to a sample."""
@@ -169,7 +167,7 @@ class Merges:
         return Merged(how="mean") if bool((counted == counted.flatten()[0]).all()) else None
 
     def _loss(self, op: Op, given: Sequence[Samples], name: str) -> Merged | None:
-        arguments = self._arguments(op)
+        arguments = arguments_of(op)
         reduction = arguments.get("reduction", MEAN)
         if reduction not in (MEAN, SUM) or any(not item.apart for item in given):
             return None
@@ -192,12 +190,6 @@ class Merges:
         if reduction == SUM:
             return Merged(how="sum")
         return weighted
-
-    def _arguments(self, op: Op) -> Mapping[str, Any]:
-        """The arguments of an op by name."""
-        assert op.node is not None
-        names = [argument.name for argument in op.target._schema.arguments]
-        return {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
 
 
 def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | None:
@@ -264,10 +256,7 @@ def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
 
 def _converted(graph: ModelGraph, value: int) -> Op | None:
     """The op that makes a value, which may have been given another type since."""
-    op = maker_of(graph, value)
-    while op is not None and name_of(op) in ("to", "_to_copy", "alias", "detach") and len(op.inputs) == 1:
-        op = maker_of(graph, op.inputs[0])
-    return op
+    return maker_of(graph, origin(graph, value, "to", "_to_copy", "alias", "detach"))
 
 
 def _unordered(walk: "SampleWalk", value: int) -> int:
@@ -280,14 +269,13 @@ def _unordered(walk: "SampleWalk", value: int) -> int:
     order, dim = _converted(graph, index), op.node.args[1]
     if order is None or order.node is None or name_of(order) not in ("argsort", "sort"):
         return value
-    given = {**dict(zip(("self", "dim"), order.node.args, strict=False)), **order.node.kwargs}
     shape = graph.values[table].shape
-    along = given.get("dim", -1)
+    along = arguments_of(order)["dim"]
     if not isinstance(dim, int) or not isinstance(along, int) or isinstance(along, bool) or not shape:
         return value
     same = graph.values[index].shape == shape and along % len(shape) == dim % len(shape)
     longer = walk.rules.counts.get(table, (False,) * len(shape))
-    written = {graph.values[one].storage for one_op in graph.ops for one in one_op.mutates}
+    written = written_storages(graph)
     kept = graph.values[index].storage not in written and graph.values[value].storage not in written
     return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value
 

@@ -127,7 +127,7 @@ class OpRules:
             return self._results(op, given)
         values = self.graph.values
         key = (
-            op.target, numbers, *op.node.kwargs, tuple(map(id, given)), tuple(map(op.inputs.index, op.inputs)),
+            op.target, numbers, tuple(map(id, given)), tuple(map(op.inputs.index, op.inputs)),
             tuple((values[value].dtype, self.counts.get(value)) for value in op.inputs),
             tuple(values[value].shape for value in op.outputs),
         )  # fmt: skip
@@ -244,7 +244,7 @@ class OpRules:
         walk.blocks.clear()
         walk.contractions.clear()
         walk.run(op)
-        taken = {id(leaf) for _, axis, _ in walk.blocks for leaf in leaves(axis)}
+        taken = {id(leaf) for _, axis in walk.blocks for leaf in leaves(axis)}
         taken |= {id(leaf) for item in walk.contractions for leaf in leaves(item.axis)}
         inputs = [[_key(axis, taken) for axis in walk.of(value)] for value in op.inputs]
         axes = [walk.of(value) for value in op.outputs]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoshard.axes.given import literals, plain
 from autoshard.axes.parts_of_batch import by_place, of_place, part_dim
 from autoshard.axes.sample_merges import Merges
 from autoshard.axes.sample_rules import FILLED, MOST_ELEMENTS, PARTS, SIZED, OpRules
@@ -50,10 +51,10 @@ class SampleWalk:
         self.rules = OpRules(graph, _counts(graph, other))
         self.sound = Sound(self)
         self.merges = Merges(self)
-        self._others = _constants(other)
-        self._numbers = [repr(_numbers(op)) for op in graph.ops]
+        self._others = literals(other)
+        self._numbers = [repr(plain(op)) for op in graph.ops]
         self._resizes = {
-            op.index for op, numbers in zip(other.ops, self._numbers, strict=True) if repr(_numbers(op)) != numbers
+            op.index for op, numbers in zip(other.ops, self._numbers, strict=True) if repr(plain(op)) != numbers
         }  # NaN is not equal to itself
         self._parts: set[int] = set()
         self._read = {value for op in graph.ops for value in op.inputs} | {*graph.outputs}
@@ -138,7 +139,7 @@ class SampleWalk:
         """What an op makes whose numbers are others for a larger batch: sizes and bounds may be, others may not."""
         if not self.resized(op):
             return made
-        mine, other = _numbers(op), _numbers(self.other.ops[op.index])
+        mine, other = plain(op), plain(self.other.ops[op.index])
         name = name_of(op)
         if name in SIZED and (name not in FILLED or _scalars(mine) == _scalars(other)):
             return made
@@ -271,26 +272,6 @@ def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]
     }
 
 
-def _constants(graph: ModelGraph) -> dict[int, torch.Tensor]:
-    return {
-        node.meta["value"]: node.meta["content"]
-        for node in graph.fx_graph.nodes
-        if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
-    }
-
-
-def _numbers(op: Op) -> list[Any]:
-    """The arguments of an op, with an ellipsis in place of each tensor."""
-    assert op.node is not None
-    return [_plain(item) for item in (*op.node.args, *op.node.kwargs.values())]
-
-
-def _plain(item: Any) -> Any:
-    if isinstance(item, torch.fx.Node):
-        return ...
-    return [_plain(part) for part in item] if isinstance(item, (list, tuple)) else item
-
-
 def _scalars(numbers: Iterable[Any]) -> list[Any]:
     return [item for item in numbers if not isinstance(item, list)]
 
@@ -309,8 +290,8 @@ def is_same(graph: ModelGraph, other: ModelGraph) -> bool:
     """Whether two runs of as many samples do the same, with the same numbers."""
     if first_difference(graph, other) is not None:
         return False
-    mine, its = _constants(graph), _constants(other)
-    numbers = all(repr(_numbers(one)) == repr(_numbers(two)) for one, two in zip(graph.ops, other.ops, strict=True))
+    mine, its = literals(graph), literals(other)
+    numbers = all(repr(plain(one)) == repr(plain(two)) for one, two in zip(graph.ops, other.ops, strict=True))
     return numbers and mine.keys() == its.keys() and all(torch.equal(mine[value], its[value]) for value in mine)
 
 
@@ -320,7 +301,7 @@ def first_uneven(graph: ModelGraph, other: ModelGraph, rows: tuple[int, int]) ->
     `rows`: of the two runs of the same ops. 3 and 1,024 are sizes of them, 2 and 1,023 are; 4 and 16 are not.
     """
     for mine, its in zip(graph.ops, other.ops, strict=True):
-        if not _are_even(_numbers(mine), _numbers(its), rows):
+        if not _are_even(plain(mine), plain(its), rows):
             return mine.index
     return None
 

@@ -22,7 +22,7 @@ MIXED = -2
 PLACE = -3
 """An element that depends on how many samples there are, or on which place in the batch it has."""
 FIRST_ENTRY = 1 << 20
-"""Codes from here on are entries of a selection: each belongs to one sample, which values decide (see `dispatch`)."""
+"""Codes from here on are entries of a selection: each belongs to one sample, which values decide (see `entries`)."""
 Shape = tuple[int, ...]
 Varies = bool | int
 

@@ -1,7 +1,6 @@
 """What keeps samples apart though the rules of ops alone do not see it. Each entry has its argument where it stands.
 
-dispatch        tokens are sorted by expert, worked on one by one, and put back in their own places
-chosen          elements that a mask chooses, worked on one by one, and put back in their own places
+entries         tokens sorted by expert, or elements that a mask chooses, are worked on one by one, and put back
 hits            loops over what any element of a mask chooses, experts say
 bags            bags of words that are rows of as many words each
 sample_merges   sums and means over samples, which are put together of those of parts
@@ -13,8 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.axes.bags import bags
-from autoshard.axes.chosen import Chosen
-from autoshard.axes.dispatch import Dispatch
+from autoshard.axes.entries import Entries
 from autoshard.axes.hits import Hits
 from autoshard.axes.samples import Samples
 from autoshard.capture.graph import Op
@@ -28,13 +26,12 @@ class Sound:
 
     def __init__(self, walk: "SampleWalk") -> None:
         self.walk = walk
-        self.dispatch = Dispatch(walk)
+        self.entries = Entries(walk)
         self.hits = Hits(walk)
-        self.chosen = Chosen(walk, self.dispatch)
 
     def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
         """The samples of the results of an op by an entry; None if none of them is about it."""
         made = self.hits.results(op, given)
         if made is not None:
             return made
-        return self.chosen.results(op, given) or self.dispatch.results(op, given) or bags(self.walk, op, given)
+        return self.entries.results(op, given) or bags(self.walk, op, given)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoshard.axes.given import arguments_of, computed, literals, origin, plain
 from autoshard.axes.hits import Hit
 from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -34,9 +35,7 @@ def read_values(reading: Reading) -> list[int]:
 
 def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
-    op = maker_of(graph, value)
-    while op is not None and name_of(op) in ("detach", "to", "clone", "alias", "view", "reshape"):
-        op = maker_of(graph, op.inputs[0])
+    op = maker_of(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
     if op is None or op.node is None:
         return None
     name = name_of(op)
@@ -53,17 +52,12 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
 
 def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
     """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
-    op = maker_of(graph, value)
-    while op is not None and name_of(op) in ("to", "_to_copy", "detach", "clone", "alias", "view", "reshape"):
-        op = maker_of(graph, op.inputs[0])
+    op = maker_of(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
     if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
         return None
-    number, source = op.node.args[1], op.inputs[0]
-    while source not in graph.inputs:
-        before = maker_of(graph, source)
-        if before is None or len(before.inputs) != 1 or not (name_of(before) in RESHAPES or name_of(before) == "to"):
-            return None
-        source = before.inputs[0]
+    number, source = op.node.args[1], origin(graph, op.inputs[0], "to", *RESHAPES)
+    if source not in graph.inputs:
+        return None
     whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool
     known = isinstance(number, int) and not isinstance(number, bool) and whole
     return (graph.inputs.index(source), number) if known else None  # type: ignore[return-value]
@@ -92,11 +86,7 @@ class Numbering:
         names = {tensor.value: tensor.name for tensor in reversed(graph.tensors)}
         for place, value in enumerate(graph.inputs):
             made[value] = self._known(("input", place), graph, value, facts)
-        contents = {
-            node.meta["value"]: node.meta["content"]
-            for node in graph.fx_graph.nodes
-            if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
-        }
+        contents = literals(graph)
 
         def number(value: int) -> int:
             if value not in made:
@@ -213,26 +203,10 @@ class Numbering:
 
     def _computed(self, op: Op, given: Sequence[int], place: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The numbers of a result if code alone decides them."""
-        if op.node is None or not isinstance(op.target, OpOverload) or traits_of(op.target).random:
+        if torch.Size(shape).numel() > MOST_NUMBERS:
             return None
-        if any(number not in self._content for number in given) or torch.Size(shape).numel() > MOST_NUMBERS:
-            return None
-        rest = iter(given)
-
-        def filled(item: Any) -> Any:
-            if isinstance(item, torch.fx.Node):
-                return self._content[next(rest)]
-            return [filled(part) for part in item] if isinstance(item, (list, tuple)) else item
-
-        args = [filled(item) for item in op.node.args]
-        kwargs = {name: filled(item) for name, item in op.node.kwargs.items()}
-        kwargs = {**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})}
-        try:
-            found = op.target(*args, **kwargs)
-        except (RuntimeError, TypeError, NotImplementedError, IndexError):
-            return None
-        listed = list(found) if isinstance(found, (list, tuple)) else [found]
-        one = listed[place] if len(listed) == len(op.outputs) else None
+        made = computed(op, [self._content.get(number) for number in given])
+        one = made[place] if made is not None else None
         return one if isinstance(one, torch.Tensor) and tuple(one.shape) == shape else None
 
     def _simplified(self, graph: ModelGraph, op: Op, given: Sequence[int]) -> Any:
@@ -264,7 +238,7 @@ class Numbering:
         if name == "dropout" and not _draws(op):
             return given[0]
         if name == "baddbmm" and _is_zero(tables[0]) and not op.node.kwargs:
-            return "aten.bmm.default", tuple(given[1:]), ("tensor", "tensor")
+            return "aten.bmm.default", tuple(given[1:]), ("Ellipsis", "Ellipsis")
         if name == "add" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):
                 table = tables[other]
@@ -378,26 +352,13 @@ def like_shape(graph: ModelGraph, op: Op) -> bool:
 
 def _attention(op: Op) -> dict[str, Any]:
     """The arguments of an attention that are no tensors."""
-    assert op.node is not None
-    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
-    given = {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
-    return {
-        "dropout_p": given.get("dropout_p", 0.0), "is_causal": bool(given.get("is_causal", False)),
-        "scale": given.get("scale"), "enable_gqa": bool(given.get("enable_gqa", False)),
-    }  # fmt: skip
+    given = arguments_of(op)
+    return {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
 
 def _named(op: Op) -> str:
     return str(op.target)
 
 
-def _arguments(op: Op) -> Any:
-    """The arguments of an op with nothing in the places of tensors."""
-    assert op.node is not None
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, torch.fx.Node):
-            return "tensor"
-        return tuple(plain(part) for part in item) if isinstance(item, (list, tuple)) else repr(item)
-
-    return (*(plain(item) for item in op.node.args), *((name, plain(item)) for name, item in op.node.kwargs.items()))
+def _arguments(op: Op) -> tuple[str, ...]:
+    return tuple(map(repr, plain(op)))

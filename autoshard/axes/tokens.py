@@ -16,14 +16,13 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from autoshard.axes.axis import Leaf, leaves, resolve
 from autoshard.axes.batch import BatchWalk
+from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, find_regions
-from autoshard.capture.graph import Call, ModelGraph, Op, name_of
+from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, relative
 from autoshard.sharding import Action, Cut
@@ -151,15 +150,9 @@ def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:
         where = graph.calls[other.call].path if other is not None else "the model"
         return f"{where} runs other ops for a part of the tokens"
     for a, b in pairs:
-        if name_of(a) not in _SHAPING and _numbers(a) != _numbers(b):
+        if name_of(a) not in _SHAPING and repr(plain(a)) != repr(plain(b)):
             return f"{graph.calls[a.call].path} gives {name_of(a)} a number that depends on how many tokens there are"
     return ""
-
-
-def _numbers(op: Op) -> str:
-    """What an op is given that is no tensor."""
-    assert op.node is not None
-    return repr(torch.fx.node.map_arg((op.node.args, dict(op.node.kwargs)), lambda _: None))
 
 
 def _streams(graph: ModelGraph, region: Region, walk: BatchWalk, degree: int) -> Iterator[_Stream]:
@@ -216,7 +209,7 @@ class _Zone:
         """Follow all ops of the block; False where its output is not divided, or it is not worth it."""
         leaf = self.stream.leaf
         self.divided[self.stream.given] = self.stream.dim
-        mixing = {op for op, axis, _ in self.walk.blocks if leaf in leaves(axis)}
+        mixing = {op for op, axis in self.walk.blocks if leaf in leaves(axis)}
         mixing |= {one.op for one in self.walk.contractions if leaf in leaves(one.axis)}
         mixing |= {op for op, _ in self.walk.draws}
         mixing |= {index for index in self.region.ops if name_of(self.graph.ops[index]).startswith(_DRAWS)}

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.batch import BatchWalk, Rows, follow, labels_of, walk_all
+from autoshard.axes.batch import BatchWalk, Rows, follow, walk_all
 from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.check.independence import INDEPENDENT, Apart, check_apart
-from autoshard.check.inputs import NotRun, is_mask
+from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
 from autoshard.check.records import Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
@@ -37,8 +37,7 @@ class Question:
     """A model and how it is called.
 
     `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
-    the arguments by the names of the forward's parameters. `labels`: inputs that a loss compares with, and which
-    number in them says that a label does not count.
+    the arguments by the names of the forward's parameters.
     """
 
     model: nn.Module
@@ -47,7 +46,6 @@ class Question:
     bound: dict[str, Any]
     graph: ModelGraph
     walk: BatchWalk
-    labels: dict[str, int]
     workload: Workload
 
     def call(self, bound: Mapping[str, Any]) -> Call:
@@ -127,7 +125,7 @@ def _question(
         paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
         return Question(
             model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk_all(graph),
-            labels={path: ignored for place, ignored in labels_of(graph) for path in paths[place]}, workload=workload,
+            workload=workload,
         )  # fmt: skip
     assert refused is not None
     raise refused
@@ -179,7 +177,7 @@ def _guesses(question: Question) -> Iterator[BatchAxis]:
             same = [place for place, tensor in enumerate(given) if tensor.dim() > dim and tensor.shape[dim] == size]
             rows = next((found for p in same if (found := follow(walk, graph.inputs[p], dim))), None)
             if dim == 0:
-                ordered |= rows is not None and bool(rows.blocked)
+                ordered |= rows is not None and rows.blocked
             elif size != wanted and not (ordered and rows and not rows.blocked and not rows.parameter and rows.outputs):
                 continue
             linked = {place: (d, axis) for place, d, axis in rows.inputs} if rows else {}
@@ -213,8 +211,7 @@ def _divided(question: Question, batch: BatchAxis, apart: Apart | None) -> Batch
     recorded = record_twice(question, batch) if apart is None else apart.recorded
     if apart is not None:
         check_left(question, batch, recorded)
-    masks = {item.path: 0 for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))}
-    outputs = merges_of(recorded, batch, {**question.labels, **masks}, apart)
+    outputs = merges_of(recorded, batch, apart)
     flags = {*flags_of(model)} & {*recorded.left.flags}
     return replace(
         batch,

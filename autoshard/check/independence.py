@@ -51,12 +51,8 @@ class Apart:
     recorded: Recorded
 
     def permits(self, how: BatchOutput) -> bool:
-        """Whether an output may be made of those of parts in this way."""
-        item, merge = self.outputs[how.path]
-        if how.how == "same":
-            return item.shared
-        if how.how != "cat":
-            return merge is not None and replace(how, dim=0, axis="") == replace(merge, path=how.path)
+        """Whether an output may be put together of parts one after the other in this way."""
+        item, _ = self.outputs[how.path]
         owner = owner_of(item.shape[how.dim], with_rows(how.axis, ROWS), ROWS)
         view = [1] * len(item.shape)
         view[how.dim] = -1
@@ -131,7 +127,7 @@ class Run:
         sound, numbering = self.walk.sound, Numbering()
         order = sorted(sound.hits.found)
         every = {op: set(numbers_found(self.graph, op)) for op in order}
-        tied = [(op, hit) for op, choice in sound.chosen.puts if (hit := sound.hits.tied(choice.mask)) is not None]
+        tied = [(op, hit) for op, entries in sound.entries.puts if (hit := sound.hits.tied(entries.mask)) is not None]
         left = {op: set[int]() for op in order}
         for ranks in ("first", "last", "all but one"):
             graph, _ = self._recorded(ROWS, ranks=ranks)
@@ -248,9 +244,9 @@ class Run:
         for value in graph.outputs:
             if not walk.of(value).apart and value not in walk.merges.known:
                 raise self._mixed(value, "mixes its rows")
-            if (made := walk.sound.dispatch.made_by(walk.of(value))) >= 0:
+            if (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
-        for value in sorted(self.tape.sizes & {*walk.sound.chosen.sized, *walk.sound.hits.lists}):
+        for value in sorted(self.tape.sizes & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
             what = "mixes its rows: Python asks for the size of a tensor that depends on values of all of them"
             raise self.refuse(graph.ops[graph.values[value].op], what)
         if walk.sized:
@@ -273,7 +269,7 @@ class Run:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
             if not known and not walk.of(value).apart:
                 raise self._mixed(value, "keeps what mixes its rows")
-            if not known and (made := walk.sound.dispatch.made_by(walk.of(value))) >= 0:
+            if not known and (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
                 raise self.refuse(graph.ops[made], "keeps its rows in an order that all of them decide")
 
     def _read(self, reading: Reading) -> None:
@@ -318,7 +314,7 @@ class Run:
 
     def _is_of_rows(self, value: int) -> bool:
         item = self.walk.of(value)
-        return item.apart and self.walk.sound.dispatch.made_by(item) < 0
+        return item.apart and self.walk.sound.entries.made_by(item) < 0
 
     def _is_the_same(self, value: int) -> bool:
         """Whether a tensor holds the same for all rows, and for any number of them."""

@@ -200,13 +200,10 @@ def written_in(recorded: Recorded) -> tuple[str, ...]:
 # ---- outputs
 
 
-def merges_of(
-    recorded: Recorded, batch: BatchAxis, labels: Mapping[str, int], apart: "Apart | None"
-) -> tuple[BatchOutput, ...]:
-    """How each output is made of those of parts, by its shapes and what ops permit.
+def merges_of(recorded: Recorded, batch: BatchAxis, apart: "Apart | None") -> tuple[BatchOutput, ...]:
+    """How each output is made of those of parts, as its ops and its shapes say.
 
-    `labels`: inputs that a mean may be weighted by, and what in them does not count. Without `apart`, which the user
-    says samples to be, by its shapes alone. Raises `Mixed`.
+    Without `apart`, which the user says samples to be, by its shapes alone. Raises `Mixed`.
     """
     paths = recorded.graph.calls[0].output_paths
     if paths != recorded.other.calls[0].output_paths:
@@ -215,32 +212,27 @@ def merges_of(
     found = []
     for path, mine, its in zip(paths, recorded.graph.outputs, recorded.other.outputs, strict=True):
         value, other = recorded.graph.values[mine], recorded.other.values[its]
-        possible = sorted(
-            _allowed(path, value.shape, other.shape, recorded.rows, labels if value.dtype.is_floating_point else None),
+        same, floating = value.shape == other.shape, value.dtype.is_floating_point
+        item, merge = apart.outputs[path] if apart is not None else (None, None)
+        divided = sorted(
+            _divided(path, value.shape, other.shape, recorded.rows),
             key=lambda way: (way.path, way.dim, with_rows(way.axis, 1)) not in hints,
         )
-        if apart is None:  # the likeliest: one after the other, or the mean
-            order = [way for how in ("cat", "mean") for way in possible if way.how == how]
-        else:
-            order = list(filter(apart.permits, possible))
-        if not order:
+        ways = [way for way in divided if apart is None or (merge is None and apart.permits(way))]
+        if same and merge is not None and (floating or merge.how == "sum"):
+            ways = [merge]
+        elif same and item is not None and item.shared:
+            ways = [BatchOutput(path=path, how="same")]
+        elif same and item is None and floating and not ways:
+            ways = [BatchOutput(path=path, how="mean")]
+        if not ways:
             raise Mixed(f"{path or 'its output'} is not made of what parts give as its ops would")
-        found.append(order[0])
+        found.append(ways[0])
     return tuple(found)
 
 
-def _allowed(
-    path: str, shape: Sequence[int], other: Sequence[int], rows: int, labels: Mapping[str, int] | None
-) -> Iterator[BatchOutput]:
-    """Ways to make an output that shapes allow: with `ROWS` and `rows` samples; `labels`: None for integers."""
-    if tuple(shape) == tuple(other):
-        yield BatchOutput(path=path, how="same")
-        yield BatchOutput(path=path, how="sum")
-        if labels is not None:
-            yield BatchOutput(path=path, how="mean")
-            for weights, ignored in labels.items():
-                for skipped in (0, 1):
-                    yield BatchOutput(path=path, how="weighted", weights=weights, ignored=ignored, skipped=skipped)
+def _divided(path: str, shape: Sequence[int], other: Sequence[int], rows: int) -> Iterator[BatchOutput]:
+    """Ways to put parts one after the other that shapes allow: with `ROWS` and `rows` samples."""
     for dim, size in enumerate(shape):
         longer = torch.Size((*shape[:dim], size // ROWS * rows, *shape[dim + 1 :]))
         if size % ROWS == 0 and longer == torch.Size(other):

@@ -1,0 +1,79 @@
+"""What ops are given that is no tensor, by name or as a list, and numbers that code alone decides."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.traits import traits_of
+from autoshard.torch_private import OpOverload
+
+
+def arguments_of(op: Op) -> dict[str, Any]:
+    """The arguments of an op by name, with defaults for those that it was not given."""
+    assert op.node is not None
+    defaults = _defaults(op.target)
+    return {**defaults, **dict(zip(defaults, op.node.args, strict=False)), **op.node.kwargs}
+
+
+@cache
+def _defaults(target: Any) -> dict[str, Any]:
+    return {argument.name: argument.default_value for argument in target._schema.arguments}
+
+
+def plain(op: Op) -> list[Any]:
+    """The arguments of an op in order, with an ellipsis in place of each tensor, and then the names of keywords."""
+    assert op.node is not None
+    return [_plain(item) for item in (*op.node.args, *op.node.kwargs.values(), *op.node.kwargs)]
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, torch.fx.Node):
+        return ...
+    return [_plain(part) for part in item] if isinstance(item, (list, tuple)) else item
+
+
+def literals(graph: ModelGraph) -> dict[int, torch.Tensor]:
+    """The content of tensors that the model's code brings with it, by value."""
+    return {
+        node.meta["value"]: node.meta["content"]
+        for node in graph.fx_graph.nodes
+        if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
+    }
+
+
+def written_storages(graph: ModelGraph) -> set[int]:
+    """The storages that any op writes into."""
+    return {graph.values[value].storage for op in graph.ops for value in op.mutates}
+
+
+def computed(op: Op, given: Sequence[torch.Tensor | None]) -> list[Any] | None:
+    """What an op makes of the contents of its tensors; None where one is not known, or chance decides."""
+    if op.node is None or not isinstance(op.target, OpOverload) or traits_of(op.target).random:
+        return None
+    if any(content is None for content in given):
+        return None
+    rest = iter(given)
+
+    def filled(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return next(rest)
+        return [filled(part) for part in item] if isinstance(item, (list, tuple)) else item
+
+    args = [filled(item) for item in op.node.args]
+    kwargs = {name: filled(item) for name, item in op.node.kwargs.items()}
+    try:
+        made = op.target(*args, **{**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})})
+    except (RuntimeError, TypeError, NotImplementedError, IndexError):
+        return None
+    listed = list(made) if isinstance(made, (list, tuple)) else [made]
+    return listed if len(listed) == len(op.outputs) else None
+
+
+def origin(graph: ModelGraph, value: int, *through: str) -> int:
+    """The value that a value is made of by ops of these names alone, each of one tensor."""
+    while (op := maker_of(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:
+        value = op.inputs[0]
+    return value
