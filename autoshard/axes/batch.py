@@ -6,24 +6,12 @@ One walk over all ops of a graph that was captured with `composite=True`. An op 
 (a sort by expert that is undone behind it): that is for `check.independence` to say.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from autoshard.axes.axis import Axis, Leaf, describe, leaves, resolve
+from autoshard.axes.axis import Leaf, describe, leaves, resolve
 from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, name_of
-
-
-@dataclass(slots=True)
-class BatchWalk(Walk):
-    """A walk that remembers every axis that an op blocked, and which op."""
-
-    blocks: list[tuple[int, Axis]] = field(default_factory=list)
-
-    def block(self, axes: Iterable[Axis], what: str = "") -> None:
-        axes = [axis for axis in axes if axis]
-        self.blocks += [(self._op, axis) for axis in axes]
-        super(BatchWalk, self).block(axes, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +31,7 @@ class Rows:
     blocked: bool
 
 
-def walk_all(graph: ModelGraph) -> BatchWalk:
-    """Give axes to every value of a run."""
-    walk = BatchWalk(graph)
-    for op in graph.ops:
-        walk.run(op)
-    walk.resolve_all()
-    return walk
-
-
-def follow(walk: BatchWalk, value: int, dim: int) -> Rows | None:
+def follow(walk: Walk, value: int, dim: int) -> Rows | None:
     """Follow the major leaf of a dimension of a value; None where there is none, as in one of size 1, or of which some
     op took the first rows."""
     axes = walk.axes.get(value, ())
@@ -74,7 +53,7 @@ def _is_loss(graph: ModelGraph, op: int) -> bool:
     return name_of(graph.ops[op]).startswith(("cross_entropy_loss", "nll_loss"))
 
 
-def _found(walk: BatchWalk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple[int, int, str]]:
+def _found(walk: Walk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple[int, int, str]]:
     for place, value in enumerate(values):
         for dim in walk.cut_dims(value, leaf):
             yield place, dim, describe(walk.axes[value][dim], leaf)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.axes.given import arguments_of, plain, written_storages
+from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import is_pointwise
-from autoshard.axes.sample_rules import MOVES, RESHAPES
 from autoshard.axes.samples import FIRST_ENTRY, MIXED, SHARED, Samples, all_of, combine, reduce, samples
 from autoshard.capture.graph import Op, name_of
 from autoshard.capture.traits import traits_of

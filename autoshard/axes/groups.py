@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves, local_size
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
-from autoshard.axes.walk import Walk
+from autoshard.axes.walk import Walk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.module_paths import is_below, join, relative
 from autoshard.sharding import Action, Shard, count_collectives
@@ -164,9 +164,7 @@ def _groups_of(
 ) -> tuple[list[AxisGroup], list[Blocked]]:
     """The groups of one region, numbered from `first`, and what is blocked in it."""
     graph = lookup.graph
-    walk = Walk(graph)
-    for index in region.ops:
-        walk.run(graph.ops[index])
+    walk = walk_over(graph, (graph.ops[index] for index in region.ops))
     named = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
     own = {tensor.value for tensor in named if is_below(tensor.name, region.path)}
     tensors = [tensor for tensor in named if tensor.value not in own or is_below(tensor.name, region.path)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.axes.given import written_storages
-from autoshard.axes.sample_rules import MOVES, RESHAPES
+from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
 

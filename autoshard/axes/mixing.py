@@ -83,8 +83,15 @@ def _gated(walk: Context, x: Seen, dim: int = -1) -> list[Axes]:
 
 
 @rule("diff")
-def _differences(walk: Context, x: Seen, n: int = 1, dim: int = -1, *more: Any) -> list[Sequence[Axis | None]] | None:
-    return None if any(isinstance(item, Seen) for item in more) else [_resized(x, _mixed(walk, x, dim))]
+def _differences(
+    walk: Context, x: Seen, n: int = 1, dim: int = -1, prepend: Seen | None = None, append: Seen | None = None
+) -> list[Sequence[Axis | None]]:
+    """Of neighbours; what comes before and after is as large in all other dimensions."""
+    mixed = _mixed(walk, x, dim)
+    for seen in (prepend, append):
+        for d, axis in enumerate(seen.axes if seen is not None else ()):
+            walk.block([axis]) if d in mixed else walk.unify(x.axes[d], axis)
+    return [_resized(x, mixed)]
 
 
 @rule("unfold")

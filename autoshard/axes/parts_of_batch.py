@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoshard.axes.given import arguments_of
+from autoshard.axes.reshaping import PARTS
 from autoshard.axes.samples import PLACE, SHARED, Samples, samples
 from autoshard.axes.walk import name_of
 from autoshard.capture.graph import Op
@@ -20,8 +21,6 @@ from autoshard.capture.graph import Op
 if TYPE_CHECKING:
     from autoshard.axes.sample_indices import Contents
 
-PARTS = frozenset({"slice", "narrow", "select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes",
-                   "chunk", "unsafe_chunk", "tensor_split", "unbind"})  # fmt: skip
 BY_LIST = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 BY_INDEX = frozenset({"index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
                       "index_fill_"})  # fmt: skip
@@ -80,7 +79,7 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
 
 def part_dim(op: Op, ndim: int) -> int | None:
     """Along which dimension an op takes parts."""
-    if op.node is None or name_of(op) not in PARTS or not ndim:
+    if op.node is None or name_of(op) not in PARTS | {"unbind"} or not ndim:
         return None
     dim = arguments_of(op)["dim"]
     return dim % ndim if isinstance(dim, int) else 0

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from autoshard.axes.axis import Axis, concatenate, cut, every, fresh, leaves, reshape, size_of
-from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, lost, rule
+from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, lost, names, rule
 
 # ---- the same elements in another shape
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "_reshape_alias", "ravel",
       "reshape_as")  # fmt: skip
-def _reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
+def reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
     if args and isinstance(args[0], torch.dtype):
         return None
     made = reshape(x.axes, walk.shapes[0], walk.why)
@@ -25,7 +25,7 @@ def _reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] |
 
 
 @rule("squeeze")
-def _squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
+def squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
     """A dimension that stays since it is longer would go where a rank has one slice of it: one with a single factor."""
     for d in dims_of(dim, len(x.shape)):
         if x.shape and sum(1 for _ in leaves(x.axes[d])) == 1:
@@ -61,13 +61,13 @@ def _as_complex(walk: Context, x: Seen) -> list[Axes]:
 
 
 @rule("permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "mH", "adjoint", "moveaxis")
-def _permuted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+def permuted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     order = torch.empty((*range(2, 2 + len(x.shape)),), device="meta")
     return [tuple(x.axes[size - 2] for size in getattr(aten, walk.name)(order, *args, **kwargs).shape)]
 
 
 @rule("expand", "broadcast_to")
-def _expanded(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+def expanded(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     """New and spread dimensions hold the same in every slice: an axis of their own."""
     shape = walk.shapes[0]
     padded = (*((),) * (len(shape) - len(x.shape)), *x.axes)
@@ -76,14 +76,14 @@ def _expanded(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
 
 
 @rule("repeat", "tile")
-def _repeated(walk: Context, x: Seen, repeats: Sequence[int]) -> list[Axes]:
+def repeated(walk: Context, x: Seen, repeats: Sequence[int]) -> list[Axes]:
     axes = (*((),) * (len(repeats) - len(x.shape)), *x.axes)
     times = (*(1,) * (len(x.shape) - len(repeats)), *repeats)
     return [tuple((*fresh(many), *axis) for axis, many in zip(axes, times, strict=True))]
 
 
 @rule("repeat_interleave")
-def _interleaved(walk: Context, x: Seen, repeats: Any, dim: Any = None, **kwargs: Any) -> list[Axes] | None:
+def interleaved(walk: Context, x: Seen, repeats: Any, dim: Any = None, **kwargs: Any) -> list[Axes] | None:
     if not isinstance(repeats, int) or dim is None:
         return None
     d = dim % len(x.shape)
@@ -366,3 +366,13 @@ def _search(walk: Context, bounds: Seen, values: Any, **kwargs: Any) -> list[Axe
 def _constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
     """The same in every slice."""
     return [tuple(fresh(size) for size in walk.shapes[0])]
+
+
+# ---- kinds of ops
+
+RESHAPES = names(reshaped, squeezed)
+WHOLE = names(permuted, expanded)
+"""Views that leave every dimension as it is."""
+PARTS = names(_slice, _narrow, _select, _split) | {"tensor_split"}
+MOVES = WHOLE | PARTS | {"unbind", "unfold", "diagonal"}
+JOINS = names(_cat, _stack, _pad, repeated, interleaved) | {"flip", "roll"}

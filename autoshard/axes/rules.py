@@ -80,6 +80,11 @@ def rule_of(target: Any, table: Mapping[Any, Rule] = RULES) -> Rule | None:
     return pointwise if found is None and traits_of(target).pointwise else found
 
 
+def names(*functions: Rule) -> frozenset[str]:
+    """The names of the ops that have one of these rules."""
+    return frozenset(packet.__name__ for packet, function in RULES.items() if function in functions)
+
+
 def is_pointwise(target: Any) -> bool:
     """Whether an op computes element by element."""
     return rule_of(target) is pointwise
@@ -179,12 +184,12 @@ def _prelu(walk: Context, x: Seen, weight: Seen) -> list[Axes]:
     "zeros_like", "ones_like", "full_like", "empty_like", "conj", "_conj", "conj_physical", "zero_",
     "pin_memory", "positive", "type_as",
 )  # fmt: skip
-def _same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+def same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [x.axes]
 
 
 @rule("dropout", "dropout_", "feature_dropout", "feature_dropout_")
-def _dropout(walk: Context, x: Seen, p: float, train: bool) -> list[Axes]:
+def dropout(walk: Context, x: Seen, p: float, train: bool) -> list[Axes]:
     """The mask is drawn for all of the tensor at once."""
     if train and p:
         walk.draw(x)
@@ -192,10 +197,10 @@ def _dropout(walk: Context, x: Seen, p: float, train: bool) -> list[Axes]:
 
 
 @rule("native_dropout", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
-def _noise(walk: Context, x: Seen, p: float, train: bool | None) -> list[Axes] | None:
+def noise(walk: Context, x: Seen, p: float, train: bool | None) -> list[Axes] | None:
     return None if train in (True, None) and p else [x.axes, x.axes]
 
 
 @rule("rrelu", "rrelu_")
-def _rrelu(walk: Context, x: Seen, lower: float = 0.125, upper: float = 1 / 3, train: bool = False, *args: Any) -> Any:
+def rrelu(walk: Context, x: Seen, lower: float = 0.125, upper: float = 1 / 3, train: bool = False, *args: Any) -> Any:
     return None if train else [x.axes]

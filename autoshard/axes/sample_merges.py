@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from autoshard.axes import sample_rules
+from autoshard.axes import rules, sample_rules
 from autoshard.axes.given import arguments_of, origin, written_storages
-from autoshard.axes.rules import dims_of
+from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
+from autoshard.axes.rules import dims_of, names
 from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
@@ -48,10 +49,9 @@ LOSSES = frozenset({
 })  # fmt: skip
 """Losses that compare element by element, then sum up or take the mean."""
 CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-LINEAR = (
-    sample_rules.SAME | sample_rules.RESHAPES | sample_rules.MOVES
-    | {"neg", "neg_", "negative", "sum", "mean", "stack", "cat", "flip", "roll", "repeat"}
-) - {"dropout", "dropout_", "native_dropout", "bernoulli", "alpha_dropout"}  # fmt: skip
+LINEAR = names(rules.same) | RESHAPES | MOVES | {
+    "neg", "neg_", "negative", "sum", "mean", "stack", "cat", "flip", "roll", "repeat",
+}  # fmt: skip
 """Ops that are linear in all their tensors and whose numbers say nothing but which elements are meant."""
 
 
@@ -95,7 +95,12 @@ class Merges:
             return (
                 merge if merge is not None and (not (shared or self._adds_number(op)) or merge.how != "sum") else None
             )
-        return merge if name in LINEAR and not shared and len(made) == 1 else None
+        return merge if name in LINEAR and not shared and len(made) == 1 and not self._rounds(op) else None
+
+    def _rounds(self, op: Op) -> bool:
+        """Whether an op makes whole numbers of others, or answers of numbers."""
+        read, made = (self.walk.graph.values[value[0]].dtype for value in (op.inputs, op.outputs))
+        return (read.is_floating_point and not made.is_floating_point) or (made is torch.bool and read is not made)
 
     def _adds_number(self, op: Op) -> bool:
         assert op.node is not None
@@ -106,6 +111,8 @@ class Merges:
         known = [self.known.get(value) for value in op.inputs]
         divides = name.startswith("div")
         if not op.inputs or len(op.inputs) > 2 or (divides and known[0] is None):
+            return None
+        if arguments_of(op).get("rounding_mode") or self._rounds(op):
             return None
         if divides and len(known) == 2 and known[1] is not None:
             return self._per_label(op) if known[0] == known[1] == Merged(how="sum") else None
@@ -218,7 +225,7 @@ def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | 
         op = graph.ops[graph.values[value].op]
         assert op.node is not None
         name = name_of(op)
-        if name not in sample_rules.SAME | sample_rules.RESHAPES | sample_rules.MOVES | sample_rules.JOINS:
+        if name not in sample_rules.SAME | RESHAPES | MOVES | JOINS:
             return None
         if name in ("to", "_to_copy", "type_as", "dropout", "bernoulli"):
             if name not in ("to", "_to_copy") or graph.values[value].dtype not in (torch.int64, torch.int32):

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from autoshard.axes import sample_indices
+from autoshard.axes import rules, sample_indices
 from autoshard.axes import samples as domain
 from autoshard.axes.axis import Axis, leaves, resolve
-from autoshard.axes.batch import BatchWalk
 from autoshard.axes.parts_of_batch import part_dim
-from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, is_pointwise
+from autoshard.axes.reshaping import JOINS, MOVES, PARTS, RESHAPES, WHOLE
+from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, is_pointwise, names
 from autoshard.axes.samples import PLACE, SHARED, Samples, combine, fixed, moved, reshaped, samples, uniform
+from autoshard.axes.walk import Walk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
 MOST_ELEMENTS = 1 << 24
@@ -34,28 +35,7 @@ FILLED = frozenset({
     "exponential_", "normal",
 })  # fmt: skip
 """Ops whose elements are one number, or drawn alike for all places."""
-SAME = frozenset({
-    "to", "_to_copy", "alias", "contiguous", "clone", "detach", "detach_", "lift_fresh", "resolve_conj", "resolve_neg",
-    "conj", "_conj", "conj_physical", "pin_memory", "positive", "type_as", "dropout", "dropout_", "native_dropout",
-    "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout",
-    "feature_alpha_dropout_", "rrelu", "rrelu_", "bernoulli", "requires_grad_",
-})  # fmt: skip
-RESHAPES = frozenset({
-    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "_reshape_alias", "ravel",
-    "reshape_as", "squeeze",
-})  # fmt: skip
-MOVES = frozenset({
-    "permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "mH", "adjoint", "moveaxis",
-    "expand", "broadcast_to", "slice", "narrow", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
-    "chunk", "unsafe_chunk", "unfold", "diagonal", "tensor_split",
-})  # fmt: skip
-WHOLE = frozenset({"permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "moveaxis",
-                   "expand", "broadcast_to"})  # fmt: skip
-"""Those of them that leave every dimension as it is."""
-PARTS = frozenset({"slice", "narrow", "select", "split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk",
-                   "tensor_split"})  # fmt: skip
-JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad", "constant_pad_nd", "repeat", "tile",
-                   "repeat_interleave", "flip", "roll"})  # fmt: skip
+SAME = names(rules.same, rules.dropout, rules.noise, rules.rrelu) | {"bernoulli", "requires_grad_"}
 SIZED = FILLED | RESHAPES | {"expand", "broadcast_to", "repeat", "tile", "repeat_interleave", "pad", "constant_pad_nd"}
 """Ops to which lists of numbers say how large a tensor is."""
 
@@ -112,7 +92,7 @@ class OpRules:
         self.graph = graph
         self.counts = counts
         self.contents = sample_indices.Contents(graph, counts)
-        self._walk = BatchWalk(graph, table=TABLE)
+        self._walk = Walk(graph, table=TABLE)
         self._known: dict[Any, list[Samples]] = {}
         self._kept: list[Samples] = []
         self._equal: dict[Any, Samples] = {}
@@ -166,8 +146,6 @@ class OpRules:
             made = self._joined(name, op, given, shapes[0])
         elif name in sample_indices.NAMES:
             made = sample_indices.picked(self.contents, name, op, given, shapes[0])
-        elif name == "diff":
-            made = [_differences(op, given, shapes[0])]
         elif is_pointwise(op.target) and shapes:
             made = [combine(given, shape) for shape in shapes]
         if made is None:
@@ -317,15 +295,6 @@ def _repeated(x: Samples, dim: int, times: int, counts: Sequence[bool]) -> domai
     flag = x.varies[dim]
     longer = dim < len(counts) and counts[dim]
     return x.shape[dim] if flag is True and times > 1 and not longer else flag
-
-
-def _differences(op: Op, given: Sequence[Samples], shape: tuple[int, ...]) -> Samples:
-    """Neighbours along a dimension, taken together; along the others each place is by itself."""
-    assert op.node is not None
-    dim = (op.node.args[2] if len(op.node.args) > 2 else op.node.kwargs.get("dim", -1)) % len(shape)
-    owners = [domain.taken_together(item, [dim]) for item in given]
-    flags = [(*item.varies[:dim], True, *item.varies[dim + 1 :]) for item in given]
-    return combine([samples(shape, owner, flag) for owner, flag in zip(owners, flags, strict=True)], shape)
 
 
 def _padded(x: Samples, amounts: Sequence[int], shape: tuple[int, ...]) -> Samples:

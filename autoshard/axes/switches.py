@@ -16,7 +16,7 @@ import torch
 
 from autoshard.axes.given import arguments_of, computed, literals, origin, plain
 from autoshard.axes.hits import Hit
-from autoshard.axes.sample_rules import MOVES, RESHAPES
+from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.tape import Reading, Ref
 from autoshard.capture.traits import traits_of

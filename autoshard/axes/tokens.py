@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.axes.axis import Leaf, leaves, resolve
-from autoshard.axes.batch import BatchWalk
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, find_regions
+from autoshard.axes.walk import Walk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, relative
@@ -50,7 +50,7 @@ def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
         groups = [group for cut in own if (group := _group_of(found, cut)) is not None]
         if len(groups) != len(own):
             continue
-        changed = _divided(graph, lookup, region, groups, own)
+        changed, _ = _divided(graph, lookup, region, groups, own, own[0].degree, own[0].training)
         instead = dict(zip(own, changed, strict=False))
         made = [instead.get(cut, cut) for cut in made] + changed[len(own) :]
     return tuple(made)
@@ -80,25 +80,27 @@ class _Stream:
 
 
 def _divided(
-    graph: ModelGraph, lookup: Lookup, region: Region, groups: Sequence[AxisGroup], cuts: Sequence[Cut]
-) -> list[Cut]:
-    """The cuts of one region with its tokens divided, then those of the tokens; none where that can't be."""
-    walk = BatchWalk(graph)
-    for index in region.ops:
-        walk.run(graph.ops[index])
-    walk.resolve_all()
-    for stream in _streams(graph, region, walk, cuts[0].degree):
+    graph: ModelGraph, lookup: Lookup, region: Region, groups: Sequence[AxisGroup], cuts: Sequence[Cut], degree: int,
+    training: bool,
+) -> tuple[list[Cut], str]:  # fmt: skip
+    """The cuts of one region with its tokens divided, then those of the tokens; or none, and why that can't be.
+
+    Without cuts, attention of queries to the keys and values of all ranks is followed.
+    """
+    reason = "an op in it does not work on each token by itself"
+    walk = walk_over(graph, (graph.ops[index] for index in region.ops))
+    for stream in _streams(graph, region, walk, degree):
         zone = _Zone(
-            graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream,
-            degree=cuts[0].degree, training=cuts[0].training,
+            graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream, degree=degree,
+            training=training, attends=not cuts,
         )  # fmt: skip
         chains = _chains(graph, lookup, region, stream)
-        if zone.follow() and len(chains) < len(region.paths):
+        if zone.follow() and (not cuts or len(chains) < len(region.paths)):
             try:
-                return _cuts(zone, cuts, chains)
-            except Unplaceable:
-                continue
-    return []
+                return _cuts(zone, cuts, chains), ""
+            except Unplaceable as error:
+                reason = str(error)
+    return [], reason
 
 
 def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[Cut, ...]:
@@ -111,22 +113,7 @@ def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[Cut,
     for region in find_regions(graph):
         if not any(name_of(graph.ops[index]) == ATTENTION for index in region.ops):
             continue
-        walk = BatchWalk(graph)
-        for index in region.ops:
-            walk.run(graph.ops[index])
-        walk.resolve_all()
-        reason, cuts = "an op in it does not work on each token by itself", []
-        for stream in _streams(graph, region, walk, degree) if region.path != OUTSIDE else ():
-            zone = _Zone(
-                graph=graph, lookup=lookup, region=region, groups=(), walk=walk, stream=stream, degree=degree,
-                training=training, attends=True,
-            )  # fmt: skip
-            try:
-                cuts = _cuts(zone, (), _chains(graph, lookup, region, stream)) if zone.follow() else []
-            except Unplaceable as error:
-                reason = str(error)
-            if cuts:
-                break
+        cuts, reason = _divided(graph, lookup, region, (), (), degree, training)
         if not cuts:
             raise PlanError(
                 f"the tokens of {region.path or 'the model'} can't be divided over {degree} ranks, as cp={degree} "
@@ -155,7 +142,7 @@ def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:
     return ""
 
 
-def _streams(graph: ModelGraph, region: Region, walk: BatchWalk, degree: int) -> Iterator[_Stream]:
+def _streams(graph: ModelGraph, region: Region, walk: Walk, degree: int) -> Iterator[_Stream]:
     """Dimensions that an input of the block and its output have in common, the last of them first: not the width."""
     calls = [call for call in graph.calls if call.path == region.path]
     if len(calls) != 1:
@@ -191,7 +178,7 @@ class _Zone:
     lookup: Lookup
     region: Region
     groups: Sequence[AxisGroup]
-    walk: BatchWalk
+    walk: Walk
     stream: _Stream
     degree: int
     training: bool = False

@@ -30,14 +30,15 @@ class Contraction:
 class Walk:
     """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
 
-    `table`: the rules; `ops`: those that were walked; `draws`: those that draw a random mask, and the value that it is
-    for.
+    `table`: the rules; `ops`: those that were walked; `blocks`: axes that an op blocked; `draws`: ops that draw a
+    random mask, and the value that it is for.
     """
 
     graph: ModelGraph
     table: Mapping[Any, rules.Rule] = field(default_factory=lambda: RULES)
     axes: dict[int, Axes] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
+    blocks: list[tuple[int, Axis]] = field(default_factory=list)
     draws: list[tuple[int, int]] = field(default_factory=list)
     ops: set[int] = field(default_factory=set)
     name: str = ""
@@ -57,6 +58,7 @@ class Walk:
     def block(self, axes: Iterable[Axis], what: str = "") -> None:
         for axis in axes:
             if axis:
+                self.blocks.append((self._op, axis))
                 lose(axis, f"{self.why}{': ' if what else ''}{what}")
 
     def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None) -> None:
@@ -126,6 +128,15 @@ class Walk:
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
+
+
+def walk_over(graph: ModelGraph, ops: Iterable[Op]) -> Walk:
+    """Give axes to every value that some ops read or make."""
+    walk = Walk(graph)
+    for op in ops:
+        walk.run(op)
+    walk.resolve_all()
+    return walk
 
 
 def where(graph: ModelGraph, op: Op) -> str:

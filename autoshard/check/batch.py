@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.batch import BatchWalk, Rows, follow, walk_all
+from autoshard.axes.batch import Rows, follow
+from autoshard.axes.walk import Walk, walk_over
 from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
@@ -45,7 +46,7 @@ class Question:
     paths: tuple[tuple[str, ...], ...]
     bound: dict[str, Any]
     graph: ModelGraph
-    walk: BatchWalk
+    walk: Walk
     workload: Workload
 
     def call(self, bound: Mapping[str, Any]) -> Call:
@@ -124,7 +125,7 @@ def _question(
             by_id.setdefault(id(tensor), []).append(path)
         paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
         return Question(
-            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk_all(graph),
+            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk_over(graph, graph.ops),
             workload=workload,
         )  # fmt: skip
     assert refused is not None

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, cast
 
-from autoshard.axes.batch import follow, walk_all
+from autoshard.axes.batch import follow
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.regions import OUTSIDE
+from autoshard.axes.walk import walk_over
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
 from autoshard.profile.experts import dispatched_weights, expert_weights
@@ -146,7 +147,7 @@ def model_work(graph: ModelGraph, samples: int, tokens: int, *, causal: bool = T
 
     Raises `PlanError` where no input has a dimension for the batch.
     """
-    walk = walk_all(graph)
+    walk = walk_over(graph, graph.ops)
     places = (follow(walk, value, 0) for value in graph.inputs)
     rows = next((found for found in places if found is not None and found.leaf.size == samples), None)
     if rows is None:

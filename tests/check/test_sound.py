@@ -334,6 +334,20 @@ def test_a_mean_over_what_rows_have_more_or_less_of(mask):
     assert "can't be divided" in refused(Model(ratio(mask)), rows())
 
 
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda self, x: self.linear(x).sum().to(torch.int64),
+        lambda self, x: self.linear(x).mean().long().to(x.dtype),
+        lambda self, x: F.rrelu(self.linear(x).mean()),
+        lambda self, x: F.dropout(self.linear(x).mean()),
+        lambda self, x: torch.div(self.linear(x).mean(), 0.1, rounding_mode="floor"),
+    ],
+)
+def test_a_mean_that_is_rounded_or_bent(by):
+    assert "can't be divided" in refused(Model(by), rows())
+
+
 # ---- how many rows there are
 
 
