@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from autoshard.axes.walk import walk_over
 from autoshard.capture.capture import capture
 from autoshard.cluster.hardware import find_hardware
 from autoshard.cluster.parse import parse_devices
@@ -190,7 +191,7 @@ def work_of(shape: Dimensions) -> ModelWork:
     ids = torch.zeros(2, shape.seq, dtype=torch.long)
     workload = Workload(batch_size=2, sequence_length=shape.seq)
     graph = capture(model, {"input_ids": ids, "labels": ids.clone()}, workload=workload, composite=True)
-    work = model_work(graph, 2, shape.seq)
+    work = model_work(walk_over(graph, graph.ops), 2, shape.seq)
     if sum(block.layer for block in work.blocks) != 1:
         raise Unpriced("its layers are not all alike")
     # Tied embeddings are cut along the vocabulary as others are; they are counted once.

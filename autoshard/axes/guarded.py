@@ -9,6 +9,7 @@ have raised an error, the part with that row raises it. The answer decides nothi
 nobody catches the error: that is tried. Any other number that is compared (a mean, a sum) may differ from part to part.
 """
 
+from autoshard.axes.given import origin
 from autoshard.axes.switches import asked_of_all
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 
@@ -19,12 +20,11 @@ _ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", 
 
 def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
     """(answer, tensors): the answer is given if and only if each single element of the tensors fulfils something."""
+    value = origin(graph, value, *_COPIES)
     op = maker_of(graph, value)
     if op is None or op.node is None or op.mutates:
         return None
     name = name_of(op)
-    if name in _COPIES and len(op.inputs) == 1:
-        return asked_of_each(graph, op.inputs[0])
     if name in ("logical_not", "bitwise_not"):
         inner = asked_of_each(graph, op.inputs[0])
         return None if inner is None else (not inner[0], inner[1])

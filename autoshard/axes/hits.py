@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.axes.entries import COPIES
 from autoshard.axes.given import written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
@@ -26,19 +27,6 @@ from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
 if TYPE_CHECKING:
     from autoshard.axes.sample_walk import SampleWalk
 
-_COPIES = (
-    "to",
-    "_to_copy",
-    "alias",
-    "detach",
-    "clone",
-    "contiguous",
-    "squeeze",
-    "view",
-    "reshape",
-    "unsqueeze",
-    "flatten",
-)
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")
 
@@ -120,7 +108,7 @@ class Hits:
             if name in _PARTS and len(op.inputs) == 2:
                 hit = self.known(op.inputs[1])
                 return hit if hit is not None and hit.mask == source else None
-            if len(op.inputs) != 1 or name not in _COPIES:
+            if len(op.inputs) != 1 or name not in COPIES:
                 return None
             mask = source
         return None
@@ -145,7 +133,7 @@ def named_hits(graph: ModelGraph) -> tuple[dict[int, int], dict[int, Hit]]:
             if name == "unbind" and len(op.outputs) == len(numbers):
                 for value, number in zip(op.outputs, numbers, strict=True):
                     named[value] = Hit(op=lists[source], mask=masks[lists[source]], number=number)
-            elif name in _COPIES and len(op.outputs) == 1 and graph.values[op.outputs[0]].dtype is torch.int64:
+            elif name in COPIES and len(op.outputs) == 1 and graph.values[op.outputs[0]].dtype is torch.int64:
                 lists[op.outputs[0]] = lists[source]
         elif source in named and len(op.inputs) == len(op.outputs) == 1 and _is_one(graph, op):
             named[op.outputs[0]] = named[source]
@@ -162,7 +150,7 @@ def numbers_found(graph: ModelGraph, op: int) -> list[int]:
 def _is_one(graph: ModelGraph, op: Op) -> bool:
     """Whether what an op makes is still the one number that it is given."""
     alone = all(torch.Size(graph.values[value].shape).numel() == 1 for value in (op.inputs[0], op.outputs[0]))
-    kept = name_of(op) in _COPIES or name_of(op) in MOVES or name_of(op) in RESHAPES
+    kept = name_of(op) in COPIES | MOVES
     bits = op.node is not None and name_of(op) == "view" and any(isinstance(a, torch.dtype) for a in op.node.args)
     return alone and kept and not bits and not graph.values[op.outputs[0]].dtype.is_floating_point
 

@@ -168,9 +168,7 @@ def _written(
         if not name.startswith(("index_put", "_index_put")):
             new = new.expand(owner[place].shape)
         owner[place] = join(owner[place], new.expand(owner[place].shape)) if adds else new
-        return combine([samples(x.shape, owner, [a for a in x.varies])], x.shape) if not _varied(source) else samples(
-            x.shape, owner, True
-        )  # fmt: skip
+        return samples(x.shape, owner, any(source.varies) or x.varies)
     codes = [whole(index) for index in indices if index is not None]
     owner = taken_together(x, given)
     if source is not None:
@@ -178,7 +176,3 @@ def _written(
     for code in codes:
         owner = join(owner, torch.full((), code, dtype=torch.int32))
     return samples(x.shape, owner, True)
-
-
-def _varied(source: Samples) -> bool:
-    return any(source.varies)

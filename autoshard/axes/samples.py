@@ -206,7 +206,6 @@ def reshaped(item: Samples, shape: Sequence[int], counts: Sequence[bool] = ()) -
     if 0 in shape or 0 in item.shape:
         return samples(shape, whole(item), True)
     sizes: list[int] = []
-    order: list[torch.Tensor] = []
     varies: list[Varies] = []
     owner = item.owner
     done: list[int] = []
@@ -217,7 +216,6 @@ def reshaped(item: Samples, shape: Sequence[int], counts: Sequence[bool] = ()) -
         if not kept:
             owner = owner.expand([item.shape[d] if d in old else size for d, size in enumerate(owner.shape)])
         varies += _divided_anew(item, old, [shape[dim] for dim in new], counts)
-    del order
     return samples(shape, owner.reshape(done).reshape(sizes), varies)
 
 

@@ -88,13 +88,13 @@ def find_batch_axis(
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
 
 
-def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph) -> None:
+def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Walk) -> None:
     """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above.
 
-    `graph`: a forward with as many samples, which may be longer: where the batch may be is taken from it.
+    `walk`: over a forward with as many samples, which may be longer: where the batch may be is taken from it.
     """
     with own_random_numbers():
-        question = _question(model, inputs, workload, graph, longer=True)
+        question = _question(model, inputs, workload, walk.graph, walk)
         for batch in _guesses(question):
             try:
                 check_apart(question, batch)
@@ -105,17 +105,20 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, graph: M
 
 
 def _question(
-    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None, *, longer: bool = False
+    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None, walk: Walk | None = None
 ) -> Question:
-    """Record one forward with given or derived inputs, if that has not been done."""
+    """Record one forward with given or derived inputs, if that has not been done.
+
+    `walk`: over one that may be longer.
+    """
     forward = replace(workload, mode="inference", new_tokens=0)
     calls = calls_of(model, inputs, workload)
     refused: CaptureError | None = None
     for given in calls:
         args, kwargs = _apart(given)
         try:
-            if graph is None or not _is_of(graph, (args, kwargs), longer):
-                graph = capture(model, kwargs or args, workload=forward, composite=True)
+            if graph is None or not _is_of(graph, (args, kwargs), longer=walk is not None):
+                graph, walk = capture(model, kwargs or args, workload=forward, composite=True), None
         except CaptureError as error:
             refused = refused or error
             continue
@@ -125,8 +128,8 @@ def _question(
             by_id.setdefault(id(tensor), []).append(path)
         paths = tuple(tuple(by_id[id(tensor)]) for _, tensor in nested.tensors_in((args, kwargs)))
         return Question(
-            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph, walk=walk_over(graph, graph.ops),
-            workload=workload,
+            model=model, given=(args, kwargs), paths=paths, bound=bound, graph=graph,
+            walk=walk or walk_over(graph, graph.ops), workload=workload,
         )  # fmt: skip
     assert refused is not None
     raise refused

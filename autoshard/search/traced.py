@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.axes.walk import Walk, walk_over
 from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
@@ -33,6 +34,7 @@ class Traced:
     inputs: Any
     workload: Workload
     graph: ModelGraph
+    walk: Walk
     work: ModelWork
     samples: int
     derived: bool = False
@@ -43,11 +45,13 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
     given, graph = _recorded(model, inputs, few)
     traced, tokens = _sizes(given, workload)
-    work = model_work(graph, traced, tokens)
+    walk = walk_over(graph, graph.ops)
+    work = model_work(walk, traced, tokens)
     samples = workload.batch_size or (traced if inputs is not None else 1)
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(
-        model=model, inputs=given, workload=asked, graph=graph, work=work, samples=samples, derived=inputs is None
+        model=model, inputs=given, workload=asked, graph=graph, walk=walk, work=work, samples=samples,
+        derived=inputs is None,
     )  # fmt: skip
 
 
@@ -105,7 +109,7 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
     try:
         long = traced.derived and traced.work.tokens > SHORT_TOKENS
         inputs = _shorter(traced, workload) if long else traced.inputs
-        check_rows_apart(traced.model, inputs, workload, traced.graph)
+        check_rows_apart(traced.model, inputs, workload, traced.walk)
     except AutoshardError as error:
         return str(error)
     return ""
