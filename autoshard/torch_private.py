@@ -2,12 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,8 +26,8 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "Interceptor",
     "OpOverload",
+    "autograd_functions",
     "autograd_node",
     "backward_hooks",
     "below_autograd",
@@ -43,7 +42,6 @@ __all__ = [
     "hook_numbers",
     "innermost_dispatch_mode",
     "innermost_function_mode",
-    "intercept",
     "is_composite",
     "is_fully_sharded",
     "is_held",
@@ -58,9 +56,6 @@ __all__ = [
     "node_sequence",
     "not_overridden",
     "overrides_are_off",
-    "put_hook_first",
-    "put_hook_last",
-    "release",
     "run_composite",
     "sequence_number",
     "swap_contents",
@@ -140,34 +135,12 @@ def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
     tables: Any = (
         module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     )  # fmt: skip
-    return tuple(number for table in tables for number, hook in table.items() if _package_of(hook) != except_of)
-
-
-def _package_of(hook: Any) -> str:
-    return type(hook).__module__.partition(".")[0]
-
-
-def put_hook_last(module: torch.nn.Module, hook: Any) -> bool:
-    """Let a forward pre-hook of a module be called after all others, from its next call on; whether it is already.
-
-    Those of its own package may come later.
-    """
-    hooks: Any = module._forward_pre_hooks
-    names = list(hooks)
-    own = next(name for name, one in hooks.items() if one is hook)
-    later = [name for name in names[names.index(own) + 1 :] if _package_of(hooks[name]) != _package_of(hook)]
-    for name in names[names.index(own) :] if later else ():
-        if name not in later:
-            hooks.move_to_end(name)
-    return not later
-
-
-def put_hook_first(module: torch.nn.Module, hook: Any) -> None:
-    """Let a forward hook of a module be called before all others."""
-    hooks: Any = module._forward_hooks
-    own = next(name for name, one in hooks.items() if one is hook)
-    if next(iter(hooks)) != own:
-        hooks.move_to_end(own, last=False)
+    return tuple(
+        number
+        for table in tables
+        for number, hook in table.items()
+        if type(hook).__module__.partition(".")[0] != except_of
+    )
 
 
 def default_store() -> Any:
@@ -200,51 +173,23 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-class Interceptor:
-    """What `intercept` calls; as torch does unless a subclass says otherwise."""
+@contextmanager
+def autograd_functions(call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, an `apply` of a `torch.autograd.Function`, which no function mode sees, is that of `call`.
 
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Stand in for `function.apply` of a `torch.autograd.Function`, which no function mode sees."""
-        return apply(*args, **kwargs)
-
-
-_interceptors: list[Interceptor] = []
-_function_class: Any = torch.autograd.Function
-_apply_of_function: Any = vars(_function_class)["apply"]
-
-
-def begin_checkpoint(run: Callable[..., Any], in_backward: Any, args: tuple, in_forward: Any = None) -> Any:
-    """Return torch's checkpoint as a generator: `next` begins it, the second `next` ends it, `close` gives it up.
-
-    `run(*args)` is called in backward, inside the context `in_backward`, once for every backward. `in_forward`: the
-    context between the first and the second `next`.
+    It is called with the function, its own `apply`, and the arguments as a tuple and a dict.
     """
-    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    return make(run, True, lambda: (in_forward or nullcontext(), in_backward), "default", False, True, *args)
+    function_class: Any = torch.autograd.Function
+    usual = vars(function_class)["apply"]
 
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(function, usual.__get__(None, function), args, kwargs)
 
-def intercept(interceptor: Interceptor) -> None:
-    """Ask `interceptor` about autograd functions until `release`, as all others asked before."""
-    _interceptors.append(interceptor)
-    _function_class.apply = classmethod(_intercepted)
-
-
-def release(interceptor: Interceptor) -> None:
-    """Undo one `intercept`; with the last one, everything is torch's own again."""
-    _interceptors.remove(interceptor)
-    if not _interceptors:
-        _function_class.apply = _apply_of_function
-
-
-def _intercepted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    call: Callable[..., Any] = _apply_of_function.__get__(None, function)
-    for interceptor in dict.fromkeys(_interceptors):
-        call = partial(_asked, interceptor, function, call)
-    return call(*args, **kwargs)
-
-
-def _asked(interceptor: Interceptor, function: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return interceptor.apply(function, apply, args, kwargs)
+    function_class.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function_class.apply = usual
 
 
 def untracked_views() -> Any:

@@ -14,6 +14,7 @@ from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime import apply_device_map, copies, is_applied
 from autoshard.simulate import simulate
 from autoshard.verify.verify import verify
+from tests.hooks import is_hooked
 from tests.models import by_name
 
 
@@ -97,7 +98,7 @@ def test_everything_is_left_as_it_was(model, inputs, training, monkeypatch):
             assert torch.equal(parameter.grad, before_gradients[name])
         for ours, theirs in zip(model.modules(), before.modules(), strict=True):
             assert vars(ours).keys() == vars(theirs).keys()
-            assert not ours._forward_hooks and not ours._forward_pre_hooks
+            assert not is_hooked(ours)
         assert torch.equal(torch.get_rng_state(), random)
         assert all(torch.equal(inputs[name], given[name]) for name in given)
         assert not is_applied(model)

@@ -25,7 +25,7 @@ from autoshard.capture.decode import opaque_tensors
 from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
 from autoshard.errors import CaptureError
-from autoshard.torch_private import Interceptor, intercept, no_modes, release
+from autoshard.torch_private import autograd_functions, no_modes
 
 
 class Ref:
@@ -219,12 +219,8 @@ class Tape:
     @contextmanager
     def watching_functions(self) -> Iterator[None]:
         """Note the calls of autograd functions that are not torch's own."""
-        watcher = _Functions(self)
-        intercept(watcher)
-        try:
+        with autograd_functions(self.call_function):
             yield
-        finally:
-            release(watcher)
 
     def call_function(self, cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call an autograd function, and note it."""
@@ -254,16 +250,6 @@ class Tape:
     def _refs(self, value: Any) -> Any:
         with no_modes():
             return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
-
-
-class _Functions(Interceptor):
-    """Shows the calls of autograd functions to a tape."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self.tape.call_function(function, apply, args, kwargs)
 
 
 def _slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> Iterator[tuple[int, slice]]:

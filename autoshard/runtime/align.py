@@ -4,13 +4,12 @@ h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 
@@ -33,8 +32,7 @@ class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
     The target is the device of a tensor that the call writes; else `homes[-1]`, the home of the innermost watched
-    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`. An
-    `autograd.Function` is a call as any other.
+    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`.
     """
 
     def __init__(self, copies: Copies, stages: Sequence[torch.device]) -> None:
@@ -42,21 +40,10 @@ class Align(TorchFunctionMode):
         self.copies = copies
         self.rank = {device: index for index, device in enumerate(stages)}
         self.homes: list[torch.device | None] = []
-        self.on = True
-
-    def __enter__(self) -> "Align":
-        torch_private.intercept(_functions)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch_private.release(_functions)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on or func in _CROSSING:
-            return func(*args, **kwargs)
-        if not _mixes(args, kwargs):
+        if func in _CROSSING or not _mixes(args, kwargs):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in _WITH_BATCH_SIZES and len(args) > 1 and _are_batch_sizes(args[1]):
             sizes, args = args[1], (args[0], None, *args[2:])
@@ -83,18 +70,6 @@ class Align(TorchFunctionMode):
             return self.homes[-1]
         found = {tensor.device for tensor in _tensors(args, kwargs) if not _travels_alone(tensor)}
         return max((device for device in found if device in self.rank), key=self.rank.__getitem__, default=None)
-
-
-class _Functions(torch_private.Interceptor):
-    """Lets the watcher see calls of autograd functions: their backward must find what it saved on one device."""
-
-    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        watcher = torch_private.innermost_function_mode()
-        watched = isinstance(watcher, Align) and watcher.on and _mixes(args, kwargs)
-        return watcher.call(apply, args, kwargs) if watched else apply(*args, **kwargs)
-
-
-_functions = _Functions()
 
 
 class _Given:

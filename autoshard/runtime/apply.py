@@ -18,6 +18,7 @@ from autoshard.fingerprint import fingerprint
 from autoshard.module_paths import find_scripted
 from autoshard.placement import check_known, resolve_homes
 from autoshard.plan import Plan, check_placements
+from autoshard.runtime.around import layers_of
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
@@ -52,7 +53,6 @@ def remove(model: nn.Module) -> nn.Module:
     Raises `ApplyError` if nothing is applied, or if there is no room where the model was.
     """
     runtime = _runtime_of(model, "remove")
-    runtime.hook_on(model).drop_interrupted()
     runtime.streams.close()
     tensors = named_tensors(model)
     runtime.copies.clear()
@@ -100,7 +100,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     except BaseException:  # also an interrupt: half a plan must never stay
         unhook(model, runtime)
         undo()
-        if before is not None and not before.handles:
+        if before is not None and not is_applied(model):
             hook_boundaries(model, before, find_boundaries(model, before.record))
         raise
     return model
@@ -150,10 +150,7 @@ def _originals(tensors: Mapping[str, torch.Tensor], record: Record) -> dict[str,
 
 
 def _find_runtime(model: nn.Module) -> Runtime | None:
-    for hook in torch_private.forward_pre_hooks(model):
-        if isinstance(hook, RootHook):
-            return hook.runtime
-    return None
+    return next((hook.runtime for hook in layers_of(model) if isinstance(hook, RootHook)), None)
 
 
 def _runtime_of(model: nn.Module, what: str) -> Runtime:
@@ -183,7 +180,7 @@ def _check_modules(model: nn.Module, own: Runtime | None) -> None:
             "module as it was before torch.jit.script or torch.jit.trace."
         )
     for path, module in model.named_modules():
-        for hook in torch_private.forward_pre_hooks(module):
+        for hook in layers_of(module):
             if isinstance(hook, Hook) and hook.runtime is not own:
                 where = f"its part {path!r}" if path else "it"
                 raise ApplyError(

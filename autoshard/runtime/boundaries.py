@@ -15,11 +15,12 @@ from torch import nn
 
 from autoshard.module_paths import above, is_below, is_container, parent
 from autoshard.placement import resolve_homes
-from autoshard.runtime.devices import CPU, is_accelerator, resolve_device
-from autoshard.runtime.hooks import Guard, Hook, RootHook, add_leave
-from autoshard.runtime.microbatches import hook_division
+from autoshard.runtime.around import surround, take_off
+from autoshard.runtime.devices import CPU, is_accelerator, resolve_device, send
+from autoshard.runtime.hooks import Guard, Hook, RootHook
+from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.recompute import hook_recompute
-from autoshard.runtime.replicas import hook_replicas
+from autoshard.runtime.replicas import Scatter, check_replicable
 from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
 
@@ -44,26 +45,27 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
     modules = dict(model.named_modules())
     for path, boundary in boundaries.items():
         kind = Hook if path else RootHook
-        hook = kind(runtime, path, boundary.home, boundary.guard, boundary.mixed)
-        runtime.hooked.add(path)
-        runtime.handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-        if boundary.guard is not None:
-            runtime.handles.append(add_leave(modules[path], hook))
-    if runtime.record.division is not None:
-        divide = hook_replicas if runtime.record.division.devices else hook_division
-        runtime.handles += divide(model, runtime, runtime.record.division)
-    runtime.handles += hook_recompute(modules, runtime.record.recomputed)
-    runtime.handles += hook_streams(modules, runtime.streams)
+        surround(modules[path], kind(runtime, path, boundary.home, boundary.guard, boundary.mixed))
+    division = runtime.record.division
+    if division is not None:
+        if division.devices:
+            check_replicable(model)
+            surround(model, Scatter(runtime, division))
+        else:
+            runtime.copies.carry = send
+            surround(model, Divide(runtime, division))
+    hook_recompute(modules, runtime.record.recomputed)
+    hook_streams(modules, runtime.streams)
     watched = {path for path, one in boundaries.items() if one.guard is not None and one.guard.watched}
     runtime.unfused = leaves_fused(modules, {*boundaries, *runtime.streams.devices}, watched)
 
 
 def unhook(model: nn.Module, runtime: Runtime) -> None:
     """Take all hooks off."""
+    take_off(model)
     for handle in runtime.handles:
         handle.remove()
     runtime.handles.clear()
-    runtime.hooked.clear()
 
 
 def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:

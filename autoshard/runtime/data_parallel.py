@@ -19,6 +19,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, random_states, set_random_states
+from autoshard.runtime.around import take_off
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
@@ -165,7 +166,8 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     try:
         try:
             used = shard(model, record.plan, sharing, record.device, record.replaced)
-            record.handles += [*used.handles, *recompute_layers(model, record.plan), *let_gather(model, mesh.cp > 1)]
+            recompute_layers(model, record.plan)
+            record.handles += [*used.handles, *let_gather(model, mesh.cp > 1)]
             if loader is not None:
                 loader.fill_rest(model, cut_record(model), record.device)
         except Exception as found:
@@ -173,6 +175,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         agree(record.ranks, Mark(), error)
     except BaseException:
         unshard_failed(model, record.replaced)
+        take_off(model)
         for handle in record.handles:
             handle.remove()
         end_groups(record.made)
@@ -220,6 +223,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
     if record.replaced:
         unshard(model, record.replaced, {} if record.plan.cuts else record.originals)
         vars(model).pop("no_sync", None)
+    take_off(model)
     for handle in record.handles:
         handle.remove()
     if record.plan.spread and record.replaced:

@@ -1,8 +1,8 @@
-"""What runs at the boundaries of an applied model: one pre-hook per placement root, a post-hook where one is needed.
+"""What runs at the boundaries of an applied model, around the forward of each placement root.
 
-    Hook        pre-hook: moves a module's direct tensor arguments to its home; all that most modules have
-    Hook+Guard  also: current device, watched ops, copies to write back; the post-hook `Leave` takes that down again
-    RootHook    the hook of the root; also: was the model moved since?
+    Hook        moves a module's direct tensor arguments to its home; all that most modules have
+    Hook+Guard  also: current device, watched ops, copies to write back, which is taken down again after the call
+    RootHook    that of the root; also: was the model moved since?
 
 A run begins with the outermost call: of the root, or, from code around the forward (a `generate` that calls parts of
 the model one by one), of any hooked module. Its outputs go to where its inputs were, so that such code has all it
@@ -12,10 +12,11 @@ Nothing in here refers to a module: hooks get it as an argument. So there are no
 and a deep copy of the model has hooks of its own.
 """
 
-import sys
+import contextlib
 import types
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Guard:
 
 
 class Hook:
-    """Pre-hook: moves to `home` every tensor found directly in the arguments or in tuples of them (None: does not).
+    """Moves to `home` every tensor found directly in the arguments or in tuples of them (None: does not).
 
     Lists, dicts and other objects are passed as they are, since what a module writes into them must reach the caller;
     if a list or dict holds a tensor of another device, the module's ops are watched from then on. So are those of a
@@ -75,7 +76,7 @@ class Hook:
         self.home = home
         self.guard = guard
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # For most calls of most modules this loop is all that happens: what it costs is what an applied model costs.
         if self.guard is None and self.runtime.copies.in_run:
             values = [*args, *kwargs.values()]
@@ -89,49 +90,47 @@ class Hook:
                 elif kind not in _PLAIN:
                     break
             else:
-                return None
-        return self.prepare(module, args, kwargs, sys._getframe(1))
+                return forward(*args, **kwargs)
+        return self.run(forward, args, kwargs)
 
-    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, frame: Any) -> tuple[tuple, dict] | None:
-        """Move the arguments and set up the guard, if any, for a module call made from `frame`."""
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a forward with its arguments at home, guarded if it has to be."""
         outermost = self.is_outermost()
         if outermost:
-            self.begin(module)
-        values = (*args, *kwargs.values())
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        result = None
-        if self.home is not None:
-            given = self.moved(args, moved), {name: self.moved(value, moved) for name, value in kwargs.items()}
-            result = given if moved else None
-            if self.holds_foreign(values):
-                self.watch_from_now_on(module)
-        if self.guard is None:
-            return result
-        call = self.enter(module, frame)
-        if outermost:
-            call.output_device = _device_of_caller(values)
-        if self.guard.writes_back:
-            call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
-        return result
+            self.runtime.copies.begin()
+        call = Call()
+        try:
+            values = (*args, *kwargs.values())
+            moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            if self.home is not None:
+                args, kwargs = self.moved(args, moved), {key: self.moved(value, moved) for key, value in kwargs.items()}
+                if self.holds_foreign(values) and not (self.guard and self.guard.watched):
+                    self.guard = replace(self.guard or Guard(), watched=True, target=self.home)
+            guard = replace(self.guard or Guard(), writes_back=True) if outermost else self.guard
+            if guard is None:
+                return forward(*args, **kwargs)
+            if outermost:
+                call.output_device = _device_of_caller(values)
+            if guard.writes_back:
+                call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
+            self.enter(call, guard)
+            output = forward(*args, **kwargs)
+        finally:
+            self.leave(call, outermost)
+        if isinstance(output, types.GeneratorType):
+            return self.steps(output, call.output_device)
+        return output if call.output_device is None else to_device(output, call.output_device)
+
+    def steps(self, generator: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
+        """Run each step of a generator output as the forward of its module runs."""
+        with contextlib.suppress(StopIteration):
+            while True:
+                item = self.run(partial(next, generator), (), {})
+                yield item if device is None else to_device(item, device)
 
     def is_outermost(self) -> bool:
         """Whether no other hooked module is running in this thread; those run again in backward belong to a forward."""
         return not self.runtime.local.calls and torch_private.autograd_node() is None
-
-    def begin(self, module: nn.Module) -> None:
-        """A run begins with this module; from now on it is ready to send outputs back and to write to its inputs."""
-        if self.guard is None:
-            self.runtime.handles.append(add_leave(module, self))
-        self.guard = replace(self.guard or Guard(), writes_back=True)
-        self.runtime.copies.begin()
-
-    def watch_from_now_on(self, module: nn.Module) -> None:
-        """Watch the torch calls of a module that was given tensors of other devices in a list or a dict."""
-        if self.guard is None:
-            self.runtime.handles.append(add_leave(module, self))
-        guard = self.guard or Guard()
-        if not guard.watched:
-            self.guard = Guard(current=guard.current, watched=True, target=self.home, writes_back=guard.writes_back)
 
     def moved(self, value: Any, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Return an argument with its direct tensors at home, through the memo; `moved` collects (source, copy)."""
@@ -161,49 +160,41 @@ class Hook:
                 return True
         return False
 
-    def enter(self, module: nn.Module, frame: Any) -> Call:
-        """Set up the guard for a module call made from `frame`."""
-        guard = self.guard
-        assert guard is not None
-        call = Call(self, frame)
+    def enter(self, call: Call, guard: Guard) -> None:
+        """Set up the guard for a call."""
+        self.runtime.local.calls.append(call)
         current = guard.current
         if current is not None:
-            call.previous_device = current_index(current)
-            if call.previous_device is not None and call.previous_device != current.index:
+            before = current_index(current)
+            if before is not None and before != current.index:
+                call.current = current, before
                 set_current(current, current.index)
         if guard.watched:
-            self.runtime.watch(call, guard.target)
-        if self.runtime.unfused and not self.runtime.local.calls and torch.backends.mha.get_fastpath_enabled():
+            self.runtime.watch(guard.target)
+            call.watched = True
+        if self.runtime.unfused and torch.backends.mha.get_fastpath_enabled():
             call.unfused = True
             torch.backends.mha.set_fastpath_enabled(False)
-        self.runtime.local.calls.append(call)
-        return call
 
-    def leave(self) -> Call | None:
-        """Take down what `enter` set up; returns the call, None if it never got that far."""
+    def leave(self, call: Call, outermost: bool) -> None:
+        """Take down what `enter` set up, as far as it got."""
         calls = self.runtime.local.calls
-        if not any(call.hook is self for call in calls):
-            return None
-        while True:  # calls above it, if any, were cut short by an interrupt
-            call = calls.pop()
-            self.take_down(call)
-            if call.hook is self:
-                break
-        if not calls:
-            self.runtime.copies.end()
-        return call
-
-    def take_down(self, call: Call) -> None:
+        if call in calls:
+            calls.remove(call)
         if call.unfused:
             torch.backends.mha.set_fastpath_enabled(True)
-        self.runtime.unwatch(call)
-        guard = call.hook.guard
-        if guard.current is not None and call.previous_device is not None:
-            set_current(guard.current, call.previous_device)
-        for source, copy, version in call.copied:
-            if copy._version != version:
-                self.check_alone(source, call)
-                self.runtime.copies.write_back(source, copy)
+        if call.watched:
+            self.runtime.unwatch()
+        if call.current is not None:
+            set_current(*call.current)
+        try:
+            for source, copy, version in call.copied:
+                if copy._version != version:
+                    self.check_alone(source, call)
+                    self.runtime.copies.write_back(source, copy)
+        finally:
+            if outermost and not calls:
+                self.runtime.copies.end()
 
     def check_alone(self, written: torch.Tensor, call: Call) -> None:
         """Raise `ApplyError` if another argument has memory of the one that was written: its copy has old values."""
@@ -217,31 +208,17 @@ class Hook:
 
 
 class RootHook(Hook):
-    """Pre-hook of the root, which may have been moved, or interrupted, since its last forward."""
+    """The hook of the root, which may have been moved since its last forward."""
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        runtime = self.runtime
-        if runtime.local.calls:
-            self.drop_interrupted()
-        runtime.check_moved()
-        return self.prepare(module, args, kwargs, sys._getframe(1))
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.check_moved()
+        return self.run(forward, args, kwargs)
 
     def is_outermost(self) -> bool:
         """The root sends its outputs back wherever it is called."""
         return True
-
-    def drop_interrupted(self) -> None:
-        """Take down calls that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
-        running = set()
-        frame: Any = sys._getframe()
-        while frame is not None:
-            running.add(id(frame))
-            frame = frame.f_back
-        calls = self.runtime.local.calls
-        while calls and id(calls[-1].frame) not in running:
-            self.take_down(calls.pop())
 
 
 def _device_of_caller(values: tuple) -> torch.device | None:
@@ -253,31 +230,6 @@ def _device_of_caller(values: tuple) -> torch.device | None:
     own = (t for t in tensors if not isinstance(t, nn.Parameter) and not isinstance(t._base, nn.Parameter))
     first = next(own, tensors[0] if tensors else None)
     return None if first is None else first.device
-
-
-class Leave:
-    """Post-hook of a guarded module, also called when its forward raises."""
-
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: Hook) -> None:
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        call = self.hook.leave()
-        if call is None or output is None:
-            return None
-        if isinstance(output, types.GeneratorType):
-            return _relay(module, self.hook, output, call.output_device)
-        if call.output_device is None:
-            return None
-        moved = to_device(output, call.output_device)
-        return None if moved is output else moved
-
-
-def add_leave(module: nn.Module, hook: Hook) -> Any:
-    """Register the post-hook of a guarded module."""
-    return module.register_forward_hook(Leave(hook), with_kwargs=True, always_call=True)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -292,25 +244,3 @@ def to_device(value: Any, device: torch.device) -> Any:
         return copies[id(tensor)]
 
     return map_tensors(value, move)
-
-
-def _relay(module: nn.Module, hook: Hook, generator: Generator, device: torch.device | None) -> Generator:
-    """Run each step of a generator output as its module's forward runs: watched, on its device, results sent home."""
-    resume: Any = generator.send
-    value: Any = None
-    while True:
-        hook.enter(module, sys._getframe())
-        try:
-            item = resume(value)
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            hook.leave()
-        try:
-            value = yield item if device is None else to_device(item, device)
-            resume = generator.send
-        except GeneratorExit:
-            generator.close()
-            raise
-        except BaseException as error:
-            resume, value = generator.throw, error

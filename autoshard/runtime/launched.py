@@ -156,12 +156,12 @@ def _check_stages(plan: Plan) -> None:
         )
 
 
-def recompute_layers(model: nn.Module, plan: Plan) -> list[object]:
-    """Let the layers of a plan for processes compute activations again in backward; returns handles."""
+def recompute_layers(model: nn.Module, plan: Plan) -> None:
+    """Let the layers of a plan for processes compute activations again in backward."""
     older = plan.mesh is not None and plan.mesh.pp > 1 and not plan.layers  # their stages are computed again whole
     if not plan.launch or plan.recompute not in ("selective", "full") or older:
-        return []
+        return
     modules = dict(model.named_modules())
     stages = [plan.layers_of(stage) for stage in plan.stages] if plan.layers and plan.stages else [plan.gathered]
     paths = [path for own in stages for path in own[: max(0, len(own) - plan.kept_layers)]]
-    return list(hook_recompute(modules, paths, selective=plan.recompute == "selective"))
+    hook_recompute(modules, paths, selective=plan.recompute == "selective")

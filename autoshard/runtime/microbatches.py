@@ -1,17 +1,15 @@
 """A pipeline in one process: each call of the model runs in parts of its batch, one after another.
 
     call of the root ── RootHook: inputs go to the first device
-                     ── Divide:   forward(part 0), forward(part 1) …        the first parts, inside this very call
-                     ── forward(last part)
-                     ── Together: the outputs of all parts become one       gradients go back to each part
-                     ── Leave:    it goes to where the inputs were
+                     ── Divide:   forward(part 0), forward(part 1) …        the outputs of all parts become one
+                     ── it goes to where the inputs were                    gradients go back to each part
 
 Kernels and copies between accelerators are only queued, so that the first device is at part 1 while the second one
 computes part 0. What is not known to be divisible runs whole, with equal results.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +20,9 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
-from autoshard.runtime.devices import check_copies, resolve_device, send
+from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
-from autoshard.runtime.hooks import to_device
 from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.state import Division, Runtime
@@ -54,56 +51,40 @@ def division_of(plan: Plan) -> Division | None:
     )
 
 
-def hook_division(model: nn.Module, runtime: Runtime, division: Division) -> list[Any]:
-    """Hook the root of an applied model, behind the hook that moves its inputs; returns handles."""
-    runtime.copies.carry = send
-    together = Together(runtime, division)
-    return [
-        model.register_forward_pre_hook(Divide(runtime, division, together), with_kwargs=True),
-        model.register_forward_hook(together, prepend=True, always_call=True),
-    ]
-
-
 class Divide:
-    """Pre-hook of the root: runs all parts of the batch but the last one, which it leaves to the call."""
+    """Around the forward of the root: runs it on all parts of the batch. Hooks of the user are around whole calls."""
 
-    __slots__ = ("division", "runtime", "said", "together")
     undivided = "one device after another"
 
-    def __init__(self, runtime: Runtime, division: Division, together: Any) -> None:
+    def __init__(self, runtime: Runtime, division: Division) -> None:
         self.runtime = runtime
         self.division = division
-        self.together = together  # the post-hook that puts the outputs together
         self.said: set[str] = set()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile of the whole model; of its parts it goes with this
-            return None
-        call, *around = reversed(self.runtime.local.calls)
-        if any(other.parts is not None for other in around) or torch_private.autograd_node() is not None:
-            return None
-        parts = self.parts(module, args, kwargs)
-        if len(parts) < 2 or not self.is_next_to_forward(module):
-            return None
-        outputs: list[Any] = []
-        written = Written(self.division.batch.written, module)
-        call.parts = parts, outputs, written.close
-        for part in parts[:-1]:
-            written.begin()
-            given = Given(part.args, part.kwargs)
-            outputs.append(module.forward(*part.args, **part.kwargs))
-            given.check(type(module).__name__, OF_PARTS)
-        written.begin()
-        return parts[-1].args, parts[-1].kwargs
+            return forward(*args, **kwargs)
+        local = self.runtime.local
+        whole = local.divides or torch_private.autograd_node() is not None
+        parts = [] if whole else self.parts(module, args, kwargs)
+        if len(parts) < 2:
+            return forward(*args, **kwargs)
+        local.divides = True
+        try:
+            return merge(self.division.batch, self.run(module, forward, parts), parts)
+        finally:
+            local.divides = False
 
-    def is_next_to_forward(self, module: nn.Module) -> bool:
-        """Let the user's own hooks of the root see whole calls: none may come between the dividing and the forward.
-
-        A pre-hook that was registered after these is moved before them, which holds from the next call on; this one
-        runs whole.
-        """
-        torch_private.put_hook_first(module, self.together)
-        return torch_private.put_hook_last(module, self)
+    def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+        """The output of each part."""
+        outputs, written = [], Written(self.division.batch.written, module)
+        try:
+            for part in parts:
+                written.begin()
+                outputs.append(run_part(forward, part.args, part.kwargs, type(module).__name__))
+        finally:
+            written.close()
+        return outputs
 
     def shares(self, rows: int) -> int | Sequence[int]:
         """Into how many parts so many rows are divided, or the rows of each."""
@@ -133,34 +114,13 @@ class Divide:
             warnings.warn(f"autoshard: {text}: {problem}. {advice}", RuntimeWarning, stacklevel=5)
         return []
 
-    def __getstate__(self) -> tuple[Runtime, Division, Any]:
-        return self.runtime, self.division, self.together
 
-    def __setstate__(self, state: tuple[Runtime, Division, Any]) -> None:
-        (self.runtime, self.division, self.together), self.said = state, set()
-
-
-class Together:
-    """Post-hook of the root, also called when its forward raises: puts the outputs of the parts together."""
-
-    __slots__ = ("division", "runtime")
-
-    def __init__(self, runtime: Runtime, division: Division) -> None:
-        self.runtime = runtime
-        self.division = division
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = self.runtime.local.calls[-1] if self.runtime.local.calls else None
-        if call is None or call.parts is None:
-            return None
-        (parts, outputs, close), call.parts = call.parts, None
-        close()
-        if len(outputs) < len(parts) - 1 or output is None:  # one of them raised
-            return None
-        if not self.division.devices:
-            return merge(self.division.batch, [*outputs, output], parts)
-        home = call.output_device or self.division.devices[0]
-        return merge(self.division.batch, [to_device(one, home) for one in (output, *outputs)], parts)
+def run_part(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+    """Call a forward on a part. Raises `ApplyError` if it changes a list or dict that it was given."""
+    given = Given(args, kwargs)
+    output = forward(*args, **kwargs)
+    given.check(name, OF_PARTS)
+    return output
 
 
 def why_whole(batch: BatchAxis, model: nn.Module) -> str:

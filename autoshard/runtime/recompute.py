@@ -1,24 +1,25 @@
 """Stages whose activations are not kept: their modules run a second time in backward.
 
-This is torch's activation checkpointing, begun in a pre-hook and ended in a post-hook of each module, so that forwards
-stay the user's own. Random numbers are drawn again as they were, and lists, dicts and objects (caches) that a forward
-changes are given to it again as they were.
+This is torch's activation checkpointing around the forward of each module. Random numbers are drawn again as they
+were, and lists, dicts and objects (caches) that a forward changes are given to it again as they were.
 """
 
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import torch_private
 from autoshard.module_paths import is_container
 from autoshard.nested import attributes_of
 from autoshard.plan import Plan
+from autoshard.runtime.around import layers_of, surround
 from autoshard.runtime.chunks import PLAIN
 
 
@@ -39,34 +40,28 @@ def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], *, selective: bool = False) -> list[Any]:
-    """Hook modules, behind what moves their arguments; returns handles. `selective`: what is costly is kept."""
-    handles: list[Any] = []
+def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], *, selective: bool = False) -> None:
+    """Let modules run again in backward, inside of what moves their arguments. `selective`: what is costly is kept."""
     for path in paths:
-        hook = Recompute(selective)
-        handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-        handles.append(modules[path].register_forward_hook(Kept(hook), prepend=True, always_call=True))
-    return handles
+        surround(modules[path], Recompute(selective))
 
 
 def runs_again(module: nn.Module) -> bool:
     """Whether this very module is computed again, in backward."""
     if torch_private.autograd_node() is None:
         return False
-    hooks = torch_private.forward_pre_hooks(module)
-    return any(isinstance(hook, Recompute) and bool(hook.local.again) for hook in hooks)
+    return any(isinstance(layer, Recompute) and bool(layer.local.again) for layer in layers_of(module))
 
 
 class _Local(threading.local):
-    """Per thread: checkpoints of this module in progress, and whether it runs again now."""
+    """Per thread: whether a module runs again now."""
 
     def __init__(self) -> None:
-        self.open: list[Generator] = []
         self.again = 0
 
 
 class Recompute:
-    """Pre-hook of a module: what autograd saves from here on is computed again when backward needs it."""
+    """Around the forward of a module: what autograd saves in it is computed again when backward needs it."""
 
     __slots__ = ("local", "selective")
 
@@ -77,28 +72,28 @@ class Recompute:
     def __reduce__(self) -> tuple:  # a copy or a saved model starts without calls
         return Recompute, (self.selective,)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        local = self.local
-        while local.open:  # cut short by an interrupt, for which torch runs no hooks
-            local.open.pop().close()
-        if not torch.is_grad_enabled() or local.again:
-            return
-
-        count, names = len(args), tuple(kwargs)  # not the arguments: in a cache is more by now
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self.local.again:
+            return forward(*args, **kwargs)
+        count, names, first = len(args), tuple(kwargs), [(args, kwargs)]
 
         def run(*values: Any) -> Any:
+            if first:
+                own, named = first.pop()
+                return forward(*own, **named)
             values = _copied(values, {})  # a backward may come a second time
             return module(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        # torch looks for devices with random numbers in positional ones only
+        # Not the arguments themselves: in a cache is more by then. Torch looks for devices in positional ones only.
         values = _copied((*args, *kwargs.values()), {})
-        if self.selective:
-            first, again = create_selective_checkpoint_contexts(_KeepCostly())
-            begun = torch_private.begin_checkpoint(run, _Both(self, again), values, first)
-        else:
-            begun = torch_private.begin_checkpoint(run, self, values)
-        local.open.append(begun)
-        next(begun)
+        return checkpoint(run, *values, use_reentrant=False, context_fn=self.contexts)
+
+    def contexts(self) -> tuple[Any, Any]:
+        """What torch enters around the forward, and around the run in backward."""
+        if not self.selective:
+            return nullcontext(), self
+        first, again = create_selective_checkpoint_contexts(_KeepCostly())
+        return first, _Both(self, again)
 
     def __enter__(self) -> None:
         """The module runs again, in backward: nothing is to be saved for a third time."""
@@ -167,18 +162,3 @@ def _copied(given: Any, seen: dict[int, Any]) -> Any:
     if made is not given:
         vars(made).update({name: _copied(value, seen) for name, value in own.items()})
     return made
-
-
-class Kept:
-    """Post-hook of a module with a `Recompute`, also called when its forward raises."""
-
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: Recompute) -> None:
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        local = self.hook.local
-        if local.again or not local.open:
-            return
-        next(local.open.pop(), None)

@@ -20,6 +20,7 @@ from autoshard.module_paths import above, is_below, parent
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
+from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
@@ -93,7 +94,7 @@ def apply_stages(
                 results = own_results(plan, cuts)
                 apply_cuts(model, cuts, tensor_ranks, absent=absent, results=results, loader=loader)
             _hook(model, marked, tensors)
-            marked.handles += recompute_layers(model, plan)
+            recompute_layers(model, plan)
             if sharing is not None:
                 marked.handles += shard_stages(model, record, sharing)
             if loader is not None:
@@ -130,8 +131,9 @@ def _hook(model: nn.Module, marked: Marked, tensors: Mapping[str, torch.Tensor])
 
 
 def _unhook(model: nn.Module, marked: Marked) -> None:
-    """Undo `_hook`."""
+    """Undo `_hook`, and recomputation."""
     forget_norms(model)
+    take_off(model)
     for handle in marked.handles:
         handle.remove()
 

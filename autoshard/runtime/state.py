@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
-from autoshard import torch_private
 from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError
 from autoshard.runtime.align import Align
@@ -16,30 +14,31 @@ from autoshard.runtime.copies import Copies
 from autoshard.runtime.streaming import Streams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """A guarded module call in progress, made by the Python frame `frame`; `copied` is its moved arguments. `parts` is
-    of a call that runs in parts of its batch (see `microbatches.py`).
+    """A guarded module call in progress: what has to be undone after it.
 
-    The frame is held, not its id: a frame that an interrupt ended would soon have its id taken by another.
+    Attributes:
+        current: an accelerator, and which one was the current one before.
+        watched, unfused: its ops are watched; fused paths of torch were switched off for it.
+        copied: (source, copy, version of the copy) of its arguments, if what is written into copies is brought back.
+        output_device: where its outputs go, None if they stay.
     """
 
-    hook: Any
-    frame: Any
-    watching: Align | None = None
+    current: tuple[torch.device, int] | None = None
+    watched: bool = False
     unfused: bool = False
-    previous_device: int | None = None
     copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     output_device: torch.device | None = None
-    parts: Any = None
 
 
 class _Local(threading.local):
-    """Per thread: the guarded calls in progress, innermost last, and the watcher, if any."""
+    """Per thread: the guarded calls in progress, innermost last, the watcher, if any, and whether a call is divided."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.watcher: Align | None = None
+        self.divides = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,10 @@ class Record:
 
 
 class Runtime:
-    """The shared state of one applied model's hooks; owned by the hook of its root."""
+    """The shared state of one applied model's hooks; owned by the hook of its root. `handles`: of other hooks."""
 
     def __init__(self, record: Record, streams: Streams) -> None:
         self.handles: list[Any] = []
-        self.hooked: set[str] = set()  # paths; the hooks themselves refer to this object and must not be referred to
         self.record = record
         self._start()
         self.stream_with(streams)
@@ -102,11 +100,11 @@ class Runtime:
         self.local = _Local()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
-        names = ("record", "handles", "hooked", "streams", "unfused")
+        names = ("record", "handles", "streams", "unfused")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.handles, self.hooked, self.record = state["handles"], state["hooked"], state["record"]
+        self.handles, self.record = state["handles"], state["record"]
         self._start()
         self.unfused = state["unfused"]
         self.stream_with(state["streams"])
@@ -115,11 +113,6 @@ class Runtime:
         """Take these streamed modules, and let them know of runs."""
         self.streams = streams
         streams.copies = self.copies
-
-    def hook_on(self, module: nn.Module) -> Any:
-        """Return this model's hook on a module, None if it has none."""
-        hooks = torch_private.forward_pre_hooks(module)
-        return next((hook for hook in hooks if getattr(hook, "runtime", None) is self), None)
 
     def check_moved(self) -> None:
         """Raise `ApplyError` if the model was moved behind autoshard's back."""
@@ -130,22 +123,18 @@ class Runtime:
                     f"{device}. Call autoshard.remove(model) before moving a model, or apply the plan again."
                 )
 
-    def watch(self, call: Call, target: torch.device | None) -> None:
+    def watch(self, target: torch.device | None) -> None:
         """Watch the torch calls of this thread until `unwatch`, with `target` for those that mix devices."""
-        watcher = self.local.watcher
-        if watcher is None:
-            watcher = self.local.watcher = Align(self.copies, self.record.placed)
-            watcher.__enter__()
-        watcher.homes.append(target)
-        call.watching = watcher
+        if self.local.watcher is None:
+            self.local.watcher = Align(self.copies, self.record.placed)
+            self.local.watcher.__enter__()
+        self.local.watcher.homes.append(target)
 
-    def unwatch(self, call: Call) -> None:
-        """Undo what `watch` did for this call."""
-        if call.watching is not None:
-            watcher = call.watching
-            watcher.homes.pop()
-            if not watcher.homes:
-                self.local.watcher = None
-                watcher.on = False
-                if torch_private.innermost_function_mode() is watcher:
-                    watcher.__exit__(None, None, None)
+    def unwatch(self) -> None:
+        """Undo the last `watch` of this thread."""
+        watcher = self.local.watcher
+        assert watcher is not None
+        watcher.homes.pop()
+        if not watcher.homes:
+            self.local.watcher = None
+            watcher.__exit__(None, None, None)

@@ -16,7 +16,7 @@ parameters (a view, what autograd saves) stays what it is.
 import contextlib
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
+from autoshard.runtime.around import surround
 from autoshard.runtime.carriers import Carrier, Ticket
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
@@ -94,7 +95,7 @@ class Streamer:
                     self._drop(path)
 
     def close(self) -> None:
-        """Put everything home, also for calls that an interrupt cut short, and let go of all copies."""
+        """Put everything home and let go of all copies."""
         with self.lock:
             for path, slot in list(self.slots.items()):
                 if slot.users:
@@ -190,7 +191,6 @@ class Streams:
     def _start(self) -> None:
         self.streamers: dict[torch.device, Streamer] = {}
         self.copies: Copies | None = None  # of the applied model: it counts runs
-        self.local = threading.local()
         self.lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model looks for its own parameters
@@ -233,28 +233,14 @@ class Streams:
         """Which run of the model this is, None outside of any: between two runs, other code may write to parameters."""
         return self.copies.runs if self.copies is not None and self.copies.in_run else None
 
-    def calls(self) -> list[tuple[Streamer, str, int | None]]:
-        """The calls of streamed modules in progress in this thread and the run of each, the innermost last."""
-        if not hasattr(self.local, "calls"):
-            self.local.calls = []
-        return self.local.calls
-
-    def drop_interrupted(self) -> None:
-        """End calls of earlier runs that an interrupt (Ctrl-C) cut short, for which torch runs no hooks."""
-        calls = self.calls()
-        while calls and calls[-1][2] != self.run:
-            streamer, path, _ = calls.pop()
-            streamer.leave(path)
-
     def close(self) -> None:
         """Put every parameter home and let go of all copies."""
-        self.calls().clear()
         for streamer in self.streamers.values():
             streamer.close()
 
 
-class Enter:
-    """Pre-hook of a streamed module."""
+class Streamed:
+    """Around the forward of a streamed module: its parameters are there while it runs."""
 
     __slots__ = ("path", "streams")
 
@@ -262,35 +248,18 @@ class Enter:
         self.streams = streams
         self.path = path
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
-            self.streams.drop_interrupted()
             streamer = self.streams.streamer_of(self.path, module)
             streamer.enter(self.path, self.streams.run)
-        self.streams.calls().append((streamer, self.path, self.streams.run))
-
-
-class Leave:
-    """Post-hook of a streamed module, also called when its forward raises."""
-
-    __slots__ = ("path", "streams")
-
-    def __init__(self, streams: Streams, path: str) -> None:
-        self.streams = streams
-        self.path = path
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        calls = self.streams.calls()
-        if not any(path == self.path for _, path, _ in calls):
-            return  # it was never entered: bringing its parameters failed
-        with torch_private.no_overrides():
-            while calls:
-                streamer, path, _ = calls.pop()
-                streamer.leave(path)
-                if path == self.path:
-                    break
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            with torch_private.no_overrides():
+                streamer.leave(self.path)
         if torch.is_grad_enabled() and streamer.device != CPU:
             _refuse_gradients(output, self.path)
+        return output
 
 
 def _refuse_gradients(output: Any, path: str) -> None:
@@ -307,11 +276,7 @@ def _refuse_gradients(output: Any, path: str) -> None:
             tensor.register_hook(refuse)
 
 
-def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> list[Any]:
-    """Hook the streamed modules; returns the handles."""
-    handles = []
+def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> None:
+    """Let the streamed modules have their parameters while they run."""
     for path in streams.devices:
-        module = modules[path]
-        handles.append(module.register_forward_pre_hook(Enter(streams, path), with_kwargs=True))
-        handles.append(module.register_forward_hook(Leave(streams, path), with_kwargs=True, always_call=True))
-    return handles
+        surround(modules[path], Streamed(streams, path))

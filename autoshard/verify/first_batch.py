@@ -21,6 +21,7 @@ from autoshard.batching import ASSUMED
 from autoshard.errors import ApplyError, VerifyError, first_line
 from autoshard.plan import Plan
 from autoshard.runtime import remove
+from autoshard.runtime.around import layers_of
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.hooks import RootHook
@@ -112,12 +113,12 @@ class FirstBatch:
 
 
 def division_of(model: nn.Module) -> Divide | None:
-    """The hook that makes a model run in parts of its batch, None if it has none."""
-    return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, Divide)), None)
+    """What makes a model run in parts of its batch, None if nothing does."""
+    return next((layer for layer in layers_of(model) if isinstance(layer, Divide)), None)
 
 
 def _runtime(model: nn.Module) -> Any:
-    return next(hook.runtime for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, RootHook))
+    return next(hook.runtime for hook in layers_of(model) if isinstance(hook, RootHook))
 
 
 def _compare(model: nn.Module, args: tuple, kwargs: dict) -> None:

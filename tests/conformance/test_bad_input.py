@@ -10,6 +10,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import AutoshardError, PlanError, SpecError
 from tests.conformance.checks import state
+from tests.hooks import is_hooked
 from tests.models import by_name, same
 from tests.test_examples import run
 
@@ -169,4 +170,4 @@ def test_refused_apply_moves_nothing():
     with autoshard.simulate({"cpu:0": "1MiB", "cpu:1": "8KiB"}), pytest.raises((AutoshardError, RuntimeError)):
         autoshard.apply(model, device_map, inputs=case.example())
     assert same(before, state(model))
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not is_hooked(model)

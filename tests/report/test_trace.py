@@ -12,6 +12,7 @@ from autoshard.report.trace import trace_document
 from autoshard.timeline import events
 from autoshard.timeline.measured import measure_pass, measuring
 from autoshard.workload import Workload
+from tests.hooks import is_hooked
 from tests.timeline.test_timeline import Net, made
 
 SCHEMA = {
@@ -85,4 +86,4 @@ def test_measuring_leaves_no_hooks_and_sees_devices_apart():
     seen = len(taken())
     model(inputs)
     assert len(taken()) == seen == 10
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not is_hooked(model)

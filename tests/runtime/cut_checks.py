@@ -9,6 +9,7 @@ from autoshard.nested import tensors_in
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import merge
 from autoshard.sharding import even_shares
+from tests.hooks import is_hooked
 from tests.runtime.cut_models import CASES
 
 # float32, and sums over ranks are in another order than sums over the whole dimension
@@ -48,7 +49,7 @@ def check_case(name, ranks, count=None, divide=even_shares):
     for n, parameter in model.named_parameters():
         assert parameter is parameters[n]
         torch.testing.assert_close(parameter, original.get_parameter(n), **TOLERANCE, msg=lambda m, n=n: f"{n}: {m}")
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not is_hooked(model)
     model.load_state_dict(before)
     original.load_state_dict(before)
     torch.manual_seed(5)

@@ -16,6 +16,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan import Plan
 from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
+from tests.hooks import is_hooked
 from tests.models import same
 from tests.runtime.models import HARD, D, Residual, SharedDict, Tied, rows
 
@@ -30,10 +31,6 @@ def plain(value):
 def build(case):
     torch.manual_seed(0)
     return case.make().train(case.train_mode)
-
-
-def hooks_of(model):
-    return [h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -60,7 +57,7 @@ def test_same_bits_and_full_reversal(name, mode):
                 del output  # its graph holds simulated parameters, and remove would refuse to exchange them
         assert same(expected, found)
         assert remove(model) is model and not is_applied(model)
-    assert not hooks_of(model)
+    assert not is_hooked(model)
     assert {path: (type(m), set(vars(m))) for path, m in model.named_modules()} == kinds
     after = [*model.parameters(), *model.buffers()]
     assert all(old is new for old, new in zip(objects, after, strict=True))
@@ -141,7 +138,7 @@ def test_applying_again_is_removing_first():
         apply_device_map(model, HARD["residual"].device_map)
         once = apply_device_map(other, HARD["residual"].device_map)
         assert same(model(x), once(x))
-        assert len(hooks_of(model)) == len(hooks_of(other))
+        assert len(is_hooked(model)) == len(is_hooked(other))
         assert [p.device for p in model.parameters()] == [p.device for p in other.parameters()]
         remove(model)
     assert all(p.device == CPU for p in model.parameters())
@@ -155,7 +152,7 @@ def test_failing_half_way_changes_nothing():
         with pytest.raises(ApplyError, match=r"b\.weight.*cpu:1"):
             apply_device_map(model, {"a": "cpu:0", "b": "cpu:1", "c": "cpu:0"})
         assert devices.memory("cpu:0")[0] == 0
-    assert not is_applied(model) and not hooks_of(model)
+    assert not is_applied(model) and not is_hooked(model)
     for name, tensor in model.named_parameters():
         old, address, values = before[name]
         assert tensor is old and type(tensor) is nn.Parameter and tensor.data_ptr() == address
@@ -209,7 +206,7 @@ def test_maps_that_make_no_sense(device_map, kind, words):
     with autoshard.simulate("2x1MiB"), pytest.raises(kind) as caught:
         apply_device_map(model, device_map)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert not hooks_of(model) and all(type(p) is nn.Parameter for p in model.parameters())
+    assert not is_hooked(model) and all(type(p) is nn.Parameter for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -283,7 +280,7 @@ def test_deep_copies_and_pickles_have_hooks_of_their_own():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert is_applied(twin) and same(twin(x), expected)
         remove(twin)
-        assert not is_applied(twin) and not hooks_of(twin) and same(twin(x), expected)
+        assert not is_applied(twin) and not is_hooked(twin) and same(twin(x), expected)
     assert is_applied(model)
     with autoshard.simulate("3x1MiB"):
         apply_device_map(model, HARD["tied"].device_map)

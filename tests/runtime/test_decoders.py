@@ -5,6 +5,7 @@ import torch
 
 import autoshard
 from autoshard.runtime import apply_device_map, remove
+from autoshard.runtime.around import layers_of
 from tests.conformance.checks import split_before
 from tests.models import by_name, energise, same
 
@@ -102,8 +103,8 @@ def test_layers_without_transfers_have_one_hook():
     device_map = {"model.embed_tokens": "cpu:0", "model.rotary_emb": "cpu:0", "model.norm": "cpu:1", "lm_head": "cpu:1"}
     device_map |= {f"model.layers.{index}": f"cpu:{index * 2 // layers}" for index in range(layers)}
     apply_device_map(model, device_map)
-    hooked = {path for path, module in model.named_modules() if module._forward_pre_hooks}
+    hooked = {path for path, module in model.named_modules() if layers_of(module)}
     assert hooked == {"", "model", *device_map}  # the list of layers is never called
     remove(model)
     apply_device_map(model, {"": "cpu:0"})
-    assert {path for path, module in model.named_modules() if module._forward_pre_hooks} == {""}
+    assert {path for path, module in model.named_modules() if layers_of(module)} == {""}

@@ -20,6 +20,7 @@ from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.sharded import whole_of
 from autoshard.workload import Workload
+from tests.hooks import is_hooked
 from tests.ranks import run_ranks
 from tests.search.models import Decoder, Layer
 from tests.torch_releases import sharded_replicas
@@ -124,7 +125,7 @@ def trained(text, dtype=torch.float32):
     means /= dist.get_world_size()
     autoshard.remove(model)
     assert {one.dtype for one in model.parameters()} == {dtype}
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not is_hooked(model)
     return {
         "losses": max(abs(one - other) / other for one, other in zip(means.tolist(), expected[0], strict=True)),
         "norms": max(abs(one - other) / other for one, other in zip(norms, expected[1], strict=True)),

@@ -6,6 +6,7 @@ from torch import nn
 
 import autoshard
 from autoshard.runtime import apply_device_map, remove
+from tests.hooks import is_hooked
 
 D = 8
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_a_generate_that_is_no_forward(device_map, where):
                 assert found.device == torch.device(where) and torch.equal(found.cpu(), expected[0])
                 assert torch.equal(model(*inputs()), expected[1])
             remove(model)
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not is_hooked(model)
 
 
 def test_only_the_outermost_call_sends_its_outputs_back():

@@ -9,6 +9,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import ApplyError
 from autoshard.workload import Workload
+from tests.hooks import is_hooked
 
 TRAINING = Workload(mode="training")
 
@@ -71,5 +72,5 @@ def test_nothing_stays_where_apply_fails_after_the_move(monkeypatch):
             autoshard.apply(model, {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"})
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not is_hooked(model)
     model(x)

@@ -18,6 +18,7 @@ from autoshard.runtime.departed import Peers
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
 from tests import torch_releases
+from tests.hooks import is_hooked
 from tests.ranks import run_ranks
 from tests.runtime.test_lost_ranks import made
 
@@ -173,7 +174,7 @@ def half_sharded():
     sharded_replicas.ReduceScatter = usual
     assert [type(module) for module in model.modules()] == classes
     assert all(one is before[name] for name, one in model.named_parameters())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not is_hooked(model)
     assert torch.equal(model(**given)["loss"], expected)
     autoshard.apply(model, plan)
     assert torch.allclose(model(**given)["loss"], expected)

@@ -24,6 +24,7 @@ from autoshard.runtime.streaming import Streamer, Streams, hook_streams
 from autoshard.sharding import Cut
 from autoshard.strategies.streamable import divisions
 from autoshard.torch_private import is_storage_shared
+from tests.hooks import is_hooked
 from tests.models.hf import HF_CASES
 
 WIDTH = 64
@@ -110,7 +111,7 @@ def test_same_bits_as_in_memory_and_full_reversal(streamed, mode):
     for block in model.blocks:
         assert all(parameter.device == torch.device("cpu") for parameter in block.parameters())
     remove(model)
-    assert not is_applied(model) and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not is_applied(model) and not is_hooked(model)
     assert all(old is new for old, new in zip(objects, model.parameters(), strict=True))
     assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(model(rows()), original(rows()))
@@ -381,7 +382,7 @@ def test_refusals(tmp_path):
         moved.blocks[0].to("cpu:1")
         with pytest.raises(ApplyError, match=r"moved after autoshard\.apply"):
             moved(rows())
-    assert not is_applied(model) and not any(m._forward_pre_hooks for m in model.modules())
+    assert not is_applied(model) and not is_hooked(model)
 
 
 def test_cuts_and_streams_in_one_plan_are_refused():
@@ -413,7 +414,7 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
     streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
     carrier = Carrier(torch.device("cpu"), by_stream=True)
     streams.streamers[torch.device("cpu")].carrier = carrier
-    handles = hook_streams(dict(model.named_modules()), streams)
+    hook_streams(dict(model.named_modules()), streams)
     seen = set()
     model.blocks[1].up.register_forward_pre_hook(lambda module, args: seen.add(module.weight.data_ptr()))
     home = model.blocks[1].up.weight.data_ptr()
@@ -424,8 +425,6 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
             original.blocks[0].up.weight.mul_(1.5)
     assert home not in seen and model.blocks[1].up.weight.data_ptr() == home
     streams.close()
-    for handle in handles:
-        handle.remove()
 
 
 class Noting:
