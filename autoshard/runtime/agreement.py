@@ -7,7 +7,8 @@ import hashlib
 import pickle
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +106,17 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
             _decide(ranks, marks, device)
     if error is not None:
         raise error
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """Raise on all ranks if what is inside raises an `Exception` on one of them: the others learn of it at the end."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    agree(ranks, Mark(), error)
 
 
 def _decide(ranks: ProcessRanks, marks: Mapping[int, Mark], device: torch.device | None) -> None:

@@ -19,12 +19,13 @@ from autoshard.fingerprint import fingerprint
 from autoshard.module_paths import above, join, parent
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
-from autoshard.runtime.agreement import Mark, agree, mark_of
+from autoshard.runtime.agreement import Mark, agree, mark_of, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, Whole
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
+from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
@@ -92,7 +93,7 @@ def apply_cuts(
     assert ready is not None
     log: list[Undo] = []
     try:
-        try:
+        with together(ranks):
             allocate = None if loader is None else loader.allocate
             cut_tensors(model, ready.record.tensors, ranks, target, log, allocate)
             if loader is not None:
@@ -101,9 +102,6 @@ def apply_cuts(
                 ready.record.devices.update(dict.fromkeys(empty, CPU))
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready, results)
-        except Exception as found:
-            error = found
-        agree(ranks, Mark(), error)
     except BaseException:
         _undo(model, ready.record, log)
         raise
@@ -306,6 +304,8 @@ class Arrive:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
+        if not torch.compiler.is_compiling() and torch_private.autograd_node() is None:
+            leave_interrupted(record.ranks)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
             if not record.gathered:
                 sum_gradients(module, record.partial, record.ranks)

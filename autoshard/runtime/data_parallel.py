@@ -18,7 +18,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, random_states, set_random_states
+from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, random_states, set_random_states, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks
@@ -110,14 +110,11 @@ def apply_replicas(
 
 def _move_replica(model: nn.Module, record: ReplicaRecord) -> None:
     """Bring the tensors of this replica to its device, but for what goes there block by block when it is sharded."""
-    tensors, error = named_tensors(model), None
+    tensors = named_tensors(model)
     sharded = {id(parameter) for parameter in model.parameters()} if shards(record.plan) else set()
     target = {n: record.originals[n] if id(one) in sharded else record.device for n, one in tensors.items()}
-    try:
+    with together(record.ranks):
         move_tensors(tensors, target)
-    except Exception as found:
-        error = found
-    agree(record.ranks, Mark(), error)
 
 
 def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
@@ -132,19 +129,16 @@ def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
 
 def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
-    mesh, ranks, error = record.plan.mesh, record.ranks, None
+    mesh, ranks = record.plan.mesh, record.ranks
     assert mesh is not None
     among = cut_groups(mesh, ranks, record.made)
     random = random_states(record.device)
     try:
-        try:
+        with together(ranks):
             cuts, results = record.plan.cuts, record.plan.results
             apply_cuts(model, cuts, among, device=record.device, loader=loader, results=results)
             if mesh.ep > 1:  # ranks that have samples of their own draw random numbers of their own
                 set_random_states(random, record.device)
-        except Exception as found:
-            error = found
-        agree(ranks, Mark(), error)
     except BaseException:
         if cut_record(model) is not None:
             remove_cuts(model)
@@ -154,7 +148,6 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
 
 def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
     """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
-    error: Exception | None = None
     mesh = record.plan.mesh
     assert mesh is not None
     sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made))
@@ -164,15 +157,12 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
     try:
-        try:
+        with together(record.ranks):
             used = shard(model, record.plan, sharing, record.device, record.replaced)
             recompute_layers(model, record.plan)
             record.handles += [*used.handles, *let_gather(model, mesh.cp > 1)]
             if loader is not None:
                 loader.fill_rest(model, cut_record(model), record.device)
-        except Exception as found:
-            error = found
-        agree(record.ranks, Mark(), error)
     except BaseException:
         unshard_failed(model, record.replaced)
         take_off(model)

@@ -34,20 +34,22 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     """
     if plan.launch == "processes":
         check_launched(plan)
-    if plan.mesh is not None and plan.mesh.pipeline > 1 and count_processes() > 1:
-        return _apply_pipeline(model, plan, loader)
-    if plan.mesh is not None and (plan.mesh.data > 1 or shards(plan)) and count_processes() > 1:
-        return _apply_replicas(model, plan, loader)
-    if not plan.cuts:
+    several, mesh = count_processes() > 1, plan.mesh
+    divide: Any = None
+    if mesh is not None and several:
+        divide = apply_stages if mesh.pipeline > 1 else apply_replicas if mesh.data > 1 or shards(plan) else None
+    if divide is None and not plan.cuts:
         _check_not_cut(model)
         return with_map(placing.apply_plan(model, plan), _map_of(plan))
     problem = _refuse_streamed(plan)  # in several processes the others must hear of it before it is raised
     try:
         _check_belongs(model, plan)
-    except PlanError as error:
-        problem = problem or error
-    if count_processes() > 1:
+    except (PlanError, ApplyError) as error:
+        problem = error
+    if several:
         ranks, device, problem = _clear(model, plan, problem)
+        if divide is not None:
+            return divide(model, plan, ranks, device=device, problem=problem, loader=loader)
         return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader, results=plan.results)
     if problem is not None:
         raise problem
@@ -64,32 +66,6 @@ def _map_of(plan: Plan) -> dict[str, str]:
     """Where modules are, as Accelerate writes it; of parameters on several devices: the devices."""
     replicas = plan.mesh is not None and plan.mesh.data > 1
     return {device.name: device.name for device in plan.devices} if plan.cuts or replicas else plan.device_map
-
-
-def _apply_pipeline(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:
-    """Keep the stages of this process; where something is applied already, all ranks remove it first."""
-    problem: PlanError | ApplyError | None = None
-    record = pipeline_record(model)
-    try:
-        if record is None:
-            _check_not_cut(model)
-        known = record is not None and record.plan.fingerprint == plan.fingerprint  # shapes are now those of its parts
-        placing.check_belongs(model, replace(plan, fingerprint="") if known else plan, named_tensors(model))
-    except (PlanError, ApplyError) as error:
-        problem = error
-    ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
-    return apply_stages(model, plan, ranks, device=device, problem=problem, loader=loader)
-
-
-def _apply_replicas(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:
-    """Make the model of this process a replica; where something is applied already, all ranks remove it first."""
-    problem: PlanError | ApplyError | None = None
-    try:
-        _check_belongs(model, plan)
-    except PlanError as error:
-        problem = error
-    ranks, device, problem = _clear(model, plan, problem or _refuse_streamed(plan))
-    return apply_replicas(model, plan, ranks, device=device, problem=problem, loader=loader)
 
 
 def _clear(
@@ -158,8 +134,9 @@ def is_applied(model: nn.Module) -> bool:
 
 def _check_belongs(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanError` unless a plan is for this model as it is when nothing is applied to it."""
-    record = cut_record(model)
-    if record is not None and record.fingerprint == plan.fingerprint:
+    stages, cuts = pipeline_record(model), cut_record(model)
+    known = stages.plan.fingerprint if stages is not None else cuts.fingerprint if cuts is not None else ""
+    if known and known == plan.fingerprint:
         plan = replace(plan, fingerprint="")  # the shapes that the model has now are those of its parts
     placing.check_belongs(model, plan, named_tensors(model))
 

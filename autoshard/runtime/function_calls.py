@@ -1,7 +1,6 @@
 """Watch the torch functions that a module calls, and carry out the steps at some of them: a mode around its forward."""
 
 import functools
-import sys
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
+from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.left_behind import attributes
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
@@ -21,15 +21,13 @@ Listed = dict[str, tuple[str, list[Step | Lengths]]]
 
 
 class Watch(TorchFunctionMode):
-    """While entered, counts the calls of some functions and carries out the steps at the listed ones.
+    """While entered, counts the calls of some functions and carries out the steps at the listed ones."""
 
-    `frame` is that of the module's call: when it has ended and the mode is still entered, an interrupt was in between.
-    """
-
-    def __init__(self, listed: Listed, frame: Any) -> None:
+    def __init__(self, listed: Listed) -> None:
         super().__init__()
         self.listed = listed
-        self.frame = frame
+        first = next(iter(listed.values()))[1][0]
+        self.ranks = first.ranks if isinstance(first, Step) else first.steps[0].ranks
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -59,11 +57,7 @@ class Open:
         self.listed = listed
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling():
-            Watch(self.listed, None).__enter__()
-            return
-        _drop_interrupted()
-        Watch(self.listed, sys._getframe(1)).__enter__()
+        Watch(self.listed).__enter__()
 
 
 class Close:
@@ -80,6 +74,12 @@ class Close:
             watch.__exit__(None, None, None)
             if result is not None and not torch.compiler.is_compiling():
                 _check_counts(watch, module)
+
+
+def leave_interrupted(ranks: Ranks) -> None:
+    """Leave what a forward on these ranks has entered that Ctrl-C cut short: torch calls no hooks for it."""
+    while isinstance(watch := torch_private.innermost_function_mode(), Watch) and watch.ranks is ranks:
+        watch.__exit__(None, None, None)
 
 
 _OTHER_WAY = (
@@ -119,20 +119,3 @@ def _check_counts(watch: Watch, module: nn.Module) -> None:
 
 def _keeps(module: nn.Module) -> bool:
     return any(next(tensors_in(value), None) is not None for _, value in attributes(module))
-
-
-def _drop_interrupted() -> None:
-    """Leave modes whose module's call was interrupted: for KeyboardInterrupt torch calls no hooks."""
-    watch = torch_private.innermost_function_mode()
-    while isinstance(watch, Watch) and watch.frame is not None and not _runs(watch.frame):
-        watch.__exit__(None, None, None)
-        watch = torch_private.innermost_function_mode()
-
-
-def _runs(frame: Any) -> bool:
-    current: Any = sys._getframe(1)
-    while current is not None:
-        if current is frame:
-            return True
-        current = current.f_back
-    return False

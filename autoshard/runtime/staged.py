@@ -19,7 +19,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.module_paths import above, is_below, parent
 from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
-from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of
+from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -82,12 +82,9 @@ def apply_stages(
     undo: Undo | None = None
     marked = Marked(record)
     try:
-        try:
+        with together(ranks):
             undo = move_tensors(tensors, _resting(record, tensors))
-        except Exception as found:
-            error = found
-        agree(ranks, Mark(), error)
-        try:
+        with together(ranks):  # other ranks than those that cut the same stage must hear of it, too
             absent = {name for name in tensors if not record.has(name)}
             if tensor_ranks is not None:
                 cuts = own_cuts(record)
@@ -99,9 +96,6 @@ def apply_stages(
                 marked.handles += shard_stages(model, record, sharing)
             if loader is not None:
                 loader.fill_rest(model, cut_record(model), device, absent)
-        except Exception as found:
-            error = found
-        agree(ranks, Mark(), error)  # other ranks than those that cut the same stage must hear of it, too
     except BaseException:
         withdraw(model, record)
         _unhook(model, marked)
