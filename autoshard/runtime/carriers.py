@@ -70,14 +70,13 @@ class Carrier:
             self.module.current_stream(self.device).wait_event(load.ready)
         return list(load.copies)
 
-    def used(self) -> tuple[Any, Any] | None:
-        """The current stream of the caller, which computed with them, and an event behind that; None without any."""
+    def used(self) -> dict[Any, Any]:
+        """The current stream of the caller, which computed with them -> an event behind that, if there are streams."""
         if not self.by_stream:
-            return None
-        stream = self.module.current_stream(self.device)
-        event = self.module.Event()
+            return {}
+        stream, event = self.module.current_stream(self.device), self.module.Event()
         event.record(stream)
-        return stream, event
+        return {stream: event}
 
     def done(self, ticket: Ticket, uses: Mapping[Any, Any]) -> None:
         """They are not needed any more; `uses`: the last event of each stream that computed with them."""

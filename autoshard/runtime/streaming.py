@@ -16,7 +16,7 @@ parameters (a view, what autograd saves) stays what it is.
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,87 +44,83 @@ class Slot:
     Attributes:
         ticket: of the carrier.
         run: in which it began, None if outside of any.
-        users: calls in progress; `uses`: stream that has computed with the copies -> an event behind that.
-        homes: for each parameter that has the memory of a copy now, (its own memory, gradient, version of the copy).
+        uses: stream that has computed with the copies -> an event behind that.
     """
 
     ticket: Ticket
     run: int | None
-    users: int = 0
     uses: dict[Any, Any] = field(default_factory=dict)
-    homes: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = field(default_factory=dict)
 
 
 class Streamer:
-    """The streamed modules of one device; `units`: path -> parameters, in the order in which they should run."""
+    """The streamed modules of one device; `units`: path -> parameters, in the order in which they should run.
+
+    One thread at a time has the parameters of a module: they are one object for all.
+    """
 
     def __init__(self, device: torch.device, units: Mapping[str, list[nn.Parameter]]) -> None:
         self.device = device
         self.units = dict(units)
         self.carrier = Carrier(device)
         self.slots: dict[str, Slot] = {}
+        self.running: list[str] = []
         self.next = dict(itertools.pairwise(units))
         self.last: tuple[str, int | None] | None = None
         self.lock = threading.RLock()
 
-    def enter(self, path: str, run: int | None) -> None:
-        """Have a module's parameters on the device, and begin to bring those of the next."""
+    @contextlib.contextmanager
+    def present(self, path: str, run: int | None) -> Iterator[None]:
+        """Inside, a module's parameters are on the device, and those of the next are on their way."""
         with self.lock:
+            if path in self.running:  # the module calls itself
+                yield
+                return
             if self.last is not None and self.last[1] == run is not None:
                 self.next[self.last[0]] = path
             self.last = path, run
-            self._ready(path, run).users += 1
-            following = self.next.get(path)
-            if following is not None and following not in self.slots and (run is not None or not self.carrier.copies):
-                self._drop_others(path)
-                if len(self.slots) < SLOTS:
-                    with contextlib.suppress(torch.OutOfMemoryError, ApplyError):
-                        self._begin(following, run)  # it is tried again when the module runs, and counts then
-
-    def leave(self, path: str) -> None:
-        """A call of the module is over; with the last one, its parameters go home."""
-        with self.lock:
-            slot = self.slots.get(path)
-            if slot is None or slot.users == 0:
-                return
-            slot.users -= 1
-            self._note_use(slot)
-            if slot.users == 0:
-                self._go_home(slot)
+            copies = self._copies(path, run)
+            self._begin_next(path, run)
+            self.running.append(path)
+            try:
+                with _installed(self.units[path], copies):
+                    yield
+            finally:
+                self.running.remove(path)
+                self.slots[path].uses.update(self.carrier.used())
                 if self.next.get(path) != path:  # one that runs several times in a row stays
                     self._drop(path)
 
     def close(self) -> None:
-        """Put everything home and let go of all copies."""
+        """Let go of all copies."""
         with self.lock:
-            for path, slot in list(self.slots.items()):
-                if slot.users:
-                    self._note_use(slot)
-                self._go_home(slot)
+            for path in list(self.slots):
                 self._drop(path)
             self.last = None
 
-    def _ready(self, path: str, run: int | None) -> Slot:
+    def _copies(self, path: str, run: int | None) -> list[torch.Tensor]:
+        """The copies of a module's parameters, brought ahead of time or now."""
         slot = self.slots.get(path)
-        if slot is not None and slot.users:  # by another thread, maybe: its stream has waited for the copies, not ours
-            self.carrier.take(slot.ticket)
-            return slot
         if slot is not None and self.carrier.copies and (run is None or run != slot.run):  # written to since, perhaps
             self._drop(path)
-            slot = None
-        if slot is not None:
-            try:
-                return self._installed(path, slot)
-            except Exception:  # went wrong ahead of time; now it counts
-                self._drop(path)
-        self._drop_others(path)
-        slot = self._begin(path, run)
-        try:
-            return self._installed(path, slot)
-        except BaseException:
-            self._go_home(slot)
+        if path in self.slots:
+            with contextlib.suppress(Exception):  # what went wrong ahead of time is tried again, and counts then
+                return self.carrier.take(self.slots[path].ticket)
             self._drop(path)
+        self._drop_others(path)
+        try:
+            return self.carrier.take(self._begin(path, run).ticket)
+        except BaseException:
+            if path in self.slots:
+                self._drop(path)
             raise
+
+    def _begin_next(self, path: str, run: int | None) -> None:
+        following = self.next.get(path)
+        if following is not None and following not in self.slots and (run is not None or not self.carrier.copies):
+            self._drop_others(path)
+            if len(self.slots) < SLOTS:
+                with contextlib.suppress(torch.OutOfMemoryError, ApplyError):
+                    self._begin(following, run)  # it is tried again when the module runs, and counts then
 
     def _begin(self, path: str, run: int | None) -> Slot:
         parameters = self.units[path]
@@ -140,45 +136,36 @@ class Streamer:
         slot = self.slots[path] = Slot(ticket, run)
         return slot
 
-    def _installed(self, path: str, slot: Slot) -> Slot:
-        """Give the parameters the memory of their copies."""
-        copies = self.carrier.take(slot.ticket)
-        if not copies:
-            return slot
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter, copy in zip(self.units[path], copies, strict=True):
-                if id(parameter) not in slot.homes:
-                    home, grad = parameter.detach(), parameter.grad
-                    parameter.grad = None  # torch wants it where its parameter is
-                    set_data(parameter, copy)
-                    slot.homes[id(parameter)] = parameter, home, grad, parameter._version
-        return slot
-
-    def _note_use(self, slot: Slot) -> None:
-        use = self.carrier.used()
-        if use is not None:
-            slot.uses[use[0]] = use[1]
-
-    def _go_home(self, slot: Slot) -> None:
-        slot.users = 0
-        if not slot.homes:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter, home, grad, version in slot.homes.values():
-                if parameter._version != version:  # the forward wrote to it
-                    home.copy_(parameter)
-                set_data(parameter, home)
-                parameter.grad = grad if parameter.grad is None else parameter.grad
-            slot.homes.clear()
-
     def _drop_others(self, path: str) -> None:
         """Let go of what was brought for modules that did not come."""
-        for other in [other for other, slot in self.slots.items() if slot.users == 0 and other != path]:
+        for other in [other for other in self.slots if other not in (path, *self.running)]:
             self._drop(other)
 
     def _drop(self, path: str) -> None:
         slot = self.slots.pop(path)
         self.carrier.done(slot.ticket, slot.uses)
+
+
+@contextlib.contextmanager
+def _installed(parameters: Sequence[nn.Parameter], copies: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, parameters have the memory of their copies, if there are any."""
+    homes: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = []
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, copy in zip(parameters, copies, strict=False):
+                homes.append((parameter, parameter.detach(), parameter.grad, parameter._version))
+                parameter.grad = None  # torch wants it where its parameter is
+                set_data(parameter, copy)
+                homes[-1] = (*homes[-1][:3], parameter._version)
+        del copies
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, home, grad, version in homes:
+                if parameter._version != version:  # the forward wrote to it
+                    home.copy_(parameter)
+                set_data(parameter, home)
+                parameter.grad = grad if parameter.grad is None else parameter.grad
 
 
 class Streams:
@@ -249,14 +236,15 @@ class Streamed:
         self.path = path
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
-            streamer = self.streams.streamer_of(self.path, module)
-            streamer.enter(self.path, self.streams.run)
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            with torch_private.no_overrides():
-                streamer.leave(self.path)
+        streamer = self.streams.streamer_of(self.path, module)
+        with contextlib.ExitStack() as present:
+            with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
+                present.enter_context(streamer.present(self.path, self.streams.run))
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                with torch_private.no_overrides():
+                    present.close()
         if torch.is_grad_enabled() and streamer.device != CPU:
             _refuse_gradients(output, self.path)
         return output

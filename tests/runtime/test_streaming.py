@@ -20,7 +20,7 @@ from autoshard.runtime import apply_plan, is_applied, remove
 from autoshard.runtime.carriers import Carrier
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.pinned import pin
-from autoshard.runtime.streaming import Streamer, Streams, hook_streams
+from autoshard.runtime.streaming import Streams, hook_streams
 from autoshard.sharding import Cut
 from autoshard.strategies.streamable import divisions
 from autoshard.torch_private import is_storage_shared
@@ -425,42 +425,6 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
             original.blocks[0].up.weight.mul_(1.5)
     assert home not in seen and model.blocks[1].up.weight.data_ptr() == home
     streams.close()
-
-
-class Noting:
-    """A carrier where threads have streams of their own, named as they are: who waited, and what is behind the uses."""
-
-    copies = True
-
-    def __init__(self):
-        self.taken, self.freed = [], []
-
-    def begin(self, homes):
-        return [home.clone() for home in homes]
-
-    def take(self, ticket):
-        self.taken.append(threading.current_thread().name)
-        return ticket
-
-    def used(self):
-        return threading.current_thread().name, len(self.taken)
-
-    def done(self, ticket, uses):
-        self.freed.append(dict(uses))
-
-
-def test_each_thread_waits_for_copies_and_they_go_after_the_last_use_of_each():
-    layer = nn.Linear(4, 4)
-    streamer = Streamer(torch.device("cpu"), {"layer": list(layer.parameters())})
-    streamer.carrier = carrier = Noting()
-    streamer.enter("layer", None)
-    other = threading.Thread(target=lambda: (streamer.enter("layer", None), streamer.leave("layer")), name="two")
-    other.start()
-    other.join()
-    streamer.leave("layer")
-    streamer.close()
-    main = threading.main_thread().name
-    assert carrier.taken == [main, "two"] and carrier.freed == [{"two": 2, main: 2}]
 
 
 def test_the_private_count_of_who_holds_a_storage():
