@@ -29,11 +29,10 @@ from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import CPU, META, resolve_device
 from autoshard.runtime.dispatch import apply_plan, own_place
-from autoshard.runtime.moves import named_tensors, tied_groups
+from autoshard.runtime.moves import Undo, named_tensors, replace_all, tied_groups
 from autoshard.runtime.resting import resting, streamed_module
 from autoshard.runtime.sharded import shards
 from autoshard.runtime.sharded_stages import shards_stages
-from autoshard.runtime.slices import Undo, replace_all
 from autoshard.runtime.staged import own_names
 from autoshard.sizes import format_bytes
 

@@ -28,14 +28,13 @@ from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.moves import Undo, named_tensors, revert
 from autoshard.runtime.outsiders import Dense, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import (
-    Undo,
     cut_tensors,
     find_cut_tensors,
     merge_tensors,
@@ -120,7 +119,7 @@ def remove_cuts(model: nn.Module) -> nn.Module:
     try:
         merge_tensors(model, record.tensors, record.ranks, record.devices, log)
     except BaseException:
-        _revert(log)
+        revert(log)
         raise
     _undo(model, record, [])
     return model
@@ -288,12 +287,7 @@ def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
     for tensor in named_tensors(model).values():
         torch_private.drop_gradient_hooks(tensor, SumGradient)
     restore(model, record.scales)
-    _revert(log)
-
-
-def _revert(log: list[Undo]) -> None:
-    while log:
-        log.pop()()
+    revert(log)
 
 
 class Arrive:

@@ -1,10 +1,12 @@
-"""Move parameters and buffers between devices: the same objects afterwards, all of them or none.
+"""Move parameters and buffers between devices, or exchange their values: the same objects afterwards, all or none.
 
 embed.weight  ┐ one storage     ┌ embed.weight   moved together, so that a tie stays a tie
 head.weight   ┘ on cpu    ──▶   └ head.weight    on cuda:0
 """
 
+import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, first_line
 from autoshard.packed import is_packed, own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor
+from autoshard.runtime.rank_tensor import RankTensor
 
 _ORDINARY = (torch.Tensor, nn.Parameter)
 Undo = Callable[[], None]
@@ -48,71 +51,128 @@ def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torc
     is raised. The old memory is held until the returned function is dropped.
     """
     log: list[Undo] = []
+    moving = ""
 
-    def undo() -> None:
-        while log:
-            log.pop()()
+    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal moving
+        moving = name
+        return tensor if tensor.device == devices[name] else copy_tensor(tensor, devices[name])
 
-    for names in tied_groups(tensors):
-        target = devices[names[0]]
-        objects = list({id(tensors[name]): tensors[name] for name in names}.values())
-        try:
-            with torch.no_grad():
-                _move_group(objects, target, log)
-        except BaseException as error:  # also an interrupt: half a move must never stay
-            undo()
-            if not isinstance(error, Exception):
-                raise
-            reason = first_line(error)
-            raise ApplyError(
-                f"could not move {names[0]} to {target}: {reason} Nothing was moved. "
-                f"Place less on {target}, or free memory there."
-                if isinstance(error, torch.OutOfMemoryError)
-                else f"could not move {names[0]} to {target}: {reason}. Nothing was moved."
-            ) from error
-    return undo
+    try:
+        replace_all(tensors, moved, log)
+    except BaseException as error:  # also an interrupt: half a move must never stay
+        revert(log)
+        if not isinstance(error, Exception):
+            raise
+        target, reason = devices.get(moving), first_line(error)
+        raise ApplyError(
+            f"could not move {moving} to {target}: {reason} Nothing was moved. "
+            f"Place less on {target}, or free memory there."
+            if isinstance(error, torch.OutOfMemoryError)
+            else f"could not move {moving} to {target}: {reason}. Nothing was moved."
+        ) from error
+    return partial(revert, log)
 
 
-def _move_group(parts: list[torch.Tensor], target: torch.device, log: list[Undo]) -> None:
-    """Move tensors that share one storage; views of it are views of the moved one afterwards."""
-    first = parts[0]
-    if first.device == target:
-        return
-    if len(parts) == 1 or is_packed(first):
-        moved = copy_tensor(first.detach(), target)
-        for part in parts:
-            _replace(part, moved.detach(), log)
-        return
-    whole = first.detach().as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
-    moved = copy_tensor(whole, target)
-    for part in parts:
-        _replace(part, moved.view(part.dtype).as_strided(part.shape, part.stride(), part.storage_offset()), log)
+def revert(log: list[Undo]) -> None:
+    """Undo what was done, the last thing first."""
+    while log:
+        log.pop()()
 
 
-def _replace(tensor: torch.Tensor, data: torch.Tensor, log: list[Undo]) -> None:
-    """Give `tensor` the memory of `data`, keeping the object and its attributes; its gradient goes with it."""
-    grad = tensor.grad if tensor.is_leaf else None
-    old, old_grad = tensor.detach(), None if grad is None else grad.detach()
-    new_grad = None if grad is None or data.is_meta else copy_tensor(grad.detach(), data.device)
-    log.append(lambda: _set_memory(tensor, old, grad, old_grad))
-    _set_memory(tensor, data, grad, new_grad)
-
-
-def _set_memory(
-    tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, grad_data: torch.Tensor | None
+def replace_all(
+    tensors: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor], log: list[Undo]
 ) -> None:
-    if grad is None or grad_data is None:
+    """Give each tensor what `change` makes of it, tied ones together; `log` takes what undoes it, last things first.
+
+    Raises `ApplyError` for a buffer that can't be exchanged now; nothing is changed then.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_leaf and torch_private.is_held(tensor):
+            raise ApplyError(
+                f"{name} was written by a forward whose graph is still there, so it can't be exchanged. Run the "
+                "backward of that forward, or call detach_() on the buffer."
+            )
+    with torch.no_grad():
+        for names in memory_groups(tensors):
+            group = list({id(tensors[name]): tensors[name] for name in names}.values())
+            old = [tensor.detach() for tensor in group]
+            grads = [tensor.grad if tensor.is_leaf else None for tensor in group]
+            new = _changed(names[0], old, change)
+            for tensor, before, data, grad in zip(group, old, new, grads, strict=True):
+                if data is not before:
+                    log.append(partial(_set, tensor, before, grad))
+                    _set(tensor, data, None if grad is None else change(names[0], grad.detach()))
+
+
+def _changed(
+    name: str, tensors: list[torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Change tensors that share memory, so that the changed ones do."""
+    first = tensors[0]
+    if all(geometry(tensor) == geometry(first) for tensor in tensors):
+        data = change(name, first)
+        return tensors if data is first else [data] * len(tensors)
+    whole = first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
+    data = change(name, whole)
+    if data is whole:
+        return tensors
+    return [data.view(one.dtype).as_strided(one.shape, one.stride(), one.storage_offset()) for one in tensors]
+
+
+def memory_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Group names whose tensors share memory; parts of one tensor that have no element in common go their own ways.
+
+    Libraries load a fused matrix and take it apart into views: of q, k and v each is cut as if the others were not.
+    """
+    groups: list[tuple[str, ...]] = []
+    for names in tied_groups(tensors):
+        views: dict[tuple, list[str]] = {}
+        for name in names if len(names) > 1 and not is_packed(tensors[names[0]]) else ():
+            views.setdefault(geometry(tensors[name]), []).append(name)
+        apart = all(_are_apart(tensors[a[0]], tensors[b[0]]) for a, b in itertools.combinations(views.values(), 2))
+        groups += [tuple(view) for view in views.values()] if apart and views else [names]
+    return groups
+
+
+def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two views of one memory with the same strides are known to have no element in common.
+
+    Both are seen as boxes: what is left of an offset after the larger strides says where a box begins in a dimension.
+    """
+    if left.stride() != right.stride() or left.dtype != right.dtype or 0 in left.stride():
+        return False
+    apart, outer = False, 0
+    mine, theirs = int(left.storage_offset()), int(right.storage_offset())
+    for step, dim in sorted(zip(left.stride(), range(left.dim()), strict=True), reverse=True):
+        (begin, mine), (other, theirs) = divmod(mine, step), divmod(theirs, step)
+        end, other_end = begin + left.shape[dim], other + right.shape[dim]
+        if outer and max(end, other_end) * step > outer:  # it goes on in the next row: no box
+            return False
+        apart, outer = apart or end <= other or other_end <= begin, step
+    return apart
+
+
+def geometry(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _set(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Exchange the values of a tensor: the object, its names and its ties stay."""
+    if tensor.is_leaf:
+        tensor.grad = None  # torch insists that a gradient is on its parameter's device at every moment
+    if tensor.requires_grad and torch_private.is_held(tensor):
+        swap(tensor, data)
+    else:
         set_data(tensor, data)
-        return
-    tensor.grad = None  # torch insists that a gradient is on its parameter's device at every moment
-    set_data(tensor, data)
-    set_data(grad, grad_data)
-    tensor.grad = grad
+    if grad is not None and grad.is_meta == data.is_meta:
+        tensor.grad = grad
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Do `tensor.data = data` also where the types of the two, or their devices, differ."""
-    same_kind = tensor.device == data.device and not is_packed(tensor)  # `.data = ` leaves what is behind a face there
+    faces = any(is_packed(one) or isinstance(one, RankTensor) for one in (tensor, data))
+    same_kind = tensor.device == data.device and not faces  # `.data = ` leaves what is behind a face there
     ordinary = type(data) is torch.Tensor and type(tensor) in _ORDINARY and tensor.is_meta == data.is_meta
     if same_kind or ordinary:
         torch.clear_autocast_cache()  # it holds what the tensor was, in another dtype

@@ -6,7 +6,6 @@
 Tied names stay tied: what shares memory is cut once.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,18 +13,16 @@ import numpy
 import torch
 from torch import nn
 
-from autoshard import torch_private
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import PlanError
 from autoshard.module_paths import join
 from autoshard.packed import is_packed, repacked
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.moves import named_tensors, swap, tied_groups
+from autoshard.runtime.moves import Undo, geometry, memory_groups, named_tensors, replace_all
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.sharding import Cut, coordinates_of
 
-Undo = Callable[[], None]
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 """Returns memory of a shape and dtype on a device, with any values."""
 
@@ -45,7 +42,7 @@ def find_cut_tensors(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, CutTens
     Raises `PlanError` for what the model does not have, what does not fit its shape, and what is cut in two ways.
     """
     tensors = named_tensors(model)
-    groups = {name: names for names in _groups(tensors) for name in names}
+    groups = {name: names for names in memory_groups(tensors) for name in names}
     found: dict[str, CutTensor] = {}
     for cut in cuts:
         for block in cut.blocks:
@@ -82,7 +79,7 @@ def _check_fits(name: str, tensor: torch.Tensor, dim: int, axis: str, cut: Cut) 
 
 
 def _check_tied(name: str, tensor: torch.Tensor, tied: str, other: torch.Tensor) -> None:
-    if tensor is not other and _geometry(tensor) != _geometry(other):
+    if tensor is not other and geometry(tensor) != geometry(other):
         raise PlanError(
             f"the plan cuts {name!r}, and {tied!r} is a different view of the same memory. Plan with both whole."
         )
@@ -125,100 +122,6 @@ def merge_tensors(
         return repacked(merged, lambda stored: stored.to(devices[name])) if name in devices else merged
 
     replace_all(tensors, whole, log)
-
-
-def replace_all(
-    tensors: Mapping[str, torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor], log: list[Undo]
-) -> None:
-    """Give each tensor what `change` makes of it, tied ones together; `log` takes what undoes it, last things first.
-
-    Raises `ApplyError` for a buffer that can't be exchanged now; nothing is changed then.
-    """
-    for name, tensor in tensors.items():
-        if not tensor.is_leaf and torch_private.is_held(tensor):
-            raise ApplyError(
-                f"{name} was written by a forward whose graph is still there, so it can't be exchanged. Run the "
-                "backward of that forward, or call detach_() on the buffer."
-            )
-    with torch.no_grad():
-        for names in _groups(tensors):
-            group = list({id(tensors[name]): tensors[name] for name in names}.values())
-            old = [tensor.detach() for tensor in group]
-            grads = [tensor.grad if tensor.is_leaf else None for tensor in group]
-            new = _changed(names[0], old, change)
-            for tensor, before, data, grad in zip(group, old, new, grads, strict=True):
-                if data is not before:
-                    log.append(_setter(tensor, before, grad))
-                    _set(tensor, data, None if grad is None else change(names[0], grad.detach()))
-
-
-def _changed(
-    name: str, tensors: list[torch.Tensor], change: Callable[[str, torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    """Change tensors that share memory, so that the changed ones do."""
-    first = tensors[0]
-    if all(_geometry(tensor) == _geometry(first) for tensor in tensors):
-        data = change(name, first)
-        return tensors if data is first else [data] * len(tensors)
-    whole = first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
-    data = change(name, whole)
-    if data is whole:
-        return tensors
-    return [data.view(one.dtype).as_strided(one.shape, one.stride(), one.storage_offset()) for one in tensors]
-
-
-def _groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Group names whose tensors share memory; parts of one tensor that have no element in common go their own ways.
-
-    Libraries load a fused matrix and take it apart into views: of q, k and v each is cut as if the others were not.
-    """
-    groups: list[tuple[str, ...]] = []
-    for names in tied_groups(tensors):
-        views: dict[tuple, list[str]] = {}
-        for name in names if len(names) > 1 and not is_packed(tensors[names[0]]) else ():
-            views.setdefault(_geometry(tensors[name]), []).append(name)
-        apart = all(_are_apart(tensors[a[0]], tensors[b[0]]) for a, b in itertools.combinations(views.values(), 2))
-        groups += [tuple(view) for view in views.values()] if apart and views else [names]
-    return groups
-
-
-def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two views of one memory with the same strides are known to have no element in common.
-
-    Both are seen as boxes: what is left of an offset after the larger strides says where a box begins in a dimension.
-    """
-    if left.stride() != right.stride() or left.dtype != right.dtype or 0 in left.stride():
-        return False
-    apart, outer = False, 0
-    mine, theirs = int(left.storage_offset()), int(right.storage_offset())
-    for step, dim in sorted(zip(left.stride(), range(left.dim()), strict=True), reverse=True):
-        (begin, mine), (other, theirs) = divmod(mine, step), divmod(theirs, step)
-        end, other_end = begin + left.shape[dim], other + right.shape[dim]
-        if outer and max(end, other_end) * step > outer:  # it goes on in the next row: no box
-            return False
-        apart, outer = apart or end <= other or other_end <= begin, step
-    return apart
-
-
-def _geometry(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _setter(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> Undo:
-    return lambda: _set(tensor, data, grad)
-
-
-def _set(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Exchange the values of a tensor: the object, its names and its ties stay."""
-    if tensor.is_leaf:
-        tensor.grad = None
-    ordinary = not any(isinstance(one, RankTensor) or is_packed(one) for one in (tensor, data))
-    if ordinary and tensor.device == data.device and not (tensor.requires_grad and torch_private.is_held(tensor)):
-        tensor.data = data
-    else:
-        swap(tensor, data)
-    if grad is not None:
-        tensor.grad = grad
 
 
 def _part(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None) -> torch.Tensor:
