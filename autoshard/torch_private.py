@@ -248,11 +248,6 @@ def is_storage_shared(tensor: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # this tensor's, and the Python object just made
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks registered with `tensor.register_hook`, in calling order."""
     return list((tensor._backward_hooks or {}).values())

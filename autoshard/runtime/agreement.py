@@ -157,18 +157,13 @@ def differ(ranks: ProcessRanks, number: int, news: bool, told: float) -> tuple[b
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:
     """As `agree`, for every step: while no rank has an error one number is summed, in one collective."""
     try:
-        failed = any_of(ranks, error is not None, device)
+        failed = error is not None
+        if isinstance(ranks, ProcessRanks):
+            failed = bool(ranks.all_reduce(torch.tensor([float(failed)], device=device)).item())
     except RankError as problem:
         raise (error or problem) from problem
     if failed:
         agree(ranks, Mark(), error)
-
-
-def any_of(ranks: Ranks, here: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank; all of them call it, in every step."""
-    if not isinstance(ranks, ProcessRanks):
-        return here
-    return bool(ranks.all_reduce(torch.tensor([float(here)], device=device)).item())
 
 
 def _compared(marks: Sequence[Mark], members: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current_index, set_current
+from autoshard.runtime.moves import share_memory
 from autoshard.runtime.state import Call, Runtime
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
@@ -199,7 +200,7 @@ class Hook:
     def check_alone(self, written: torch.Tensor, call: Call) -> None:
         """Raise `ApplyError` if another argument has memory of the one that was written: its copy has old values."""
         for source, _, _ in call.copied:
-            if source is not written and torch_private.share_memory(source, written):
+            if source is not written and share_memory(source, written):
                 raise ApplyError(
                     f"{self.path or 'the model'} changes an argument of shape {list(written.shape)} in place, and "
                     f"another one, of shape {list(source.shape)}, is a view of the same memory. They were copied to "

@@ -36,6 +36,11 @@ def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values()]
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
+    return _storage_key(one) == _storage_key(other)
+
+
 def _storage_key(tensor: torch.Tensor) -> object:
     tensor = stored_tensors(tensor)[0]
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
