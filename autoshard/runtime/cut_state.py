@@ -1,6 +1,5 @@
 """The state of a cut model: what was done to it, and its state dict, in which all tensors are whole."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +10,11 @@ from autoshard.errors import RankError
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.draws import Unplanned
-from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
 from autoshard.runtime.sharded import whole_of
-from autoshard.runtime.slices import CutTensor, merge, slice_of
+from autoshard.runtime.slices import CutTensor, merge, part_of
 from autoshard.sharding import Cut
 
 
@@ -64,27 +62,6 @@ def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tup
     return *value.shape[: cut.dim], layout(cut.axis, cut.shares).size, *value.shape[cut.dim + 1 :]
 
 
-def local_values(state: Mapping[str, Any], record: CutRecord, prefix: str = "") -> dict[str, Any]:
-    """This process's parts of whole tensors, under their names with a prefix."""
-    if isinstance(record.ranks, LocalRanks):
-        devices = record.ranks.devices
-        return {
-            prefix + name: RankTensor(
-                [
-                    (slice_of(value, record.tensors[name], rank) if name in record.tensors else value).to(one)
-                    for rank, one in enumerate(devices)
-                ],
-                devices,
-            )
-            for name, value in state.items()
-        }
-    rank = record.ranks.rank or 0
-    return {
-        prefix + name: slice_of(value, record.tensors[name], rank) if name in record.tensors else value
-        for name, value in state.items()
-    }
-
-
 def _meet(ranks: Ranks) -> None:
     """Raise `RankError` unless all ranks ask for the whole state; the first exchange would only say that it waited."""
     try:
@@ -121,10 +98,11 @@ class Whole:
 
     def divide(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take this rank's part of what is about to be loaded, where it is whole."""
-        own = module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            mine = own.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        own, record = module.state_dict(keep_vars=True), self.record
+        for key, value in state.items():
+            name = key.removeprefix(prefix)
+            mine = own.get(name) if key.startswith(prefix) else None
             if mine is None or not isinstance(value, torch.Tensor) or isinstance(value, RankTensor):
                 continue
-            if tuple(value.shape) == whole_shape(mine, name.removeprefix(prefix), self.record):
-                state |= local_values({name.removeprefix(prefix): value}, self.record, prefix)
+            if tuple(value.shape) == whole_shape(mine, name, record):
+                state[key] = part_of(value, record.tensors.get(name), record.ranks, None)

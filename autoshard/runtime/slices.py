@@ -102,7 +102,7 @@ def cut_tensors(
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
         if whole.is_meta and allocate is not None:
             return _empty_part(whole, cuts.get(name), ranks, device or CPU, allocate)
-        return _part(whole, cuts.get(name), ranks, device)
+        return part_of(whole, cuts.get(name), ranks, device)
 
     replace_all(tensors, part, log)
 
@@ -124,9 +124,10 @@ def merge_tensors(
     replace_all(tensors, whole, log)
 
 
-def _part(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None) -> torch.Tensor:
+def part_of(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch.device | None) -> torch.Tensor:
+    """What the ranks of this process have of a tensor, on `device` (None: where it is)."""
     if is_packed(whole):
-        return repacked(whole, lambda stored: _part(stored, None, ranks, device))
+        return repacked(whole, lambda stored: part_of(stored, None, ranks, device))
     if isinstance(ranks, LocalRanks):
         if cut is None:
             first = whole.to(ranks.devices[0])
