@@ -306,8 +306,8 @@ def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
     from autoshard.runtime import launched
 
-    cut, staged, spread = launched.is_cut_here(plan), launched.is_staged_here(plan), launched.is_spread_here(plan)
-    long = launched.is_long_here(plan)
+    cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
+    staged = launched.is_staged_here(plan)
     if cut or staged or spread or long:
         launched.check_launched(plan)
     if spread or long:

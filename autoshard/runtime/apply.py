@@ -90,7 +90,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     if before is not None:
         before.copies.clear()
     runtime = Runtime(record, streams)
-    boundaries = find_boundaries(model, record)
+    boundaries = find_boundaries(model, runtime)
     undo = move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
     try:
         streams.pin()
@@ -101,7 +101,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
         unhook(model, runtime)
         undo()
         if before is not None and not is_applied(model):
-            hook_boundaries(model, before, find_boundaries(model, before.record))
+            hook_boundaries(model, before, find_boundaries(model, before))
         raise
     return model
 

@@ -8,7 +8,6 @@ mixed root ── watched if aligned
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,27 +24,11 @@ from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """How one module is hooked.
-
-    Attributes:
-        home: where its arguments are moved to, None if they are not moved.
-        guard: what else it needs, if anything.
-        mixed: its tensors are on several devices.
-    """
-
-    home: torch.device | None
-    guard: Guard | None
-    mixed: bool
-
-
-def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Boundary]) -> None:
+def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook]) -> None:
     """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
-    for path, boundary in boundaries.items():
-        kind = Hook if path else RootHook
-        surround(modules[path], kind(runtime, path, boundary.home, boundary.guard, boundary.mixed))
+    for path, hook in hooks.items():
+        surround(modules[path], hook)
     division = runtime.record.division
     if division is not None:
         if division.devices:
@@ -56,8 +39,8 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, boundaries: dict[str, Bo
             surround(model, Divide(runtime, division))
     hook_recompute(modules, runtime.record.recomputed)
     hook_streams(modules, runtime.streams)
-    watched = {path for path, one in boundaries.items() if one.guard is not None and one.guard.watched}
-    runtime.unfused = leaves_fused(modules, {*boundaries, *runtime.streams.devices}, watched)
+    watched = {path for path, hook in hooks.items() if hook.guard is not None and hook.guard.watched}
+    runtime.unfused = leaves_fused(modules, {*hooks, *runtime.streams.devices}, watched)
 
 
 def unhook(model: nn.Module, runtime: Runtime) -> None:
@@ -68,8 +51,9 @@ def unhook(model: nn.Module, runtime: Runtime) -> None:
     runtime.handles.clear()
 
 
-def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
-    """Decide which modules are hooked, by path, and how; the root comes first."""
+def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
+    """The hooks of modules by path; the root comes first."""
+    record = runtime.record
     modules = dict(model.named_modules())
     uncallable = [path for path, module in modules.items() if is_container(module)]
     # With streamed modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
@@ -99,7 +83,7 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
         moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
     )
 
-    found: dict[str, Boundary] = {}
+    found: dict[str, Hook] = {}
     for path in modules:
         if path not in moving | aligned:
             continue
@@ -111,10 +95,8 @@ def find_boundaries(model: nn.Module, record: Record) -> dict[str, Boundary]:
             writes_back=path in writing or path == "",
         )
         needed = path == "" or guard != Guard(target=guard.target)
-        found[path] = Boundary(
-            home=device[path] if path in moving else None,
-            guard=guard if needed else None,
-            mixed=path in homes.mixed,
+        found[path] = (Hook if path else RootHook)(
+            runtime, path, device[path] if path in moving else None, guard if needed else None, path in homes.mixed
         )
     return found
 

@@ -4,6 +4,7 @@ Each process calls the model with samples of its own, as under torch's fully_sha
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,19 +18,9 @@ from autoshard.runtime.sharded import STORED
 from autoshard.runtime.sharded_stages import shards_stages
 
 
-def is_cut_here(plan: Plan) -> bool:
-    """Whether a plan for processes shares matrices between them, and where is still to be found."""
-    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.tp > 1 and not plan.cuts
-
-
-def is_spread_here(plan: Plan) -> bool:
-    """Whether a plan for processes divides experts between them, and where they are is still to be found."""
-    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.ep > 1 and not plan.cuts
-
-
-def is_long_here(plan: Plan) -> bool:
-    """Whether a plan for processes divides sequences between them, and how is still to be found."""
-    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.cp > 1 and not plan.cuts
+def is_divided_here(plan: Plan, degree: Literal["tp", "ep", "cp"]) -> bool:
+    """Whether a plan for processes divides matrices, experts or sequences, and where is still to be found."""
+    return plan.launch == "processes" and plan.mesh is not None and getattr(plan.mesh, degree) > 1 and not plan.cuts
 
 
 def of_first_replica(plan: Plan) -> Plan:

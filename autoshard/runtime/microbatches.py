@@ -76,14 +76,18 @@ class Divide:
             local.divides = False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
-        """The output of each part."""
-        outputs, written = [], Written(self.division.batch.written, module)
+        """The output of each part, which begins with what written buffers were before the call."""
+        outputs, places = [], written_places(self.division.batch.written, module)
         try:
             for part in parts:
-                written.begin()
+                # New ones for each part: autograd refuses what was written after it was saved.
+                fresh = {id(own): own.detach().clone() for _, _, _, own in places}
+                for _, owner, name, own in places:
+                    owner._buffers[name] = fresh[id(own)]
                 outputs.append(run_part(forward, part.args, part.kwargs, type(module).__name__))
         finally:
-            written.close()
+            for _, owner, name, own in places:
+                keep_last(owner, name, own)
         return outputs
 
     def shares(self, rows: int) -> int | Sequence[int]:
@@ -111,7 +115,7 @@ class Divide:
         if problem not in self.said:
             self.said.add(problem)
             text = f"this call of {type(module).__name__} runs undivided, {self.undivided}"
-            warnings.warn(f"autoshard: {text}: {problem}. {advice}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"autoshard: {text}: {problem}. {advice}", RuntimeWarning, stacklevel=8)
         return []
 
 
@@ -131,33 +135,20 @@ def why_whole(batch: BatchAxis, model: nn.Module) -> str:
     return changed_flag(batch.flags, model)
 
 
-class Written:
-    """Buffers that parts write: each part begins with what the call began with, the values of the last one stay.
+def written_places(names: Sequence[str], model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(path of a module, the module, name, buffer) wherever buffers are that parts write."""
+    wanted = {id(buffer) for name, buffer in model.named_buffers() if name in names}
+    return [
+        (path, module, name, buffer)
+        for path, module in (model.named_modules() if wanted else ())
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if id(buffer) in wanted
+    ]
 
-    Every part has tensors of its own in their places, since autograd refuses what was written after it was saved. At
-    the end the model has its own again. What a forward puts into such a place by itself stays there.
-    """
 
-    def __init__(self, names: Sequence[str], model: nn.Module) -> None:
-        self.places: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.lent: dict[int, torch.Tensor] = {}
-        wanted = {id(buffer) for name, buffer in model.named_buffers() if name in names}
-        for module in model.modules() if wanted else ():
-            own = module.named_buffers(recurse=False, remove_duplicate=False)
-            self.places += [(module, name, buffer) for name, buffer in own if id(buffer) in wanted]
-
-    def begin(self) -> None:
-        """Before each part."""
-        lent = {id(buffer): buffer.detach().clone() for _, _, buffer in self.places}
-        for module, name, buffer in self.places:
-            if getattr(module, name) is self.lent.get(id(buffer), buffer):
-                setattr(module, name, lent[id(buffer)])
-        self.lent = lent
-
-    def close(self) -> None:
-        """After the last part, or where one failed."""
-        for module, name, buffer in self.places:
-            lent = self.lent.get(id(buffer))
-            if lent is not None and getattr(module, name) is lent:
-                set_data(buffer, lent)
-                setattr(module, name, buffer)
+def keep_last(owner: nn.Module, name: str, own: torch.Tensor) -> None:
+    """Give a module its own buffer back, with the values of what is in its place; another shape stays there."""
+    last = owner._buffers[name]
+    if last is not None and last.shape == own.shape:
+        set_data(own, last.detach())
+        owner._buffers[name] = own

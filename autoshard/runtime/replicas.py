@@ -26,7 +26,7 @@ from autoshard.runtime.around import Around
 from autoshard.runtime.chunks import Part
 from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
 from autoshard.runtime.hooks import to_device
-from autoshard.runtime.microbatches import Divide, run_part
+from autoshard.runtime.microbatches import Divide, keep_last, run_part, written_places
 from autoshard.runtime.moves import named_tensors
 from autoshard.sharding import shares_of
 
@@ -60,7 +60,10 @@ class Scatter(Divide):
             with _current(device):
                 outputs.append(run_part(replica.forward, args, kwargs, name))
         outputs.insert(0, run_part(forward, *given[0], name))
-        self._keep_written(module, replica)
+        for path, owner, place, own in written_places(self.division.batch.written, module):  # the last part's stay
+            last = replica.get_submodule(path)._buffers[place]
+            owner._buffers[place] = None if last is None else copy_tensor(last.detach(), devices[0])
+            keep_last(owner, place, own)
         home = self.runtime.local.calls[-1].output_device or devices[0]
         return [to_device(one, home) for one in outputs]
 
@@ -68,18 +71,6 @@ class Scatter(Divide):
         """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""
         count = min(rows, len(self.division.devices))
         return shares_of(rows, count, self.division.shares[:count])
-
-    def _keep_written(self, model: nn.Module, last: nn.Module) -> None:
-        """Give the model the buffers that the last part has written."""
-        for name in self.division.batch.written:
-            path, _, leaf = name.rpartition(".")
-            own, source = model.get_submodule(path)._buffers, last.get_submodule(path)._buffers[leaf]
-            target = own[leaf]
-            if source is None or target is None or source.shape != target.shape:
-                own[leaf] = None if source is None else copy_tensor(source.detach(), self.division.devices[0])
-            else:
-                with torch.no_grad():
-                    target.copy_(source)
 
 
 def replica_of(model: nn.Module, device: torch.device) -> nn.Module:
