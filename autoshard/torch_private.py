@@ -40,7 +40,6 @@ __all__ = [
     "forward_pre_hooks",
     "gradient_hooks",
     "hook_numbers",
-    "innermost_dispatch_mode",
     "innermost_function_mode",
     "is_composite",
     "is_fully_sharded",
@@ -154,12 +153,6 @@ def innermost_function_mode() -> Any:
     """The torch function mode entered last in this thread, None if there is none."""
     count = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(count - 1) if count else None
-
-
-def innermost_dispatch_mode() -> Any:
-    """The torch dispatch mode entered last in this thread, None if there is none."""
-    count = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(count - 1) if count else None
 
 
 class DispatchMode(TorchDispatchMode):

@@ -31,7 +31,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, named_tensors, revert
 from autoshard.runtime.outsiders import Dense, check_not_shared
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
-from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give
+from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import (
@@ -311,8 +311,7 @@ class Arrive:
         if not isinstance(record.ranks, LocalRanks):
             return None
         devices = record.ranks.devices
-        left = torch_private.innermost_dispatch_mode()
-        if isinstance(left, RanksMode):  # by a forward that was interrupted: torch calls no hooks then
+        if left := running():  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
         return _begin(module, devices, args, kwargs)
 
@@ -327,7 +326,7 @@ class AloneCall:
         self.devices = devices
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if isinstance(torch_private.innermost_dispatch_mode(), RanksMode) or not _ordinary(args, kwargs):
+        if running() is not None or not _ordinary(args, kwargs):
             return None
         return _begin(module, self.devices, args, kwargs)
 
@@ -359,8 +358,8 @@ class Leave:
     """Hook, also after an exception: a forward on all ranks in this process ends where it began."""
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
-        mode = torch_private.innermost_dispatch_mode()
-        if not isinstance(mode, RanksMode) or mode.began is not module:
+        mode = running()
+        if mode is None or mode.began is not module:
             return None
         mode.__exit__(None, None, None)
         if result is not None:

@@ -10,6 +10,7 @@ written into an ordinary tensor: that raises.
 
 import copy
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -238,6 +239,14 @@ def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(home)
 
 
+_running = threading.local()
+
+
+def running() -> "RanksMode | None":
+    """The forward on all ranks that this thread is in, None if it is in none."""
+    return getattr(_running, "mode", None)
+
+
 class RanksMode(DispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
@@ -251,6 +260,14 @@ class RanksMode(DispatchMode):
         self.home = home
         self.began = began
         self.given = Given((), {})
+
+    def __enter__(self) -> "RanksMode":
+        self.around, _running.mode = running(), self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _running.mode = self.around
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_op(func, args, kwargs or {}, self.devices)

@@ -15,7 +15,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.rank_tensor import RanksMode, RankTensor, spread
+from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
 from autoshard.sharding import Cut, Shard
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder
@@ -490,10 +490,11 @@ def test_private_torch_still_says_what_cuts_need():
     assert torch_private.gradient_hooks(weight) == [interrupt]
     torch_private.drop_gradient_hooks(weight, type(interrupt))
     weight.sum().backward()
-    assert torch_private.innermost_dispatch_mode() is None
+    assert running() is None
     mode = RanksMode([torch.device("cpu")], torch.device("cpu"))
     with mode:
-        assert torch_private.innermost_dispatch_mode() is mode
+        assert running() is mode
+    assert running() is None
 
 
 def test_a_graph_from_before_the_cut_does_not_fill_gradients():
