@@ -1,7 +1,7 @@
 """What the last stage does with the outputs of the model: the loss of each part, and keeping them for the merge."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,86 +11,82 @@ from autoshard.capture.tape import Opaque
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
 from autoshard.runtime.chunks import PLAIN, Part
+from autoshard.runtime.devices import CPU
 from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample
 from autoshard.runtime.merging import Unmerged, merge
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One batch on its way through the stages: its parts, and per part its target, its way, the factor of its loss.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Finish:
+    """One batch on its way through the stages, and what the last stage makes of it: called part after part.
 
-    `losses`, `returned`: whether the caller wants the losses, and the outputs. `number`: how many steps were before.
+    Attributes:
+        loss: the user's function, None if the model computes its own.
+        parts, targets, ways, factors: per part its rows, target, way, and the factor of its loss.
+        wants_losses, wants_outputs: of the caller. `number`: how many steps were before.
     """
 
+    loss: Loss | None
     batch: BatchAxis | None
     parts: Sequence[Part]
     targets: list[Any]
     ways: Sequence[Prepared]
     factors: list[float]
     training: bool
-    losses: bool
-    returned: bool
+    wants_losses: bool
+    wants_outputs: bool
     number: int
-
-
-class Finish:
-    """Called by the last stage with the outputs of one part after the other.
-
-    Attributes:
-        losses: of the parts that had one.
-    """
-
-    def __init__(self, loss: Loss | None, pass_: Pass) -> None:
-        self.loss, self.pass_ = loss, pass_
-        self._made: list[tuple[torch.Tensor, ...]] = [()] * len(pass_.parts)
-        self._samples: list[Any] = [None] * len(pass_.parts)
-        self._losses: list[torch.Tensor | None] = [None] * len(pass_.parts)
-        self._sampled = pass_.training and loss is not None and len(pass_.parts) > 1
-        self.device = torch.device("cpu")
+    device: torch.device = CPU
+    _made: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _samples: dict[int, Any] = field(default_factory=dict)
+    _losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def output(self) -> Any:
         """What the model returns for the whole batch, without history, if it is wanted; for when all parts have run.
 
         Raises `PlanError` if parts can't be joined.
         """
-        pass_ = self.pass_
-        if not pass_.returned:
+        if not self.wants_outputs:
             return None
-        made = [_kept(way.output(made)) for way, made in zip(pass_.ways, self._made, strict=True)]
-        return made[0] if pass_.batch is None else merge(pass_.batch, made, pass_.parts)
+        made = [_kept(way.output(self._made[part])) for part, way in enumerate(self.ways)]
+        return made[0] if self.batch is None else merge(self.batch, made, self.parts)
 
     def check(self, reduction: Reduction) -> None:
         """Raise `PlanError` unless the loss function reduces as was said; for when all parts of a step have run."""
         if self._sampled:
-            pass_ = self.pass_
-            assert self.loss is not None and pass_.batch is not None
-            moved = [self._moved(target) for target in self.pass_.targets]
-            check_reduction(pass_.batch, self.loss, reduction, self._samples, moved, pass_.parts, pass_.number)
+            assert self.loss is not None and self.batch is not None
+            moved = [self._moved(target) for target in self.targets]
+            samples = [self._samples[part] for part in range(len(self.parts))]
+            check_reduction(self.batch, self.loss, reduction, samples, moved, self.parts, self.number)
 
     @property
     def losses(self) -> list[torch.Tensor]:
-        return [loss for loss in self._losses if loss is not None]
+        """The losses of the parts that had one, in order."""
+        return [self._losses[part] for part in sorted(self._losses)]
+
+    @property
+    def _sampled(self) -> bool:
+        return self.training and self.loss is not None and len(self.parts) > 1
 
     def __call__(self, number: int, made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return what backward begins with, of shape [1]."""
-        pass_ = self.pass_
         self.device = made[0].device if made else self.device
         output = loss = None
-        if pass_.training or pass_.losses:
-            output = pass_.ways[number].output(made)
+        if self.training or self.wants_losses:
+            output = self.ways[number].output(made)
             loss = self._loss_of(output, number)
-        if pass_.returned:
+        if self.wants_outputs:
             self._made[number] = tuple(_copy(tensor) for tensor in made)
         if self._sampled:
-            assert pass_.batch is not None
-            row = sample(pass_.batch, _kept(output), pass_.parts[number], pass_.number)
+            assert self.batch is not None
+            row = sample(self.batch, _kept(output), self.parts[number], self.number)
             self._samples[number] = map_tensors(row, _copy)
         if loss is None:
             return torch.zeros(1, device=self.device)
         self._losses[number] = loss.detach().clone()
-        factor = pass_.factors[number]
+        factor = self.factors[number]
         if factor:
-            if pass_.training and self.loss is not None:
+            if self.training and self.loss is not None:
                 check_differentiable(loss)  # torch's stages would leave it out without a word
             return (loss.reshape(1) * factor).float()  # torch can't let go of the history of a view
         # A part without a label has a loss of NaN, and no share in that of the batch.
@@ -102,8 +98,8 @@ class Finish:
 
     def _loss_of(self, output: Any, number: int) -> torch.Tensor | None:
         if self.loss is None:
-            return tensor_at(output, self.pass_.ways[number].loss) if self.pass_.training else tensor_at(output, "loss")
-        return call_loss(self.loss, output, self._moved(self.pass_.targets[number]))
+            return tensor_at(output, self.ways[number].loss if self.training else "loss")
+        return call_loss(self.loss, output, self._moved(self.targets[number]))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.engine import Engine
-from autoshard.pipelines.finish import Finish, Pass
+from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, digest_of_inputs
@@ -87,11 +87,10 @@ class RankSchedule:
             problem = found
         ways, engine = self._ready(model, parts, training, problem)
         factors = self._factors(ways[0], batch, parts, targets, training)
-        pass_ = Pass(
-            batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
-            losses=losses is not None, returned=returned, number=self._steps,
+        finish = Finish(
+            loss=self.loss, batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
+            wants_losses=losses is not None, wants_outputs=returned, number=self._steps,
         )  # fmt: skip
-        finish = Finish(self.loss, pass_)
         inputs = [input_tensors(part, record.device) for part in parts]
         if training:
             output = self._train(engine, ways, inputs, finish)
