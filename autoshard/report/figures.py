@@ -23,16 +23,17 @@ def time_rows(plan: Plan, estimate: Estimate, profile: Profile) -> list[Row]:
         if plan.workload.training and len(plan.devices) > 1:
             found.append(("waits for communication", format_seconds(estimate.exposed_seconds), "of the step"))
         return found + ([("stages are idle", f"{estimate.bubble:.0%}", "of the time")] if estimate.bubble else [])
+    plain = len(found)
     if estimate.pipelining is not None:
         found.append(("devices wait", f"{estimate.pipelining.bubble:.0%}", "of the pass, on average"))
     elif estimate.streaming is not None:
         at = len(found) - bool(estimate.token_seconds)  # below the row of a token
         found[at:at] = _streamed(estimate)
-    elif estimate.all_reduces or estimate.all_gathers:
+    if estimate.all_reduces or estimate.all_gathers:
         counts = ((estimate.all_reduces, "all-reduce"), (estimate.all_gathers, "all-gather"))
         count = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
         found.append(("collectives", format_seconds(estimate.collective_seconds), count))
-    elif sum(device.peak_bytes > 0 for device in estimate.devices) > 1:
+    elif len(found) == plain and sum(device.peak_bytes > 0 for device in estimate.devices) > 1:
         busiest = max(estimate.devices, key=lambda d: d.compute_seconds + d.transfer_seconds)
         overlapping = "" if profile.workload.training else rate(profile, estimate.bottleneck_seconds)
         said = f"{busiest.name}; {overlapping} if passes overlap" if overlapping else busiest.name

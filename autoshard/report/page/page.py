@@ -17,7 +17,7 @@ from autoshard.report.page.lanes import timeline_data
 from autoshard.report.page.sizes import cell_data, grids, unit
 from autoshard.report.page.summary import key_figures, sentences, verdict
 from autoshard.report.page.tree import module_tree
-from autoshard.report.rows import TransferRow, device_parts, device_runs, tied_modules, transfer_rows
+from autoshard.report.rows import device_parts, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import describe_workload
 from autoshard.search.sizes import Cell
 from autoshard.sizes import format_bytes, format_seconds
@@ -152,13 +152,10 @@ def _decisions(plan: Plan | None) -> tuple[object, ...]:
 
 def _transfers(estimate: Estimate) -> dict[str, Any]:
     """Rows of what moves per pass, with the largest for the bars."""
-    rows: list[TransferRow] = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
+    rows = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
     links = estimate.streaming.links if estimate.streaming is not None else ()
     return {
         "rows": rows,
         "links": links,
         "most": max([row.nbytes for row in rows] + [link.nbytes for link in links], default=0),
-        "nbytes": sum(row.nbytes for row in rows),
-        "seconds": sum(row.seconds for row in rows),
-        "backward": any(row.backward for row in rows),
     }
