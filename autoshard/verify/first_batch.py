@@ -91,14 +91,11 @@ class FirstBatch:
         return made
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Compare this call in parts and in one piece. Raises `VerifyError` if they differ."""
         if not self.waits or torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
             return
-        self.check(module, args, kwargs)
-
-    def check(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Compare this call in parts and in one piece. Raises `VerifyError` if they differ."""
         divide = division_of(module)
-        if not self.waits or (divide is not None and len(divide.parts(module, args, kwargs)) < 2):
+        if divide is not None and len(divide.parts(module, args, kwargs)) < 2:
             return
         try:
             _compare(module, args, kwargs)
