@@ -61,7 +61,7 @@ class Engine:
         if self.has_last:
             self.modules[-1].finish = finish
         numbers = torch.arange(len(inputs))
-        self.record.silent = True
+        self.record.silent, done = True, False
         try:
             if self.training:
                 self.schedule.step(part=numbers, target=numbers)
@@ -69,12 +69,13 @@ class Engine:
                 self.schedule.eval(part=numbers, target=numbers)
             if self.record.used is not None:
                 self.record.used.order(self.model, (), None)
+            done = True
         except RuntimeError as error:
             raise _explained(self.record, error) from error
         finally:
             self.record.silent = False
             if self.record.used is not None:
-                let_go(self.model)
+                let_go(self.model, failed=not done)
             for module in self.modules:
                 module.programs, module.inputs, module.finish = [], [], None
 

@@ -92,9 +92,16 @@ def lowered(given: Any, plan: Plan) -> Any:
     return map_tensors(given, lambda one: one.to(policy.param_dtype) if one.is_floating_point() else one)
 
 
-def let_go(model: Any) -> None:
+def let_go(model: Any, failed: bool) -> None:
     """Let go of whole parameters, and of gradients that a step which failed has left whole."""
-    model.reset_iter_state()
+    from torch.distributed.fsdp import FSDPModule
+
+    if failed:
+        model.reset_iter_state()
+        return
+    for module in model.modules():  # since torch 2.15 a reset takes the gradients, too
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def average_with(engines: Sequence[Any], last: bool) -> None:
