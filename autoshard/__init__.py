@@ -18,7 +18,6 @@ if torch.distributed.is_available():
 # imported first and the calls bound after them: `autoshard.plan` is the call, while `from autoshard.plan import Plan`
 # finds the room.
 import autoshard.capture
-import autoshard.estimate
 import autoshard.plan
 import autoshard.profile
 import autoshard.report
@@ -42,6 +41,7 @@ from autoshard.api import (
     verify,
 )
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.estimate import Estimate
 from autoshard.errors import (
     ApplyError,
     AutoshardError,
@@ -52,7 +52,6 @@ from autoshard.errors import (
     SpecError,
     VerifyError,
 )
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.reporting import compare, explain, report
 from autoshard.workload import Workload

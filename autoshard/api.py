@@ -25,8 +25,8 @@ from autoshard.choices import (
     strategy_named,
 )
 from autoshard.collector import no_collection
+from autoshard.engine.estimate import Estimate
 from autoshard.errors import SpecError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.planning import plan_measured
 from autoshard.progress import shown_progress, tell

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Pipelining
 from autoshard.engine.pricer import price
 from autoshard.errors import SpecError
-from autoshard.estimate import DeviceEstimate, Estimate, Pipelining
 from autoshard.module_paths import above, is_below, join
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile

@@ -228,7 +228,7 @@ def largest_plan(
     told of every size. The search begins at the size in `workload`. Raises what planning raises for that.
     """
     from autoshard.engine.pricer import price
-    from autoshard.largest_size import largest
+    from autoshard.search.largest import largest
 
     if vary not in ("batch_size", "sequence_length"):
         raise SpecError(f"{vary!r} can't be varied: batch_size or sequence_length can.")
@@ -416,9 +416,9 @@ def _cut(request: Request, asked: bool = False) -> Plan:
     `asked`: this strategy, not the best one: cut where one device would be faster, too.
     """
     from autoshard.axes.tokens import divide_tokens
+    from autoshard.engine.streamed import compute_devices
     from autoshard.strategies.column_parallel import column_parallel
     from autoshard.strategies.written_cuts import as_written
-    from autoshard.stream_cost import compute_devices
 
     _check_caller(request)
     profile, cluster, found, check = request.profile, request.limited, request.groups, request.cut_checks()

@@ -172,7 +172,7 @@ def test_public_names_stay_calls_after_their_rooms_are_imported():
     code = (
         "import autoshard.plan, autoshard.simulate, autoshard.verify\n"
         "import autoshard.profile.measure, autoshard.capture.capture\n"
-        "import autoshard, autoshard.estimate, torch\n"
+        "import autoshard, torch\n"
         "x = torch.ones(1, 4)\n"
         "plan = autoshard.plan(torch.nn.Linear(4, 4), '1x1MiB', inputs=x)\n"
         "autoshard.estimate(plan, autoshard.profile(torch.nn.Linear(4, 4), x), '1x1MiB')\n"

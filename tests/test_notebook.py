@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from tests.timeline.test_timeline import made
+from tests.engine.test_events import made
 
 
 @pytest.mark.parametrize("case", ["placements", "cuts", "streamed", "pipeline"])

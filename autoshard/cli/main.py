@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from autoshard.batching import BatchAxis
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
-    from autoshard.estimate import Estimate
+    from autoshard.engine.estimate import Estimate
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
 

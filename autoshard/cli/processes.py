@@ -96,7 +96,7 @@ def plan_largest_processes(
     A step of training with several micro-batches has no largest batch, so its batch is one micro-batch per replica
     unless their number is given. Raises what planning raises for the first size.
     """
-    from autoshard.largest_size import largest
+    from autoshard.search.largest import largest
 
     count = settings.get("num_microbatches")
     if batch and workload.training and count is None:

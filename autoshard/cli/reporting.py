@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autoshard.cli.plans import Opened
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
-    from autoshard.estimate import Estimate, Event
+    from autoshard.engine.estimate import Estimate, Event
     from autoshard.plan import Plan
     from autoshard.profile.profile import Profile
     from autoshard.search.sizes import Cell
@@ -136,8 +136,8 @@ def trace_command(
     ] = False,
 ) -> None:
     """Write the predicted pass of a plan as a trace for ui.perfetto.dev or chrome://tracing."""
+    from autoshard.engine.events import events
     from autoshard.report.trace import trace_document
-    from autoshard.timeline import events
 
     check_before(out)
     opened = _opened(plan_file, target, "auto", Workload(assumed=True), {})
@@ -193,7 +193,7 @@ def _opened(
 def _measured(text: str, plan: "Plan", loaded: "Target") -> "tuple[Event, ...]":
     """Run the model with its weights on the devices of the plan. Raises what applying the plan raises."""
     from autoshard.cli.verifying import build
-    from autoshard.timeline.measured import measure_pass
+    from autoshard.verify.measured import measure_pass
 
     real = build(lambda with_weights: load(text, loaded.workload, with_weights=with_weights))
     with step("running the model"):

@@ -22,10 +22,11 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import check_devices, estimate, of_every_device
 from autoshard.engine.cut_collectives import Collective
+from autoshard.engine.estimate import DeviceEstimate, Estimate
+from autoshard.engine.placed import check_devices, estimate_placed, of_every_device
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.flow import flow
 from autoshard.module_paths import join, relative
 from autoshard.plan import Plan
 from autoshard.profile.part import Sizes, smaller_sizes, with_sizes
@@ -102,10 +103,10 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
         shares = tuple(cut.shares[rank] for cut in plan.cuts)
         key = (shares, *device.speed, device.kind, device.memory_bytes, device.name.partition(":")[0])
         if key not in known:
-            alone = replace(plan, cuts=(), whole=(), placements={"": row.name})
             local = local_profile(profile, traced, rank)
             one = replace(cluster, devices=(device,), links=())
-            known[key] = estimate(alone, local, one, lower_bound_seconds=0.0).devices[0]
+            moves = flow(local.graph, {"": row.name})
+            known[key] = estimate_placed(local, one, moves, plan.objective).devices[0]
         found[row.name] = replace(known[key], name=row.name)
     return found
 

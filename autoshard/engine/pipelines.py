@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import check_devices, lower_bound, of_every_device, optimizer_seconds
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.engine.links import all_reduce_seconds
+from autoshard.engine.placed import check_devices, lower_bound, of_every_device
 from autoshard.engine.stages import Border, Figures, stage_figures
+from autoshard.engine.timing import optimizer_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.part import part_of_batch

@@ -3,17 +3,18 @@
 from dataclasses import replace
 from functools import cached_property
 
-from autoshard.answer_cost import of_answer
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import estimate
+from autoshard.engine.answers import of_answer
 from autoshard.engine.cuts import Tracer, estimate_cuts
+from autoshard.engine.estimate import Estimate, gap_above
 from autoshard.engine.pipelines import estimate_stages, needs_processes
+from autoshard.engine.placed import check_devices, estimate_placed, lower_bound
 from autoshard.engine.replicas import estimate_replicas
+from autoshard.engine.streamed import compute_devices, estimate_streamed, streaming_bound
 from autoshard.errors import PlanError
-from autoshard.estimate import Estimate
+from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.stream_cost import estimate_streamed
 
 UNDIVIDED = (
     "a cache belongs to all rows of the batch, so generate() runs undivided, one device after another, and is priced so"
@@ -25,22 +26,39 @@ def in_one_piece(plan: Plan) -> Plan:
     return replace(plan, mesh=None, batch=None, num_microbatches=1, schedule="none")
 
 
-def price(plan: Plan, profile: Profile, cluster: Cluster, *, lower_bound_seconds: float | None = None) -> Estimate:
+def price(
+    plan: Plan, profile: Profile, cluster: Cluster, *, flow_of_plan: Flow | None = None,
+    lower_bound_seconds: float | None = None,
+) -> Estimate:  # fmt: skip
     """Compute what any plan costs: one that places modules, streams them, cuts parameters, or has a mesh.
 
-    `lower_bound_seconds`: of plans that place or stream modules, if it is known or does not matter.
+    For plans that place or stream modules, `flow_of_plan` saves the walk if it was made already, and
+    `lower_bound_seconds` replaces the bound computed here. Raises `PlanError` if the plan names a device that the
+    cluster lacks or leaves a tensor without one.
     """
-    if plan.mesh is None and not plan.cuts:
-        if plan.streamed:
-            return estimate_streamed(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
-        return estimate(plan, profile, cluster, lower_bound_seconds=lower_bound_seconds)
+    if plan.mesh is not None or plan.cuts:
+
+        def divided(half: Profile) -> Estimate:
+            return estimate_mesh(plan, half, cluster) if plan.mesh is not None else estimate_cuts(plan, half, cluster)
+
+        return of_answer(divided(profile), profile, divided)
+    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
+    moves = flow_of_plan or flow(profile.graph, plan.placements)
+    bound = lower_bound_seconds
+    if bound is None and plan.streamed:
+        bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
+    elif bound is None:
+        bound = lower_bound(profile, cluster, divided=plan.objective == "throughput")
 
     def recorded(half: Profile) -> Estimate:
-        if plan.mesh is not None:
-            return estimate_mesh(plan, half, cluster)
-        return estimate_cuts(plan, half, cluster)
+        used = replace(moves, uncounted=half.graph.uncounted)
+        if plan.streamed:
+            return estimate_streamed(plan, half, cluster, used)
+        return estimate_placed(half, cluster, used, plan.objective)
 
-    return of_answer(recorded(profile), profile, recorded)
+    found = of_answer(recorded(profile), profile, recorded, in_turns=not plan.streamed)
+    value = found.bottleneck_seconds if plan.objective == "throughput" else found.latency_seconds
+    return replace(found, lower_bound_seconds=bound, gap=gap_above(value, bound))
 
 
 class Pricer:
@@ -108,7 +126,7 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, processes: 
         and mesh.tensor == 1
         and not (processes or mesh.sharded or needs_processes(plan, cluster))
     ):
-        found = estimate(in_one_piece(plan), replace(profile, further=None), cluster)
+        found = price(in_one_piece(plan), replace(profile, further=None), cluster)
         return replace(found, notes=(*found.notes, UNDIVIDED))
     if mesh.pipeline == 1 and mesh.tensor == 1:
         return estimate_replicas(plan, profile, cluster, processes=processes)

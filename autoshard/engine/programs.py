@@ -1,65 +1,61 @@
-"""Programs: what one rank does in one pass through its layers, as tasks on streams; and the simulator that plays them.
+"""Programs: what happens in a pass as tasks on streams (a device, a link, a disk); and the simulator that plays them.
 
     network   [gather 0][gather 1]      [gather 2]
     compute             [forward 0][forward 1]    [forward 2]
 
-A task begins when its stream is done with the one before and every task that it waits for has ended.
+A task begins when its streams are done with the tasks before and every task that it waits for has ended.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Stream = Literal["compute", "network"]
 PREFETCH = 2
-"""Layers whose parameters may be gathered before the one that is computed is done: this one and the next."""
+"""Layers whose parameters may be there before the one that is computed is done: its own and those of the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task: `after` are the numbers of tasks before it in the program."""
+    """One task: `after` are the numbers of tasks before it in the program; `shared` is a second stream it occupies."""
 
     name: str
-    stream: Stream
+    stream: str
     seconds: float
     after: tuple[int, ...] = ()
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """When each task of a program began and ended, and seconds of each stream."""
+    """When each task of a program began and ended, and the seconds in which each stream was busy."""
 
     begins: tuple[float, ...]
     ends: tuple[float, ...]
-    compute_seconds: float
-    network_seconds: float
+    busy: Mapping[str, float]
 
     @property
     def seconds(self) -> float:
         """Until the last task ends."""
         return max(self.ends, default=0.0)
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Time in which communication is waited for."""
-        return self.seconds - self.compute_seconds
-
 
 def play(program: Sequence[Task]) -> Played:
     """Play a program by the clock."""
-    free = {"compute": 0.0, "network": 0.0}
-    busy = {"compute": 0.0, "network": 0.0}
+    free: dict[str, float] = defaultdict(float)
+    busy: dict[str, float] = defaultdict(float)
     begins: list[float] = []
     ends: list[float] = []
     for task in program:
         begin = max(free[task.stream], max((ends[index] for index in task.after), default=0.0))
+        if task.shared:
+            begin = max(begin, free[task.shared])
+            free[task.shared] = begin + task.seconds
+            busy[task.shared] += task.seconds
         free[task.stream] = begin + task.seconds
         busy[task.stream] += task.seconds
         begins.append(begin)
         ends.append(begin + task.seconds)
-    return Played(
-        begins=tuple(begins), ends=tuple(ends), compute_seconds=busy["compute"], network_seconds=busy["network"]
-    )
+    return Played(begins=tuple(begins), ends=tuple(ends), busy=busy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

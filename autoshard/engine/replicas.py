@@ -22,10 +22,11 @@ from autoshard.axes.regions import element_of
 from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import check_devices, lower_bound, of_every_device, optimizer_seconds
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
+from autoshard.engine.placed import check_devices, lower_bound, of_every_device
+from autoshard.engine.timing import optimizer_seconds, roofline
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.plan import Plan
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.profile import Profile
@@ -166,12 +167,7 @@ class Figures:
         table, part = self.rows, self.rows.part(rows)
         flops = np.where(table.with_rows, table.flops * part, table.flops)
         moved = table.moved_bytes * (1.0 - table.moved_part * (1.0 - part))
-        names = sorted(set(table.dtypes))
-        code = {name: index for index, name in enumerate(names)}
-        rates = np.array([device.flops(name) for name in names] or [1.0])
-        rate = rates[np.array([code[name] for name in table.dtypes], np.int64)]
-        busy = np.maximum(flops / rate, moved / device.bytes_per_second)
-        ops = float(np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0).sum())
+        ops = float(roofline(flops, moved, table.dtypes, device).sum())
         own = self.gradient_bytes / (self.count if self.sharded else 1)
         return ops + optimizer_seconds(own, self.workload, device)
 

@@ -14,8 +14,8 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Device
-from autoshard.cost import op_seconds
 from autoshard.engine.stage_memory import StageBytes, StageMemory
+from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Stage
 from autoshard.profile.measure import trained_sizes

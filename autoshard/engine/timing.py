@@ -5,14 +5,24 @@ A product of m x k with k x n reaches `matmul * m/(m+r) * n/(n+h) * k/(k+h)` of 
 give half.
 Attention has an efficiency of its own and, where it is causal, half of the FLOPs. Element-wise ops are as fast as
 memory; a compiler makes one kernel of a connected group of them.
+
+Plans for one process are priced op by op from the recorded run, with the rates of the cluster's devices, which are what
+is commonly achieved or was measured: an op takes max(FLOPs / rate(dtype), bytes moved / bandwidth) + launch time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from autoshard.capture.latest import Latest
+from autoshard.cluster.cluster import Device
 from autoshard.engine.blocks import Block
 from autoshard.engine.efficiency import Efficiency
 from autoshard.engine.local import Attention, Product, Share, sums_of
 from autoshard.engine.recipe import Recipe
+from autoshard.profile.profile import Profile
+from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 ATTENTION_HALF = 256
 """Tokens at which attention reaches half of its efficiency."""
@@ -126,3 +136,42 @@ def _unfused_seconds(op: Attention, share: Share, card: Card, reached: Efficienc
     products = 4 * op.width * scores / (card.flops_per_second * reached.attention * part)
     rate = card.bytes_per_second * reached.memory
     return products + SCORE_BYTES * scores / rate, 2 * products + SCORE_BYTES_BACKWARD * scores / rate
+
+
+_LATEST = Latest[np.ndarray]()
+
+
+def op_seconds(profile: Profile, device: Device) -> np.ndarray:
+    """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
+    return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), lambda: _op_seconds(profile, device))
+
+
+def _op_seconds(profile: Profile, device: Device) -> np.ndarray:
+    moved = np.array(profile.op_bytes, np.float64)
+    found = roofline(counted_flops(profile), moved, profile.op_dtypes, device)
+    found.setflags(write=False)
+    return found
+
+
+def counted_flops(profile: Profile) -> np.ndarray:
+    """Return the FLOPs of every op of the graph, 0 for those that a pass does not have."""
+    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
+    return flops
+
+
+def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:
+    """Return the seconds of ops ([…, ops]) that compute and move so much, in these dtypes; 0 where they do neither."""
+    names = sorted(set(dtypes))
+    code = {name: i for i, name in enumerate(names)}
+    rates = np.array([device.flops(name) for name in names] or [1.0])
+    rate = rates[np.array([code[name] for name in dtypes], np.int64)]
+    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
+    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+
+
+def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:
+    """Return the seconds of an optimizer step: parameter, gradient and state are read, parameter and state written."""
+    if not workload.training or workload.optimizer == "none":
+        return 0.0
+    return trained_bytes * (3 + 2 * OPTIMIZER_STATE_TENSORS[workload.optimizer]) / device.bytes_per_second

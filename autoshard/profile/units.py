@@ -16,7 +16,7 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.module_paths import parent
-from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_storages
+from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_sizes, trained_storages
 from autoshard.profile.profile import Profile
 from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
@@ -276,3 +276,24 @@ def _home(graph: ModelGraph, unit_of: dict[str, int]) -> int:
             return unit_of[graph.tensors[0].module]
         path = child
     return unit_of[path]
+
+
+def tensor_units(graph: ModelGraph, units: Units) -> dict[str, int]:
+    """Return the unit of every parameter and buffer name."""
+    by_path = {path: unit for unit, paths in enumerate(units.paths) for path in paths}
+    return {t.name: by_path[t.name] if t.name in by_path else by_path[t.module] for t in graph.tensors}
+
+
+def weight_bytes(profile: Profile, units: Units) -> np.ndarray:
+    """Return [units] bytes that are on the unit's device at any moment: tensors and optimizer state, tied ones once."""
+    held = np.zeros(len(units.paths))
+    state = OPTIMIZER_STATE_TENSORS[profile.workload.optimizer] if profile.workload.training else 0
+    trained = dict(trained_sizes(profile.graph)) if state else {}
+    owner = tensor_units(profile.graph, units)
+    seen: set[int] = set()
+    for tensor in profile.graph.tensors:
+        if tensor.storage not in seen:
+            seen.add(tensor.storage)
+            held[owner[tensor.name]] += profile.graph.storages[tensor.storage].nbytes
+            held[owner[tensor.name]] += trained.get(tensor.name, 0) * state
+    return held

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.estimate import Estimate
+from autoshard.engine.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 

@@ -1,7 +1,7 @@
 """Why a plan for processes is as it is, in words: the whole of it, one device, or one module."""
 
+from autoshard.engine.estimate import DeviceEstimate, RankEstimate
 from autoshard.errors import SpecError
-from autoshard.estimate import DeviceEstimate, RankEstimate
 from autoshard.explanation import Alternative, Explanation
 from autoshard.module_paths import is_below
 from autoshard.plan import Plan

@@ -1,6 +1,6 @@
 """The figures that count of a plan, as the terminal and the pages have them: (what, figure, remark)."""
 
-from autoshard.estimate import Estimate
+from autoshard.engine.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import format_count

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.estimate import Estimate
+from autoshard.engine.events import events
 from autoshard.errors import SpecError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.page.colours import KINDS, PARTS, device_colours
@@ -19,7 +20,6 @@ from autoshard.report.page.lanes import fold, lane_of, lanes_of
 from autoshard.report.page.tree import Node, module_tree
 from autoshard.report.rows import device_parts, device_runs
 from autoshard.sizes import format_bytes, format_seconds
-from autoshard.timeline import events
 
 WIDTH = 960
 _LEFT, _RIGHT, _ROW, _TOP = 150, 200, 26, 64

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.estimate import Event, Pipelining
+from autoshard.engine.estimate import Event, Pipelining
 from autoshard.report.layout import INDENT, Column, print_items, print_left_off, print_section, print_table
 from autoshard.sizes import format_bytes, format_seconds
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.estimate import Estimate, RankEstimate
+from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
 from autoshard.report.layout import INDENT, Column, print_left_off, print_section, print_table
 from autoshard.sizes import format_bytes, format_seconds

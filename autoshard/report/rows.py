@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.estimate import DeviceEstimate, Transfer
+from autoshard.engine.estimate import DeviceEstimate, Transfer
 from autoshard.plan import Plan
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.report.words import fold, runs

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from autoshard.estimate import Streaming
+from autoshard.engine.estimate import Streaming
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_left_off, print_section

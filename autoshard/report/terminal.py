@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.estimate import DeviceEstimate, Estimate, level
+from autoshard.engine.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.cuts import print_cuts

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.estimate import Event
+from autoshard.engine.estimate import Event
 from autoshard.report.page.lanes import lane_of, lanes_of
 
 MICROSECONDS = 1e6

@@ -15,7 +15,6 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
 from autoshard.collector import no_collection
 from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile

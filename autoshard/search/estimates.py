@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Moment, RankEstimate
 from autoshard.engine.generation import GenerationEstimate, answer_setting
 from autoshard.engine.price import Setting, StepEstimate, make_setting
 from autoshard.engine.ranks import RankFigures, answer_ranks, step_ranks
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Moment, RankEstimate
 from autoshard.plan import Plan
 from autoshard.search.best import Figures, Task, part_of, price_recipe
 from autoshard.search.processes import asked_of, make_task, recipe_of

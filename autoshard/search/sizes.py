@@ -17,10 +17,10 @@ from autoshard.choices import Strategy
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.hardware import hardware_table
 from autoshard.cluster.parse import MACHINE, parse_devices
+from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import price
 from autoshard.engine.replicas import rows_per_replica
 from autoshard.errors import AutoshardError, PlanError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes

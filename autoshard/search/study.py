@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import Topology
+from autoshard.engine.estimate import FULL, Estimate
 from autoshard.engine.played import Played, play_answer, play_step
 from autoshard.engine.price import StepEstimate
 from autoshard.errors import AutoshardError
-from autoshard.estimate import FULL, Estimate
 from autoshard.plan import Plan
 from autoshard.search.best import Priced, Searched, Task, alone, price_recipe, search
 from autoshard.search.estimates import estimate_recipe, rate, setting_of

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import unit_seconds
+from autoshard.engine.placed import unit_seconds
 from autoshard.profile.answer import op_counts
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import lower_bound
+from autoshard.engine.estimate import Estimate
+from autoshard.engine.placed import lower_bound
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
-from autoshard.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from autoshard.axes.groups import AxisGroup
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import op_seconds
+from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import Pricer
-from autoshard.estimate import Estimate
+from autoshard.engine.timing import op_seconds
 from autoshard.module_paths import join
 from autoshard.profile.profile import Profile
 from autoshard.strategies.cut_choice import Option

@@ -18,9 +18,9 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.engine.estimate import DeviceEstimate
 from autoshard.engine.replicas import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate
 from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile

@@ -6,6 +6,7 @@ from typing import cast
 
 from autoshard.choices import Objective, check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.engine.streamed import compute_devices, streaming_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
@@ -25,7 +26,6 @@ from autoshard.strategies.paths import pins_of_units
 from autoshard.strategies.placing import Checked, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
-from autoshard.stream_cost import compute_devices, streaming_bound
 
 CHECKED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
 """Strategies that need the model itself: its cuts, or its batch, are checked on it."""

@@ -16,25 +16,13 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import tensor_units
-from autoshard.estimate import Estimate
-from autoshard.flow import Flow, flow
-from autoshard.module_paths import is_below
-from autoshard.plan import Plan
-from autoshard.profile.answer import prompt_and_token, times_computed
-from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units
-from autoshard.strategies.chain import chain_from_profile, join
-from autoshard.strategies.cold import hops
-from autoshard.strategies.offload_choice import CPU, RESIDENT, Offload, choose, streamed
-from autoshard.strategies.partition import Room, balanced, most_even
-from autoshard.strategies.paths import collapse
-from autoshard.strategies.stage_costs import StageCosts
-from autoshard.strategies.streamable import Streamable, divisions
-from autoshard.stream_cost import (
+from autoshard.engine.estimate import Estimate
+from autoshard.engine.pricer import price
+from autoshard.engine.streamed import (
+    SLOTS,
     STORES,
     Streamed,
-    estimate_streamed,
+    fetch_rate,
     fetch_seconds,
     held_bytes,
     pass_calls,
@@ -42,7 +30,19 @@ from autoshard.stream_cost import (
     streaming_bound,
     without_storages,
 )
-from autoshard.stream_schedule import SLOTS
+from autoshard.flow import Flow, flow
+from autoshard.module_paths import is_below
+from autoshard.plan import Plan
+from autoshard.profile.answer import prompt_and_token, times_computed
+from autoshard.profile.profile import Profile
+from autoshard.profile.units import Units, tensor_units
+from autoshard.strategies.chain import chain_from_profile, join
+from autoshard.strategies.cold import hops
+from autoshard.strategies.offload_choice import CPU, RESIDENT, Offload, choose, streamed
+from autoshard.strategies.partition import Room, balanced, most_even
+from autoshard.strategies.paths import collapse
+from autoshard.strategies.stage_costs import StageCosts
+from autoshard.strategies.streamable import Streamable, divisions
 
 INF = float("inf")
 _PATIENCE = 2
@@ -177,8 +177,7 @@ class _Task:
         """Bytes per second that a device can stream; what computes on the CPU beside accelerators stays there."""
         if device == "cpu" and len(self.computing) > 1:
             return 0.0
-        stores = [store for store in self.stores if store != device]
-        return max((self.cluster.link(store, device).bytes_per_second for store in stores), default=0.0)
+        return fetch_rate(self.cluster, device)
 
     # ---- what stays and what is streamed
 
@@ -273,9 +272,7 @@ class _Task:
             strategy="draft", objective=self.objective, workload=self.profile.workload, devices=(),
             placements=placements, streamed=away,
         )  # fmt: skip
-        figures = estimate_streamed(
-            draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound
-        )  # fmt: skip
+        figures = price(draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound)
         for device in figures.devices:
             if device.free_bytes < 0:
                 return Lack(where=device.name, need_bytes=device.peak_bytes, has_bytes=device.memory_bytes)

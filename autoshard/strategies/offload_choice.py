@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.stream_schedule import SLOTS, StreamCall, steady_seconds
+from autoshard.engine.streamed import SLOTS, StreamCall
 
 RESIDENT, CPU, DISK = 0, 1, 2
 _MOST_SIZES = 12
@@ -147,13 +147,6 @@ def _fetching(task: Offload, module: int) -> float:
     near = task.cpu_seconds[module] if task.cpu_bytes > 0 else task.disk_seconds[module]
     seconds = near * int(_times(task)[module]) if np.isfinite(near) else 0.0
     return seconds + 1e-18 * task.nbytes[module]
-
-
-def pass_seconds(task: Offload, places: Sequence[int]) -> float:
-    """Return the seconds of a pass in the long run."""
-    from_place = ([0.0] * task.size, task.cpu_seconds, task.disk_seconds)
-    fetches = [from_place[place][module] for module, place in enumerate(places)]
-    return steady_seconds(task.calls, task.after_seconds, fetches, [place == DISK for place in places])
 
 
 def has_room(task: Offload, places: Sequence[int]) -> bool:

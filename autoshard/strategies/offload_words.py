@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.engine.streamed import STORES
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.offload import Lack, Offloaded
-from autoshard.stream_cost import STORES
 
 
 def may_stream(profile: Profile, cluster: Cluster) -> bool:

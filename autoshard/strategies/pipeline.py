@@ -16,16 +16,16 @@ from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.choices import check_choices
 from autoshard.cluster.cluster import Cluster, Device, plan_device
-from autoshard.cost import op_seconds, tensor_units
+from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import Pricer
+from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError, SpecError
-from autoshard.estimate import Estimate
 from autoshard.flow import flow
 from autoshard.module_paths import above, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import find_units
+from autoshard.profile.units import find_units, tensor_units
 from autoshard.schedules.orders import check_schedule
 from autoshard.sizes import format_bytes
 from autoshard.strategies.compare import value_of

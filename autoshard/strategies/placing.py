@@ -15,12 +15,12 @@ import numpy as np
 
 from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost import estimate, tensor_units, weight_bytes
-from autoshard.estimate import Estimate
+from autoshard.engine.estimate import Estimate
+from autoshard.engine.pricer import price
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units
+from autoshard.profile.units import Units, tensor_units, weight_bytes
 from autoshard.strategies.chain import Array, Chain, cost_of, join, tie_choices
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.levels import cut_depths
@@ -243,5 +243,5 @@ def check(profile: Profile, cluster: Cluster, units: Units, solution: Solution, 
     placements = collapse(device_of, profile.graph) or {"": names[solution.assignment[0]]}
     moves = flow(profile.graph, placements)
     draft = Plan(strategy="draft", objective=objective, workload=profile.workload, devices=(), placements=placements)
-    figures = estimate(draft, profile, cluster, flow_of_plan=moves, lower_bound_seconds=0.0)
+    figures = price(draft, profile, cluster, flow_of_plan=moves, lower_bound_seconds=0.0)
     return Checked(solution=solution, placements=placements, flow=moves, estimate=figures)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from autoshard.choices import Objective
-from autoshard.estimate import Estimate
+from autoshard.engine.estimate import Estimate
 from autoshard.sizes import format_bytes
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.partition import Solution

@@ -19,11 +19,11 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
-from autoshard.cost import op_seconds, optimizer_seconds, tensor_units, weight_bytes
 from autoshard.engine.stages import weight_ops
+from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.profile.measure import first_saves, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, find_units
+from autoshard.profile.units import Units, find_units, tensor_units, weight_bytes
 from autoshard.schedules.orders import Order, in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.levels import cut_depths

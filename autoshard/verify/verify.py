@@ -17,6 +17,7 @@ from torch import nn
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.engine.pricer import price
+from autoshard.engine.streamed import with_stores
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.profile.measure import profile_graph
@@ -26,7 +27,6 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.simulate.devices import SimulatedDevices
-from autoshard.stream_cost import with_stores
 from autoshard.verify.compare import Errors, compare
 from autoshard.verify.first_batch import division_of
 from autoshard.verify.locate import locate

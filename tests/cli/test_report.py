@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Mesh, Plan, PlanDevice
 from autoshard.report.devices import print_devices, print_hardware
 from autoshard.report.rows import cut_bar, device_runs, holders, module_rows, placed_rows, transfer_rows

@@ -14,9 +14,9 @@ from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.check.rank import LoneRank
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.cost import estimate
 from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.runtime.cuts import apply_cuts
@@ -159,7 +159,7 @@ def test_the_estimate_is_what_a_rank_measures(name, workload, shares):
         apply_cuts(local, cuts, InPlace(rank=rank, size=2))
         measured = autoshard.profile(local, inputs, workload=workload)
         alone = replace(plan, cuts=(), placements={"": f"cpu:{rank}"})
-        true = estimate(alone, measured, posed, lower_bound_seconds=0.0).devices[rank]
+        true = price(alone, measured, posed, lower_bound_seconds=0.0).devices[rank]
         assert found.devices[rank].parameter_bytes == true.parameter_bytes
         assert found.devices[rank].optimizer_bytes == true.optimizer_bytes
         over = found.devices[rank].peak_bytes - true.peak_bytes
@@ -181,7 +181,7 @@ def test_collectives_are_counted_and_priced():
     seconds += 2 * all_gather_seconds(posed, posed.names, inner)
     assert found.collective_seconds == pytest.approx(seconds)
     assert found.latency_seconds == pytest.approx(seconds + found.devices[0].compute_seconds)
-    whole = estimate(replace(plan_of(cuts, 2), cuts=()), profile, posed, lower_bound_seconds=0.0)
+    whole = price(replace(plan_of(cuts, 2), cuts=()), profile, posed, lower_bound_seconds=0.0)
     assert found.devices[0].compute_seconds < whole.devices[0].compute_seconds
     trained = autoshard.profile(make(), inputs, workload=TRAINING)
     assert estimate_cuts(plan_of(cuts, 2, TRAINING), trained, posed).all_reduces == 2 * found.all_reduces

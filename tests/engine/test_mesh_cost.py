@@ -14,8 +14,8 @@ from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import estimate, lower_bound
-from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece
+from autoshard.engine.placed import lower_bound
+from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece, price
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.strategies.column_parallel import column_parallel
@@ -132,7 +132,7 @@ def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     profile = profiles["inference"]
     profile = replace(profile, workload=replace(profile.workload, new_tokens=4))
     plan = plan_on(cluster, profile, mesh, microbatches=2 if mesh.pipeline > 1 else 1)
-    found, whole = estimate_mesh(plan, profile, cluster), estimate(in_one_piece(plan), profile, cluster)
+    found, whole = estimate_mesh(plan, profile, cluster), price(in_one_piece(plan), profile, cluster)
     assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
     assert any("runs undivided" in note for note in found.notes)
 

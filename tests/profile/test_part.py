@@ -8,7 +8,7 @@ from torch import nn
 import autoshard
 from autoshard.batching import BatchAxis, BatchInput
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import estimate
+from autoshard.engine.pricer import price
 from autoshard.plan import Plan
 from autoshard.profile.part import part_of_batch
 from autoshard.workload import Workload
@@ -88,7 +88,7 @@ def figures(profile):
         strategy="balanced", objective="latency", workload=profile.workload, devices=(),
         placements={"": cluster.names[0]},
     )  # fmt: skip
-    return estimate(plan, profile, cluster, lower_bound_seconds=0.0).devices[0]
+    return price(plan, profile, cluster, lower_bound_seconds=0.0).devices[0]
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])

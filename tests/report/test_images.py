@@ -9,7 +9,7 @@ import autoshard
 from autoshard.errors import SpecError
 from autoshard.report.images import pictures, to_png
 from autoshard.sizes import format_bytes
-from tests.timeline.test_timeline import made
+from tests.engine.test_events import made
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.estimate import Event
 from autoshard.engine.pipelines import estimate_stages
-from autoshard.estimate import Event
 from autoshard.report.document import estimate_data
 from autoshard.report.pipelined import lane
 from autoshard.report.terminal import print_plan

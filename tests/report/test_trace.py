@@ -8,12 +8,12 @@ import torch
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.events import events
 from autoshard.report.trace import trace_document
-from autoshard.timeline import events
-from autoshard.timeline.measured import measure_pass, measuring
+from autoshard.verify.measured import measure_pass, measuring
 from autoshard.workload import Workload
+from tests.engine.test_events import Net, made
 from tests.hooks import is_hooked
-from tests.timeline.test_timeline import Net, made
 
 SCHEMA = {
     "type": "object",

@@ -14,8 +14,8 @@ from autoshard.cli.main import app
 from autoshard.cluster.parse import parse_devices
 from autoshard.search.sizes import for_size
 from autoshard.workload import Workload
+from tests.engine.test_events import Net
 from tests.report.net import MODEL
-from tests.timeline.test_timeline import Net
 
 CASES = {
     "placed": ("2x2MiB", "balanced"),

@@ -8,16 +8,15 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 
 from autoshard.cluster.cluster import Cluster, Device, plan_device
-from autoshard.cost import tensor_units
+from autoshard.engine.estimate import Estimate
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.pricer import price
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import AutoshardError, SpecError
-from autoshard.estimate import Estimate
 from autoshard.flow import flow
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.planning import Request
-from autoshard.profile.units import find_units
+from autoshard.profile.units import find_units, tensor_units
 from autoshard.schedules.orders import check_schedule
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse

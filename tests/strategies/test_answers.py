@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import op_seconds
+from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.profile.answer import op_counts, prompt_and_token

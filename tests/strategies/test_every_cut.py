@@ -13,8 +13,8 @@ from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
-from autoshard.cost import op_seconds
 from autoshard.engine.cuts import Tracer, estimate_cuts
+from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.strategies.column_parallel import _conflicts, column_parallel

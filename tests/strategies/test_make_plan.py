@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import estimate
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
 from autoshard.placement import covering_entry
 from autoshard.plan import check_placements
@@ -84,7 +84,7 @@ def test_every_tensor_has_one_device_and_everything_fits(profiles, strategy, obj
         check_placements(plan.placements)
         entries = [covering_entry(plan.placements, tensor.name) for tensor in profile.graph.tensors]
         assert None not in entries and set(entries) == set(plan.placements)
-        result = estimate(plan, profile, cluster)
+        result = price(plan, profile, cluster)
         assert result.fits, [(d.name, d.peak_bytes, d.memory_bytes) for d in result.devices]
         assert (plan.aligned, plan.written_back) == (result.aligned, result.written_back)
         assert plan.reasons and plan.fingerprint == profile.graph.fingerprint
@@ -112,7 +112,7 @@ def test_devices_with_gaps_in_their_numbers(profiles) -> None:
 def test_limits_are_kept(profiles) -> None:
     cluster = devices(cpu_0="1MiB", cpu_1="1MiB")
     plan = make_plan(profiles["inference"], cluster, strategy="sequential", max_memory={"cpu:0": 120 * KIB})
-    result = estimate(plan, profiles["inference"], cluster)
+    result = price(plan, profiles["inference"], cluster)
     assert 0 < result.devices[0].peak_bytes <= 120 * KIB < result.devices[1].peak_bytes + 120 * KIB
     assert plan.devices[0].memory_bytes == 120 * KIB
 
@@ -199,7 +199,7 @@ def test_what_fits_by_the_exact_figures_alone_is_found(profiles, objective: str)
     """The chain counts the optimizer's step alike for the CPU and for accelerators: no solution of it fits."""
     cluster = parse_devices({"cuda:0": 463849, "cpu": 210493})
     plan = make_plan(profiles["training"], cluster, objective=objective)
-    assert estimate(plan, profiles["training"], cluster).fits
+    assert price(plan, profiles["training"], cluster).fits
 
 
 @pytest.mark.parametrize("objective", ["latency", "memory"])

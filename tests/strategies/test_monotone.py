@@ -7,7 +7,7 @@ The plan is the best by the exact estimate among the solutions of several chains
 import pytest
 
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import estimate
+from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
 from autoshard.profile.profile import Profile
 from autoshard.strategies import make_plan
@@ -23,7 +23,7 @@ def value(profile: Profile, sizes: list[int], objective: str) -> float:
     """The objective of the plan for devices of these sizes, by the exact estimate; inf if nothing fits."""
     cluster = parse_devices({f"cpu:{k}": n for k, n in enumerate(sizes)})
     try:
-        figures = estimate(make_plan(profile, cluster, strategy="balanced", objective=objective), profile, cluster)
+        figures = price(make_plan(profile, cluster, strategy="balanced", objective=objective), profile, cluster)
     except PlanError:
         return float("inf")
     return figures.bottleneck_seconds if objective == "throughput" else figures.latency_seconds

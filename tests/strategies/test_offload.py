@@ -9,6 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.streamed import STAGING_BYTES
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below
 from autoshard.placement import covering_entry
@@ -17,7 +18,6 @@ from autoshard.profile.profile import Profile
 from autoshard.sizes import parse_bytes
 from autoshard.strategies import make_plan
 from autoshard.strategies.streamable import divisions
-from autoshard.stream_cost import STAGING_BYTES
 from autoshard.workload import Workload
 
 WIDTH = 64

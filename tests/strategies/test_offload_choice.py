@@ -1,13 +1,14 @@
 """choose against all choices that there are, and what must hold of every answer."""
 
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, Offload, choose, has_room, pass_seconds
-from autoshard.stream_schedule import StreamCall
+from autoshard.engine.streamed import StreamCall, steady_pass
+from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, Offload, choose, has_room
 
 INFINITE = float("inf")
 
@@ -36,6 +37,13 @@ def tasks(draw: st.DrawFn) -> Offload:
         cpu_bytes=cpu,
         disk_bytes=disk,
     )
+
+
+def pass_seconds(task: Offload, places: Sequence[int]) -> float:
+    """Seconds of a pass in the long run."""
+    from_place = ([0.0] * task.size, task.cpu_seconds, task.disk_seconds)
+    fetches = [from_place[place][module] for module, place in enumerate(places)]
+    return steady_pass(task.calls, task.after_seconds, fetches, [place == DISK for place in places]).seconds
 
 
 def best_of_all(task: Offload) -> float | None:

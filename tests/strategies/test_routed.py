@@ -9,7 +9,9 @@ from torch import nn
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import parse_devices
-from autoshard.cost import estimate, op_seconds, unit_seconds
+from autoshard.engine.placed import unit_seconds
+from autoshard.engine.pricer import price
+from autoshard.engine.timing import op_seconds
 from autoshard.plan import Plan
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.profile import Profile
@@ -58,7 +60,7 @@ def placed(profile: Profile, cluster: Cluster, on_cpu: list[int]) -> float:
     plan = Plan(
         strategy="draft", objective="latency", workload=profile.workload, devices=(), placements=placements
     )  # fmt: skip
-    figures = estimate(plan, profile, cluster)
+    figures = price(plan, profile, cluster)
     return next(device.compute_seconds for device in figures.devices if device.name == "cpu")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, hardware_table
-from autoshard.estimate import Estimate
+from autoshard.engine.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.devices import link_rows

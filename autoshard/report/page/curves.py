@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from autoshard.estimate import RankEstimate
+from autoshard.engine.estimate import RankEstimate
 from autoshard.report.page.colours import HELD
 from autoshard.sizes import format_bytes
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.estimate import Event
-from autoshard.timeline import LINKS
+from autoshard.engine.estimate import Event
+from autoshard.engine.events import LINKS
 
 MOST_EVENTS = 4000
 

@@ -6,7 +6,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.estimate import DeviceEstimate, Estimate
+from autoshard.engine.estimate import DeviceEstimate, Estimate
+from autoshard.engine.events import events
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import speed
@@ -22,7 +23,6 @@ from autoshard.report.terminal import describe_workload
 from autoshard.search.sizes import Cell
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative
-from autoshard.timeline import events
 
 if TYPE_CHECKING:
     from jinja2 import Template

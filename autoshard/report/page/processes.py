@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.estimate import Estimate, Event, RankEstimate, level
+from autoshard.engine.estimate import Estimate, Event, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import fullest_row, time_rows

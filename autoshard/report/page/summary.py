@@ -1,6 +1,6 @@
 """A plan in words: what a person who reads nothing else should know."""
 
-from autoshard.estimate import Estimate, level
+from autoshard.engine.estimate import Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import fullest_row, time_rows, what_is_timed

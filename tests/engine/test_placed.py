@@ -6,7 +6,9 @@ import pytest
 
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.cost import estimate, lower_bound, op_seconds, optimizer_seconds, unit_seconds
+from autoshard.engine.placed import lower_bound, unit_seconds
+from autoshard.engine.pricer import price
+from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
@@ -45,7 +47,7 @@ def test_seconds_of_an_op_are_its_roofline_and_a_launch():
 def test_estimate_by_hand():
     profile = profile_graph(two_linears(), INFERENCE)
     both = cluster(device("d0", launch_seconds=0), device("d1", launch_seconds=0))
-    result = estimate(plan({"a": "d0", "b": "d1"}), profile, both)
+    result = price(plan({"a": "d0", "b": "d1"}), profile, both)
     first, second = result.devices
     # h, 80 bytes, goes to d1 for b; y, 120 bytes, goes home to d0
     assert [(t.source, t.destination, t.nbytes, t.producer, t.consumer) for t in result.transfers] == [
@@ -64,17 +66,17 @@ def test_estimate_by_hand():
 def test_overhead_rounding_and_what_does_not_fit():
     profile = profile_graph(two_linears(), INFERENCE)
     odd = device("d", memory=1000, overhead_bytes=300, block_bytes=512)
-    (figures,) = estimate(plan({"": "d"}), profile, cluster(odd)).devices
+    (figures,) = price(plan({"": "d"}), profile, cluster(odd)).devices
     # weights, h and y in blocks of 512, x as well
     assert figures.peak_bytes == 300 + 5 * 512
     assert figures.free_bytes < 0
-    assert not estimate(plan({"": "d"}), profile, cluster(odd)).fits
+    assert not price(plan({"": "d"}), profile, cluster(odd)).fits
 
 
 def test_training_counts_gradients_moments_and_the_step():
     profile = profile_graph(two_linears(training=True), TRAINING)
     whole = cluster(device("cpu"))
-    (figures,) = estimate(plan({"": "cpu"}), profile, whole).devices
+    (figures,) = price(plan({"": "cpu"}), profile, whole).devices
     assert figures.peak_bytes == profile.peak_bytes
     assert figures.optimizer_bytes == 1200
     assert figures.compute_seconds == pytest.approx(
@@ -84,7 +86,7 @@ def test_training_counts_gradients_moments_and_the_step():
 
 def test_a_device_the_cluster_lacks_is_refused():
     with pytest.raises(PlanError, match="d9"):
-        estimate(plan({"": "d9"}), profile_graph(two_linears(), INFERENCE), cluster(device("d0")))
+        price(plan({"": "d9"}), profile_graph(two_linears(), INFERENCE), cluster(device("d0")))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -94,11 +96,11 @@ def test_parts_add_up_and_one_device_is_the_profile(name, training):
     profile = profile_graph(capture(case.model(), case.example(), workload=workload), workload)
     paths = find_units(profile).paths
     one, two = cluster(device("cpu:0")), cluster(device("cpu:0"), device("cpu:1"))
-    (whole,) = estimate(plan({"": "cpu:0"}), profile, one).devices
+    (whole,) = price(plan({"": "cpu:0"}), profile, one).devices
     assert whole.peak_bytes == profile.peak_bytes
     half = {path: f"cpu:{int(2 * i >= len(paths))}" for i, group in enumerate(paths) for path in group}
     for objective in ("latency", "throughput"):
-        result = estimate(plan(half, objective), profile, two)
+        result = price(plan(half, objective), profile, two)
         for figures in result.devices:
             parts = (
                 figures.parameter_bytes + figures.buffer_bytes + figures.gradient_bytes + figures.optimizer_bytes

@@ -1,32 +1,29 @@
-"""What a plan costs: bytes and seconds per device, transfers, and how far from the best possible it is.
+"""What a plan that places modules costs: bytes and seconds per device, transfers, and a bound on all such plans.
 
-* Seconds of an op: max(FLOPs / rate(dtype), bytes moved / bandwidth) + launch time (the roofline). A view is free.
+* Seconds of ops and of the optimizer step: the roofline of `timing`, ops one after another.
 * Seconds of a copy: the link's latency + bytes / its bandwidth (alpha-beta). Copies kept from pass to pass are free.
-* Seconds of the optimizer step: its reads and writes over the bandwidth.
 * Peak: the flow's buffers, replayed at the device's allocation granularity, with optimizer state beneath; in training
   also the moment of the optimizer step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from autoshard.answer_cost import of_answer
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
+from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Transfer, gap_above
-from autoshard.flow import HOST_NAME, Copy, Flow, flow
+from autoshard.flow import HOST_NAME, Copy, Flow
 from autoshard.module_paths import above, is_below
-from autoshard.plan import Plan
 from autoshard.profile.answer import op_counts
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units
-from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
+from autoshard.profile.units import Units, tensor_units, weight_bytes
+from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
 def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:
@@ -39,39 +36,10 @@ def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:
         )
 
 
-def estimate(
-    plan: Plan,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    flow_of_plan: Flow | None = None,
-    lower_bound_seconds: float | None = None,
-) -> Estimate:
-    """Compute the consequences of a plan on a cluster for the profiled workload.
-
-    `flow_of_plan` saves the walk if it was made already; `lower_bound_seconds` replaces the bound computed here by a
-    tighter one that a solver has proved. Raises `PlanError` if the plan names a device that the cluster lacks or leaves
-    a tensor without one.
-    """
-    check_devices(plan.placements.values(), cluster, "places modules on")
-    moves = flow_of_plan or flow(profile.graph, plan.placements)
-    bound = lower_bound_seconds
-    if bound is None:
-        bound = lower_bound(profile, cluster, divided=plan.objective == "throughput")
-
-    def price(half: Profile) -> Estimate:
-        return _estimate(plan, half, cluster, replace(moves, uncounted=half.graph.uncounted), 0.0)
-
-    return of_answer(
-        _estimate(plan, profile, cluster, moves, bound), profile, price, bound_seconds=bound, in_turns=True
-    )
-
-
-def _estimate(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow, bound: float) -> Estimate:
-    """Price a run as it was recorded."""
+def estimate_placed(profile: Profile, cluster: Cluster, moves: Flow, objective: str) -> Estimate:
+    """Price the run as it was recorded, with modules where `moves` has them; no bound is worked out."""
     compute = _compute_seconds(profile, cluster, moves)
-    counted = [copy for copy in moves.copies if not copy.kept and moves.counts(copy)]
-    transfers = tuple(_transfer(copy, profile, cluster) for copy in counted)
+    transfers = tuple(_transfer(copy, cluster) for copy in moved_copies(moves, hosts=True))
     incoming = dict.fromkeys(cluster.names, 0.0)
     for transfer in transfers:
         if transfer.destination in incoming:
@@ -80,65 +48,29 @@ def _estimate(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow, bound
         _device_estimate(device, profile, moves, compute[device.name], incoming[device.name])
         for device in cluster.devices
     )
-    latency = sum(device.compute_seconds for device in devices) + sum(transfer.seconds for transfer in transfers)
-    bottleneck = max(device.compute_seconds + device.transfer_seconds for device in devices)
-    value = bottleneck if plan.objective == "throughput" else latency
     return Estimate(
         devices=devices,
         transfers=transfers,
-        objective=plan.objective,
-        latency_seconds=latency,
-        bottleneck_seconds=bottleneck,
-        lower_bound_seconds=bound,
-        gap=gap_above(value, bound),
+        objective=objective,
+        latency_seconds=sum(row.compute_seconds for row in devices) + sum(one.seconds for one in transfers),
+        bottleneck_seconds=max(row.compute_seconds + row.transfer_seconds for row in devices),
+        lower_bound_seconds=0.0,
+        gap=0.0,
         aligned=moves.aligned,
         written_back=moves.written_back,
         notes=profile.graph.notes,
     )
 
 
+def moved_copies(moves: Flow, *, hosts: bool = False) -> list[Copy]:
+    """The copies of every pass; `hosts`: those from and to the host too, which take no time."""
+    every = (copy for copy in moves.copies if not copy.kept and moves.counts(copy))
+    return [copy for copy in every if hosts or HOST_NAME not in (copy.source, copy.destination)]
+
+
 def of_every_device(found: Mapping[str, DeviceEstimate], cluster: Cluster) -> tuple[DeviceEstimate, ...]:
     """Figures of all devices of a cluster in its order; those that have none in `found` are left alone by the plan."""
     return tuple(found.get(d.name) or DeviceEstimate.unused(d.name, d.memory_bytes) for d in cluster.devices)
-
-
-_LATEST = Latest[np.ndarray]()
-
-
-def op_seconds(profile: Profile, device: Device) -> np.ndarray:
-    """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
-    return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), lambda: _op_seconds(profile, device))
-
-
-def _op_seconds(profile: Profile, device: Device) -> np.ndarray:
-    moved = np.array(profile.op_bytes, np.float64)
-    found = roofline(counted_flops(profile), moved, profile.op_dtypes, device)
-    found.setflags(write=False)
-    return found
-
-
-def counted_flops(profile: Profile) -> np.ndarray:
-    """Return the FLOPs of every op of the graph, 0 for those that a pass does not have."""
-    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
-    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
-    return flops
-
-
-def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:
-    """Return the seconds of ops ([…, ops]) that compute and move so much, in these dtypes; 0 where they do neither."""
-    names = sorted(set(dtypes))
-    code = {name: i for i, name in enumerate(names)}
-    rates = np.array([device.flops(name) for name in names] or [1.0])
-    rate = rates[np.array([code[name] for name in dtypes], np.int64)]
-    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
-    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
-
-
-def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:
-    """Return the seconds of an optimizer step: parameter, gradient and state are read, parameter and state written."""
-    if not workload.training or workload.optimizer == "none":
-        return 0.0
-    return trained_bytes * (3 + 2 * OPTIMIZER_STATE_TENSORS[workload.optimizer]) / device.bytes_per_second
 
 
 def step_bytes(sizes: Iterable[tuple[str, int]], device_of: Mapping[str, str], device: Device, optimizer: str) -> int:
@@ -185,18 +117,16 @@ def device_of_module(path: str, moves: Flow) -> str:
     return next((device for name, device in moves.tensor_device.items() if is_below(name, path)), "")
 
 
-def _transfer(copy: Copy, profile: Profile, cluster: Cluster) -> Transfer:
+def _transfer(copy: Copy, cluster: Cluster) -> Transfer:
     between_devices = HOST_NAME not in (copy.source, copy.destination)
-    seconds = cluster.link(copy.source, copy.destination).seconds(copy.nbytes) if between_devices else 0.0
-    backward = copy.reason == "backward"
     return Transfer(
         source=copy.source,
         destination=copy.destination,
         nbytes=copy.nbytes,
-        seconds=seconds,
+        seconds=cluster.link(copy.source, copy.destination).seconds(copy.nbytes) if between_devices else 0.0,
         producer=copy.producer,
         consumer=copy.consumer,
-        backward=backward,
+        backward=copy.reason == "backward",
     )
 
 
@@ -325,24 +255,3 @@ def _routed_surplus(profile: Profile, units: Units, of_op: np.ndarray) -> np.nda
         np.subtract.at(surplus, units.op_unit[one.ops], of_op[one.ops])
         surplus += float(of_op[one.ops].sum()) * np.where(mine, held, 0.0) / max(float(held[mine].sum()), 1.0)
     return surplus
-
-
-def tensor_units(graph: ModelGraph, units: Units) -> dict[str, int]:
-    """Return the unit of every parameter and buffer name."""
-    by_path = {path: unit for unit, paths in enumerate(units.paths) for path in paths}
-    return {t.name: by_path[t.name] if t.name in by_path else by_path[t.module] for t in graph.tensors}
-
-
-def weight_bytes(profile: Profile, units: Units) -> np.ndarray:
-    """Return [units] bytes that are on the unit's device at any moment: tensors and optimizer state, tied ones once."""
-    held = np.zeros(len(units.paths))
-    state = OPTIMIZER_STATE_TENSORS[profile.workload.optimizer] if profile.workload.training else 0
-    trained = dict(trained_sizes(profile.graph)) if state else {}
-    owner = tensor_units(profile.graph, units)
-    seen: set[int] = set()
-    for tensor in profile.graph.tensors:
-        if tensor.storage not in seen:
-            seen.add(tensor.storage)
-            held[owner[tensor.name]] += profile.graph.storages[tensor.storage].nbytes
-            held[owner[tensor.name]] += trained.get(tensor.name, 0) * state
-    return held

@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.timeline import LINKS, events
+from autoshard.engine.events import LINKS, events
 from autoshard.workload import Workload
 
 

@@ -5,7 +5,7 @@ import torch
 
 import autoshard
 from autoshard.errors import PlanError, SpecError
-from autoshard.largest_size import largest
+from autoshard.search.largest import largest
 from autoshard.workload import Workload
 from tests.engine.test_mesh_cost import Net
 

@@ -9,19 +9,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.estimate import Estimate, gap_above
+from autoshard.engine.estimate import Estimate, gap_above
 from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile
 
 
 def of_answer(
-    recorded: Estimate, profile: Profile, price: Callable[[Profile], Estimate], *,
-    bound_seconds: float | None = None, in_turns: bool = False,
-) -> Estimate:  # fmt: skip
+    recorded: Estimate, profile: Profile, price: Callable[[Profile], Estimate], *, in_turns: bool = False
+) -> Estimate:
     """Return the estimate of the whole answer from that of the run as it was recorded; the same where there is none.
 
-    `price`: prices the same plan for one of the halves. `bound_seconds`: a lower bound of the whole answer.
-    `in_turns`: each device does nothing but compute and copy, so that answers can overlap but for the busiest one.
+    `price`: prices the same plan for one of the halves. `in_turns`: each device does nothing but compute and copy, so
+    that answers can overlap but for the busiest one.
     """
     halves = prompt_and_token(profile)
     if halves is None:
@@ -44,7 +43,7 @@ def of_answer(
     latency = whole(lambda one: one.latency_seconds)
     busiest = max(device.compute_seconds + device.transfer_seconds for device in devices)
     bottleneck = busiest if in_turns else whole(lambda one: one.bottleneck_seconds)
-    bound = bound_seconds if bound_seconds is not None else whole(lambda one: one.lower_bound_seconds)
+    bound = whole(lambda one: one.lower_bound_seconds)
     value = bottleneck if recorded.objective == "throughput" else latency
     return replace(
         recorded,

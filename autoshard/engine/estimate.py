@@ -1,4 +1,4 @@
-"""Estimate: the consequences of a plan. Data only; `cost.py` computes it."""
+"""Estimate: the consequences of a plan. Data only; `pricer` and the search compute it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,36 +1,49 @@
 """What a plan costs that keeps some modules away from their device between calls: what is brought, when, and where.
 
-* Bytes of a device: the flow's buffers, the parameters of streamed modules only while they are in one of two slots.
-* Bytes of "cpu" and "disk": the parameters kept there, beside what computes there. What an accelerator reads from the
-  disk goes through `STAGING_BYTES` of "cpu".
-* Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call.
-* Seconds of a pass: the schedule of `stream_schedule`, in the long run. Copies of activations between devices count as
+A streamed module is brought to its device for each of its calls, into one of two slots there. While one computes in its
+slot the next one is brought into the other, across the end of a pass too:
+
+    compute   | a |.| b |   c   |.. | a |            "." waits for a fetch: a stall
+    slot 1    [ a ][  fetch c   ][ c ][ fetch b …
+    slot 2    [fetch b][ b ][fetch a      ][ a ]
+
+* Bytes of a device: the flow's buffers, the parameters of streamed modules only while they are in a slot. Bytes of
+  "cpu" and "disk": the parameters kept there. What an accelerator reads from the disk goes through `STAGING_BYTES` of
+  "cpu".
+* Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call. Each
+  device has one link; all fetches from the disk share it, first come, first served.
+* Seconds of a pass: passes are played one after another (`programs`). Copies of activations between devices count as
   computing; that they share a link with what is brought does not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.answer_cost import of_answer
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
-from autoshard.cost import check_devices, estimate, lower_bound, op_seconds, weight_bytes
+from autoshard.engine.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
+from autoshard.engine.placed import estimate_placed, lower_bound, moved_copies
+from autoshard.engine.programs import PREFETCH, Task, play
+from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
-from autoshard.estimate import DeviceEstimate, Estimate, Streaming, StreamLink, gap_above
-from autoshard.flow import HOST_NAME, Buffers, Flow, flow
+from autoshard.flow import Buffers, Flow
 from autoshard.module_paths import above
 from autoshard.placement import covering_entry
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import find_units
-from autoshard.stream_schedule import SLOTS, StreamCall, least_seconds, steady_seconds
+from autoshard.profile.units import find_units, weight_bytes
 
 STORES = ("cpu", "disk")
+SLOTS = PREFETCH
+"""Streamed modules that are on a device at a time."""
 STAGING_BYTES = 64 * 2**20
 """Pinned memory of the host through which an accelerator reads from the disk, two parts in turn."""
+PASSES = 8
+"""Passes that are played: what is true of the second half of them is taken to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,59 +57,128 @@ class Streamed:
     calls: tuple[tuple[int, int], ...]
 
 
-def estimate_streamed(
-    plan: Plan,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    flow_of_plan: Flow | None = None,
-    lower_bound_seconds: float | None = None,
-) -> Estimate:
-    """Compute the consequences of a plan with streamed modules; the arguments are those of `cost.estimate`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCall:
+    """A call of a module that may be streamed: which one, on which device, what is computed before it and in it."""
 
-    Raises `PlanError` if the plan names a device or a module that is not there.
+    module: int
+    device: int
+    before_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """What is brought for one call: to which device, and whether from the disk."""
+
+    device: int
+    seconds: float
+    on_disk: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Something that is computed or copied: it waits for a fetch, or is the last of a call and frees its slot."""
+
+    seconds: float
+    waits: int = -1
+    frees: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """One pass in the long run: its seconds, and those in which each stream is busy."""
+
+    seconds: float
+    busy: Mapping[str, float]
+
+    @property
+    def least_seconds(self) -> float:
+        """What no pass can be shorter than: all that computes, all that one link brings, all that the disk gives."""
+        return max(self.busy.values())
+
+
+def streamed_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: int) -> tuple[list[Task], list[int]]:
+    """The tasks of some passes, and the number of the last one of each; fetches are named by their numbers.
+
+    The fetch for the call after next on a device begins when a call ends.
     """
-    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
-    moves = flow_of_plan or flow(profile.graph, plan.placements)
-    bound = lower_bound_seconds
-    if bound is None:
-        bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
+    numbers: dict[int, list[int]] = {}
+    for number, fetch in enumerate(fetches):
+        numbers.setdefault(fetch.device, []).append(number)
+    following = [0] * len(fetches)
+    for own in numbers.values():
+        for place, number in enumerate(own):
+            following[number] = own[(place + SLOTS) % len(own)]
+    ready: dict[int, deque[tuple[int, ...]]] = {device: deque([()] * SLOTS) for device in numbers}
+    program: list[Task] = []
+    ends: list[int] = []
+    for _ in range(passes):
+        last = len(program)
+        for piece in pieces:
+            after = ready[fetches[piece.waits].device].popleft() if piece.waits >= 0 else ()
+            last = len(program)
+            program.append(Task(name="", stream="compute", seconds=piece.seconds, after=after))
+            if piece.frees >= 0:
+                number = following[piece.frees]
+                fetch = fetches[number]
+                ready[fetch.device].append((len(program),))
+                program.append(
+                    Task(
+                        name=str(number), stream=f"to {fetch.device}", seconds=fetch.seconds, after=(last,),
+                        shared="disk" if fetch.on_disk else "",
+                    )
+                )  # fmt: skip
+        ends.append(last)
+    return program, ends
 
-    def price(half: Profile) -> Estimate:
-        return _estimate(plan, half, cluster, replace(moves, uncounted=half.graph.uncounted), 0.0)
 
-    recorded = _estimate(plan, replace(profile, further=None), cluster, moves, bound)
-    return of_answer(recorded, profile, price, bound_seconds=bound)
+def steady_pass(
+    calls: Sequence[StreamCall], after_seconds: float, fetch_seconds: Sequence[float], on_disk: Sequence[bool]
+) -> Steady:
+    """Play passes through these calls; `fetch_seconds` per module: of bringing it once, 0 if it stays."""
+    fetches: list[Fetch] = []
+    pieces: list[Piece] = []
+    for call in calls:
+        pieces.append(Piece(seconds=call.before_seconds))
+        number = len(fetches) if fetch_seconds[call.module] > 0 else -1
+        if number >= 0:
+            seconds = fetch_seconds[call.module]
+            fetches.append(Fetch(device=call.device, seconds=seconds, on_disk=on_disk[call.module]))
+        pieces.append(Piece(seconds=call.seconds, waits=number, frees=number))
+    pieces.append(Piece(seconds=after_seconds))
+    program, ends = streamed_program(pieces, fetches, PASSES)
+    played = play(program)
+    half, busy = PASSES // 2, {name: seconds / PASSES for name, seconds in played.busy.items()}
+    seconds = (played.ends[ends[-1]] - played.ends[ends[half - 1]]) / half
+    return Steady(seconds=max(seconds, *busy.values()), busy=busy)  # what is there at first may hide some of it
 
 
-def _estimate(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow, bound: float) -> Estimate:
-    """Price a run as it was recorded, again and again."""
+def estimate_streamed(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow) -> Estimate:
+    """Price the run as it was recorded, again and again; no bound is worked out.
+
+    `moves`: the flow of the plan's placements. Raises `PlanError` if the plan streams a module that is not there.
+    """
     graph = profile.graph
     modules = streamed_modules(plan, graph)
     moved = with_slots(moves, modules, graph)
-    bare = estimate(plan, profile, cluster, flow_of_plan=moved, lower_bound_seconds=0.0)
+    bare = estimate_placed(profile, cluster, moved, plan.objective)
     timed = [module for module in modules if module.store != module.device]
     fetch = [module_fetch_seconds(module, graph, cluster) for module in timed]
-    on_disk = [module.store == "disk" for module in timed]
     calls, after = pass_calls(profile, cluster, moves, timed)
-    least = least_seconds(calls, after, fetch, on_disk)
-    latency = max(least, steady_seconds(calls, after, fetch, on_disk))  # but for rounding never less
+    steady = steady_pass(calls, after, fetch, [module.store == "disk" for module in timed])
     devices = tuple(_with_streamed(device, modules, graph, cluster, moved) for device in bare.devices)
-    bottleneck = _bottleneck(profile, cluster, moves, timed, fetch, bare)
-    value = bottleneck if plan.objective == "throughput" else latency
-    computing = sum(call.before_seconds + call.seconds for call in calls) + after
+    links = [seconds for stream, seconds in steady.busy.items() if stream != "compute"]
     return replace(
         bare,
         devices=devices,
-        latency_seconds=latency,
-        bottleneck_seconds=bottleneck,
-        lower_bound_seconds=bound,
-        gap=gap_above(value, bound),
+        latency_seconds=steady.seconds,
+        bottleneck_seconds=max([device.compute_seconds + device.transfer_seconds for device in devices] + links),
         streaming=Streaming(
             links=_links(timed, fetch, graph),
-            compute_seconds=computing,
-            bound_seconds=least,
-            stall_seconds=max(0.0, latency - computing),
+            compute_seconds=steady.busy["compute"],
+            bound_seconds=steady.least_seconds,
+            stall_seconds=max(0.0, steady.seconds - steady.busy["compute"]),
         ),
     )
 
@@ -135,32 +217,21 @@ def without_storages(moves: Flow, storages: Iterable[int]) -> Flow:
 
 
 def pass_calls(
-    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed], only: str | None = None
+    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed]
 ) -> tuple[tuple[StreamCall, ...], float]:
-    """Return the calls of some modules in order, with the seconds between and in them, and those after the last.
-
-    `only`: count what runs on this device alone.
-    """
+    """Return the calls of some modules in order, with the seconds between and in them, and those after the last."""
     seconds = np.zeros(moves.steps + 1)
     placed = np.array(moves.op_device, np.int64)
     for index, name in enumerate(moves.devices):
-        if name in cluster.names and only in (None, name):
+        if name in cluster.names:
             mine = placed == index
             seconds[:-1][mine] = op_seconds(profile, cluster.device(name))[mine]
-    for copy in moves.copies:
-        counts = not copy.kept and moves.counts(copy) and HOST_NAME not in (copy.source, copy.destination)
-        if counts and only in (None, copy.destination):
-            seconds[int(copy.born)] += cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
+    for copy in moved_copies(moves):
+        seconds[int(copy.born)] += cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
     total = np.concatenate([[0.0], np.cumsum(seconds)])
     numbers = {name: i for i, name in enumerate(moves.devices)}
-    spans = sorted(
-        (begin, end, index)
-        for index, module in enumerate(modules)
-        for begin, end in module.calls
-        if only in (None, module.device) and begin not in profile.graph.uncounted
-    )
     calls, at = [], 0
-    for begin, end, index in spans:
+    for begin, end, index in calls_in_order(modules, profile.graph):
         calls.append(
             StreamCall(
                 module=index, device=numbers[modules[index].device], seconds=float(total[end] - total[begin]),
@@ -169,6 +240,12 @@ def pass_calls(
         )  # fmt: skip
         at = end
     return tuple(calls), float(total[-1] - total[at])
+
+
+def calls_in_order(modules: Sequence[Streamed], graph: ModelGraph) -> list[tuple[int, int, int]]:
+    """(first op, op after the last, module) of every call of some modules."""
+    every = ((begin, end, index) for index, module in enumerate(modules) for begin, end in module.calls)
+    return sorted(call for call in every if call[0] not in graph.uncounted)
 
 
 def streamed_modules(plan: Plan, graph: ModelGraph) -> list[Streamed]:
@@ -287,21 +364,6 @@ def _with_streamed(
     )
 
 
-def _bottleneck(
-    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed], fetch: Sequence[float],
-    bare: Estimate,
-) -> float:  # fmt: skip
-    """Seconds of the busiest device when passes overlap: each plays its own calls; or of the disk they share."""
-    on_disk = [module.store == "disk" for module in modules]
-    times = [device.compute_seconds + device.transfer_seconds for device in bare.devices]
-    for name in dict.fromkeys(module.device for module in modules):
-        calls, after = pass_calls(profile, cluster, moves, modules, only=name)
-        times.append(steady_seconds(calls, after, fetch, on_disk))
-    from_disk = zip(modules, fetch, strict=True)
-    times.append(sum(len(module.calls) * seconds for module, seconds in from_disk if module.store == "disk"))
-    return max(times)
-
-
 def staging_bytes(devices: Iterable[str]) -> int:
     """Return the host memory through which these devices read from the disk; the CPU and simulated ones need none."""
     return sum(STAGING_BYTES for name in devices if not name.startswith("cpu"))
@@ -332,11 +394,11 @@ def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computin
     units = find_units(profile)
     read = np.bincount(units.op_unit, minlength=len(units.paths)) > 0
     missing = float(weight_bytes(profile, units)[read].sum()) - sum(max(device.budget_bytes, 0) for device in devices)
-    rate = sum(max(_rates(cluster, device).values(), default=0.0) for device in devices)
+    rate = sum(fetch_rate(cluster, name) for name in computing)
     return max(bound, missing / rate) if rate and missing > 0 else bound
 
 
-def _rates(cluster: Cluster, device: Device) -> dict[str, float]:
-    """Bytes per second from each store to a device."""
-    stores = [store for store in STORES if store in cluster.names and store != device.name]
-    return {store: cluster.link(store, device.name).bytes_per_second for store in stores}
+def fetch_rate(cluster: Cluster, device: str) -> float:
+    """Bytes per second from the fastest store to a device; 0 where there is none."""
+    stores = [store for store in STORES if store in cluster.names and store != device]
+    return max((cluster.link(store, device).bytes_per_second for store in stores), default=0.0)

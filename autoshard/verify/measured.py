@@ -21,7 +21,7 @@ from torch import nn
 
 from autoshard.capture.backward import training_loss
 from autoshard.capture.inputs import as_call, derive_inputs
-from autoshard.estimate import Event
+from autoshard.engine.estimate import Event
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan
 from autoshard.workload import Workload

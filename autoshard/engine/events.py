@@ -1,0 +1,286 @@
+"""When every device and every link is busy in a predicted pass, for plans of one process.
+
+    cuda:0        | blocks.0 | blocks.1 |          |          |
+    to cuda:1                           |==|                        a copy that goes there
+    cuda:1                                 | blocks.2 | head |
+
+A pass is lowered to a program (`programs`) of the estimate's own seconds and played: those of a device add up to its
+`compute_seconds`, and the last event ends at `latency_seconds`, unless that is longer because one thread can't launch
+ops any faster. Neighbouring ops of one module are one event.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.cluster.cluster import Cluster
+from autoshard.engine.cut_collectives import Collective
+from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
+from autoshard.engine.estimate import Estimate, Event
+from autoshard.engine.placed import check_devices, moved_copies
+from autoshard.engine.pricer import estimate_mesh
+from autoshard.engine.programs import Task, play
+from autoshard.engine.streamed import (
+    PASSES,
+    Fetch,
+    Piece,
+    calls_in_order,
+    module_fetch_seconds,
+    streamed_modules,
+    streamed_program,
+)
+from autoshard.engine.timing import op_seconds, optimizer_seconds
+from autoshard.flow import Flow, flow
+from autoshard.module_paths import above
+from autoshard.plan import Plan
+from autoshard.profile.measure import trained_sizes
+from autoshard.profile.profile import Profile
+
+LINKS = ("transfer", "fetch", "gather", "reduce")
+"""Kinds of events that occupy a link into their device, not the device."""
+
+
+def events(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Event, ...]:
+    """Return what happens in one pass in the long run, in the order in which it begins.
+
+    Raises `PlanError` for a plan that names what the model or the cluster lacks.
+    """
+    if plan.mesh is not None:
+        estimate = estimate_mesh(plan, profile, cluster)
+        stages = estimate.pipelining
+        found = stages.events if stages is not None else _of_replicas(plan, profile, cluster, estimate)
+    elif plan.cuts:
+        found = _of_cuts(plan, profile, cluster)
+    else:
+        found = _in_turns(plan, profile, cluster)
+    return tuple(sorted(found, key=lambda event: (event.begin_seconds, event.device, event.source)))
+
+
+def _event(device: str, kind: str, seconds: float, **more: str | int) -> Event:
+    """An event that has not begun: it ends after so many seconds."""
+    return Event(device=device, kind=kind, begin_seconds=0.0, end_seconds=seconds, **more)  # type: ignore[arg-type]
+
+
+def _at(event: Event, begin: float) -> Event:
+    return replace(event, begin_seconds=begin, end_seconds=begin + event.end_seconds)
+
+
+# ---- devices that take turns: ops and copies in the order of the recorded run, and what they wait for
+
+
+def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
+    """Ops and copies of a plan that places or streams modules; of several passes the one in the middle is drawn."""
+    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
+    graph, moves = profile.graph, flow(profile.graph, plan.placements)
+    modules = [module for module in streamed_modules(plan, graph) if module.store != module.device]
+    seconds = [module_fetch_seconds(module, graph, cluster) for module in modules]
+    calls = [call for call in calls_in_order(modules, graph) if seconds[call[2]] > 0]
+    fetches = [
+        Fetch(
+            device=moves.devices.index(modules[i].device), seconds=seconds[i], on_disk=modules[i].store == "disk"
+        )
+        for _, _, i in calls
+    ]  # fmt: skip
+    drawn = _ordered(profile, cluster, moves, {op for call in calls for op in call[:2]})
+    ops = [op for op, _ in drawn]
+    waits = {bisect_left(ops, begin): number for number, (begin, _, _) in enumerate(calls)}
+    frees = {bisect_left(ops, end) - 1: number for number, (_, end, _) in enumerate(calls)}
+    pieces = [
+        Piece(seconds=event.end_seconds, waits=waits.get(place, -1), frees=frees.get(place, -1))
+        for place, (_, event) in enumerate(drawn)
+    ]
+    program, ends = streamed_program(pieces, fetches, PASSES if fetches else 1)
+    played = play(program)
+    middle = len(ends) // 2
+    first, begin = (ends[middle - 1] + 1, played.ends[ends[middle - 1]]) if middle else (0, 0.0)
+    own = [number for number in range(first, ends[middle] + 1) if program[number].stream == "compute"]
+    found = [_at(event, played.begins[n] - begin) for n, (_, event) in zip(own, drawn, strict=True)]
+    found = [event for event in found if event.end_seconds > event.begin_seconds or event.kind == "transfer"]
+    end = played.ends[ends[middle]]
+    for task, came, there in zip(program, played.begins, played.ends, strict=True):
+        if task.stream != "compute" and there > begin and came < end:
+            module = modules[calls[int(task.name)][2]]
+            nbytes = sum(graph.storages[storage].nbytes for storage in module.storages)
+            event = _event(module.device, "fetch", 0.0, source=module.store, nbytes=nbytes, label=module.path)
+            found.append(replace(event, begin_seconds=max(came, begin) - begin, end_seconds=min(there, end) - begin))
+    return found
+
+
+def _ordered(profile: Profile, cluster: Cluster, moves: Flow, breaks: Collection[int]) -> list[tuple[int, Event]]:
+    """(op, event) of ops and copies one after another, and of the optimizer's steps after them."""
+    copies: dict[int, list[tuple[float, Event]]] = {}
+    for copy in moved_copies(moves):
+        seconds = cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
+        label = f"{copy.producer or 'inputs'} -> {copy.consumer or 'outputs'}"
+        event = _event(copy.destination, "transfer", seconds, source=copy.source, nbytes=copy.nbytes, label=label)
+        copies.setdefault(ceil(copy.born), []).append((copy.born, event))
+    found = []
+    for begin, event in runs(profile, cluster, moves.devices, moves.op_device, {*copies, *breaks}):
+        found += [(int(born), copy) for born, copy in sorted(copies.pop(begin, ()), key=lambda row: row[0])]
+        found.append((begin, event))
+    end = len(profile.graph.ops)
+    found += [(end, copy) for at in sorted(copies) for _, copy in copies[at]]
+    return found + [(end, event) for event in optimizer_events(profile, cluster, moves)]
+
+
+def runs(
+    profile: Profile, cluster: Cluster, devices: tuple[str, ...], op_device: tuple[int, ...], breaks: Collection[int]
+) -> list[tuple[int, Event]]:
+    """Return neighbouring ops of one module on one device, with the first of them; `breaks`: ops that begin anew.
+
+    An op of such a break that takes no time has an event of its own, of 0 seconds.
+    """
+    graph = profile.graph
+    seconds = np.zeros(len(graph.ops))
+    placed = np.array(op_device, np.int64)
+    for index, name in enumerate(devices):
+        if name in cluster.names:
+            seconds = np.where(placed == index, op_seconds(profile, cluster.device(name)), seconds)
+    seconds = np.where(placed >= 0, seconds, 0.0)
+    busy = np.flatnonzero(seconds)
+    found: list[tuple[int, Event]] = []
+    for op in sorted({*busy.tolist(), *(op for op in breaks if op < len(graph.ops))}):
+        row = graph.ops[op]
+        device = devices[placed[op]] if placed[op] >= 0 else ""
+        event = _event(device, kind_of(row, graph), float(seconds[op]), label=graph.calls[row.call].path)
+        begin, before = found[-1] if found else (0, event)
+        if found and op not in breaks and replace(before, end_seconds=event.end_seconds) == event:
+            found[-1] = begin, replace(before, end_seconds=before.end_seconds + event.end_seconds)
+        else:
+            found.append((op, event))
+    return found
+
+
+def kind_of(op: Op, graph: ModelGraph) -> str:
+    """The kind of an op's event: a forward op that runs after backward has begun computes something again."""
+    if op.backward:
+        return "backward"
+    return "recompute" if op.index >= graph.backward_begin else "forward"
+
+
+def optimizer_events(profile: Profile, cluster: Cluster, moves: Flow) -> list[Event]:
+    """The optimizer's step on every device that has one."""
+    trained = trained_sizes(profile.graph) if profile.workload.training else []
+    own = dict.fromkeys(cluster.names, 0)
+    for name, nbytes in trained:
+        if moves.tensor_device[name] in own:
+            own[moves.tensor_device[name]] += nbytes
+    steps = ((name, optimizer_seconds(own[name], profile.workload, cluster.device(name))) for name in own)
+    return [_event(name, "optimizer", seconds) for name, seconds in steps if seconds]
+
+
+# ---- devices that work at the same time: ranks of a plan with cuts, replicas
+
+
+@dataclass(slots=True)
+class _Side:
+    """A program of events on the devices of a plan, each device a stream of its own."""
+
+    tasks: list[Task] = field(default_factory=list)
+    drawn: list[Event] = field(default_factory=list)
+    last: dict[str, int] = field(default_factory=dict)
+
+    def add(self, event: Event, after: Sequence[int] = (), stream: str = "") -> None:
+        """Add what happens on the event's device, or on another stream, once some tasks have ended."""
+        stream = stream or event.device
+        self.last[stream] = len(self.tasks)
+        self.tasks.append(Task(name="", stream=stream, seconds=event.end_seconds, after=tuple(after)))
+        self.drawn.append(event)
+
+    def all_of_them(self) -> tuple[int, ...]:
+        """The last task of every stream."""
+        return tuple(self.last.values())
+
+    def played(self) -> Iterator[Event]:
+        """The events at their times."""
+        yield from map(_at, self.drawn, play(self.tasks).begins)
+
+
+def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
+    """Ranks side by side: part by part every rank computes, then all of them do what comes after it together."""
+    names = [device.name for device in plan.devices]
+    check_devices(names, cluster, "cuts the model over")
+    graph = profile.graph
+    traced = trace_cuts(graph, plan.cuts)
+    after: dict[int, list[Collective]] = {}
+    for collective in traced.collectives:
+        after.setdefault(collective.op + 1, []).append(collective)
+        if profile.workload.training:
+            after.setdefault(_backward_end(graph, collective), []).append(collective.backward)
+    bounds = sorted(after)
+    parts: dict[str, list[list[Event]]] = {name: [[] for _ in range(len(bounds) + 1)] for name in names}
+    for rank, name in enumerate(names):
+        local = local_profile(profile, traced, rank)
+        moves = flow(local.graph, {"": name})
+        for begin, event in runs(local, cluster, moves.devices, moves.op_device, bounds):
+            parts[name][bisect_right(bounds, begin)] += [event] if event.end_seconds else []
+        parts[name][-1] += optimizer_events(local, cluster, moves)
+    side = _Side()
+    for number in range(len(bounds) + 1):
+        for name in names:
+            for event in parts[name][number]:
+                side.add(event)
+        for collective in after[bounds[number]] if number < len(bounds) else ():
+            seconds, kind = collective.seconds(cluster, names), "all-gather" if collective.gathers else "all-reduce"
+            before = side.all_of_them()
+            for name in names:
+                side.add(_event(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
+    return list(side.played())
+
+
+def _backward_end(graph: ModelGraph, collective: Collective) -> int:
+    """The op after the last backward op of the collective's block; the backward sums what the block let in."""
+    last = graph.backward_begin - 1
+    for op in range(len(graph.ops) - 1, graph.backward_begin - 1, -1):
+        path = graph.calls[graph.ops[op].call].path
+        if collective.block in (OUTSIDE, "", path) or collective.block in above(path):
+            last = op
+            break
+    return last + 1
+
+
+def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estimate) -> list[Event]:
+    """Parts of the batch go out, every replica computes, gradients are summed, results come home.
+
+    The estimate has one figure for what a device computes; forward and backward share it as they do on one device.
+    """
+    side, home, copies = _Side(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
+    for one in estimate.transfers:
+        label = f"{one.producer or 'inputs'} -> {one.consumer or 'outputs'}"
+        copies[one.destination == home].append(
+            _event(one.destination, "transfer", one.seconds, source=one.source, nbytes=one.nbytes, label=label)
+        )
+    for event in copies[False]:
+        side.add(event, stream="copies")
+    begin = side.all_of_them()
+    for device in estimate.devices:
+        if device.compute_seconds:
+            totals = _kinds(plan, profile, cluster, device.name)
+            scale = device.compute_seconds / sum(totals.values())
+            for kind, seconds in totals.items():
+                side.add(_event(device.name, kind, seconds * scale), begin)
+    computed, kind = side.all_of_them(), "all-reduce" if estimate.all_reduces else "all-gather"
+    for device in estimate.devices:
+        if device.transfer_seconds:
+            side.add(_event(device.name, kind, device.transfer_seconds), computed)
+    summed = side.all_of_them()
+    for event in copies[True]:
+        side.add(event, summed, stream="copies")
+    return list(side.played())
+
+
+def _kinds(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
+    """What one device would compute of the whole batch, by kind."""
+    device, totals = cluster.device(name), dict[str, float]()
+    for op, seconds in zip(profile.graph.ops, op_seconds(profile, device).tolist(), strict=True):
+        if seconds:
+            kind = kind_of(op, profile.graph)
+            totals[kind] = totals.get(kind, 0.0) + seconds
+    assert plan.mesh is not None
+    trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
+    step = optimizer_seconds(trained / (plan.mesh.data if plan.mesh.sharded else 1), profile.workload, device)
+    return totals | ({"optimizer": step} if step else {})
