@@ -6,7 +6,8 @@
   also the moment of the optimizer step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -73,16 +74,6 @@ def of_every_device(found: Mapping[str, DeviceEstimate], cluster: Cluster) -> tu
     return tuple(found.get(d.name) or DeviceEstimate.unused(d.name, d.memory_bytes) for d in cluster.devices)
 
 
-def step_bytes(sizes: Iterable[tuple[str, int]], device_of: Mapping[str, str], device: Device, optimizer: str) -> int:
-    """Return the most temporary bytes of an optimizer step on one device, of parameters in the model's order.
-
-    Accelerators get torch's multi-tensor step, which holds all denominators of a device at once.
-    """
-    accelerator = not device.name.startswith("cpu")
-    mine = [nbytes if device_of[name] == device.name else 0 for name, nbytes in sizes]
-    return optimizer_step_bytes(mine, optimizer, fused_list=accelerator)
-
-
 def _compute_seconds(profile: Profile, cluster: Cluster, moves: Flow) -> dict[str, float]:
     """Seconds per device: its ops, and its share of the optimizer step. Ops on the host are free."""
     placed = np.array(moves.op_device, np.int64)
@@ -133,39 +124,40 @@ def _transfer(copy: Copy, cluster: Cluster) -> Transfer:
 def _device_estimate(
     device: Device, profile: Profile, moves: Flow, compute_seconds: float, transfer_seconds: float
 ) -> DeviceEstimate:
-    """The parts are what is live at the moment of the peak, so they add up to it."""
+    found = moments(profile, moves, device) if device.name in moves.devices else [Counter[str]()]
+    return replace(of_moments(device, found), compute_seconds=compute_seconds, transfer_seconds=transfer_seconds)
+
+
+def moments(profile: Profile, moves: Flow, device: Device) -> list[Counter[str]]:
+    """Bytes by kind on a device when a pass takes most of it, and in training at the optimizer's step ("step")."""
     graph, workload = profile.graph, profile.workload
-    parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)
-    optimizer = step = 0
-    if device.name in moves.devices:
-        time = moves.peak(device.name, device.block_bytes)[1]
-        parts = _parts_at(time, device, graph, moves)
-        if workload.training:
-            sizes = trained_sizes(graph)
-            own = [nbytes for name, nbytes in sizes if moves.tensor_device[name] == device.name]
-            optimizer = sum(_rounded(nbytes, device) for nbytes in own) * OPTIMIZER_STATE_TENSORS[workload.optimizer]
-            at_step = _parts_at(moves.steps, device, graph, moves)
-            at_step["gradient"] = sum(_rounded(nbytes, device) for nbytes in own)
-            step = step_bytes(sizes, moves.tensor_device, device, workload.optimizer)
-            at_step["activation"] += step
-            if sum(at_step.values()) > sum(parts.values()):
-                parts = at_step
-    used = sum(parts.values()) + optimizer
+    found = [bytes_at(moves.peak(device.name, device.block_bytes)[1], device, graph, moves)]
+    if workload.training:
+        sizes = trained_sizes(graph)
+        own = [_rounded(nbytes, device) for name, nbytes in sizes if moves.tensor_device[name] == device.name]
+        found.append(bytes_at(moves.steps, device, graph, moves))
+        found[1]["gradient"] = sum(own)
+        mine = [nbytes if moves.tensor_device[name] == device.name else 0 for name, nbytes in sizes]
+        # Accelerators get torch's multi-tensor step, which holds all denominators of a device at once.
+        on_cpu = device.name.startswith("cpu")
+        found[1]["step"] = optimizer_step_bytes(mine, workload.optimizer, fused_list=not on_cpu)
+        for row in found:
+            row["optimizer"] = sum(own) * OPTIMIZER_STATE_TENSORS[workload.optimizer]
+    return found
+
+
+def of_moments(device: Device, found: Sequence[Mapping[str, int]]) -> DeviceEstimate:
+    """A device at the fullest of some moments, without seconds: the parts add up to the peak."""
+    fullest = max(found, key=lambda parts: sum(parts.values()))
+    used = sum(fullest.values())
     overhead = device.overhead_bytes if used else 0
-    return DeviceEstimate(
-        name=device.name,
-        memory_bytes=device.memory_bytes,
-        parameter_bytes=parts["parameter"],
-        buffer_bytes=parts["buffer"],
-        gradient_bytes=parts["gradient"],
-        optimizer_bytes=optimizer,
-        activation_bytes=parts["activation"],
-        cache_bytes=parts["cache"],
-        transfer_bytes=parts["transfer"],
+    kinds = ("parameter", "buffer", "gradient", "optimizer", "cache", "transfer")
+    return replace(
+        DeviceEstimate.unused(device.name, device.memory_bytes),
+        **{f"{kind}_bytes": fullest.get(kind, 0) for kind in kinds},
+        activation_bytes=fullest.get("activation", 0) + fullest.get("step", 0),
         overhead_bytes=overhead,
         peak_bytes=used + overhead,
-        compute_seconds=compute_seconds,
-        transfer_seconds=transfer_seconds,
     )
 
 
@@ -173,13 +165,13 @@ def _rounded(nbytes: int, device: Device) -> int:
     return -(-nbytes // device.block_bytes) * device.block_bytes
 
 
-def _parts_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> dict[str, int]:
+def bytes_at(time: float, device: Device, graph: ModelGraph, moves: Flow) -> Counter[str]:
     """Bytes live on a device at one op time, by what they are."""
     rows = moves.buffers
     live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
     state = {graph.values[value].storage for value in graph.state}
     gradients = {graph.values[value].storage for _, value in graph.gradients}
-    parts = dict.fromkeys(("parameter", "buffer", "gradient", "activation", "cache", "transfer"), 0)
+    parts = Counter[str]()
     for row in np.flatnonzero(live).tolist():
         storage = graph.storages[int(rows.storage[row])]
         if rows.copied[row]:

@@ -12,6 +12,7 @@ as DistributedDataParallel and fully_shard do (Li et al., "PyTorch Distributed",
 step, along a tree; it also brings inputs from the first device and outputs back, and one thread launches all there is.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -24,15 +25,22 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
-from autoshard.engine.placed import check_devices, lower_bound, of_every_device
-from autoshard.engine.timing import optimizer_seconds, roofline
+from autoshard.engine.placed import (
+    bytes_at,
+    check_devices,
+    lower_bound,
+    moments,
+    of_every_device,
+    of_moments,
+)
+from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
 from autoshard.errors import PlanError
+from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
-from autoshard.profile.measure import optimizer_step_bytes
+from autoshard.profile.measure import trained_sizes
+from autoshard.profile.part import Sizes, carriers_of_rows, smaller_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.rows import Rows, by_rows
 from autoshard.sharding import shares_of
-from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 BUCKET_BYTES = 25 << 20
 """DistributedDataParallel sums gradients in buckets of this size."""
@@ -83,37 +91,25 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     devices = [cluster.device(name) for name in names]
     if processes is None:
         processes = mesh.sharded or len({device.host for device in devices}) > 1
-    rows = by_rows(profile, batch)
     blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
-    shares = rows_per_replica(batch, mesh.shares, mesh.data)
-    figures = Figures(rows=rows, workload=profile.workload, blocks=blocks, count=mesh.data, processes=processes)
-    replicas = figures.all(devices, shares)
-    exchange = exchange_of(cluster, names, figures, [one.compute_seconds for one in replicas])
-    transfers = () if processes else _transfers(cluster, names, shares, rows)
-    moving = sum(transfer.seconds for transfer in transfers)
-    by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in replicas}
-    latency = pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving
+    figures = Figures(RowSizes(profile, batch), blocks=blocks, count=mesh.data, processes=processes)
+    run = figures.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
+    exchange, latency = run.exchange, run.seconds
+    by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in run.replicas}
     bound = lower_bound(profile, cluster, divided=True)
-    every = of_every_device(by_name, cluster)
     return Estimate(
-        devices=every,
-        transfers=transfers,
+        devices=of_every_device(by_name, cluster),
+        transfers=run.transfers,
         objective=plan.objective,
         latency_seconds=latency,
         bottleneck_seconds=latency,
         lower_bound_seconds=bound,
         gap=gap_above(latency, bound),
-        notes=(*profile.graph.notes, *_notes(figures, exchange, cluster, names)),
+        notes=(*profile.graph.notes, *_notes(figures, exchange)),
         collective_seconds=exchange.exposed_seconds,
         all_reduces=exchange.all_reduces,
         all_gathers=exchange.all_gathers,
     )
-
-
-def pass_seconds(figures: "Figures", devices: Sequence[Device], replicas: Sequence[DeviceEstimate]) -> float:
-    """Seconds until all replicas are done: the slowest, or the one thread that launches what all of them do."""
-    slowest = max(one.compute_seconds for one in replicas)
-    return slowest if figures.processes else max(slowest, sum(map(figures.launching_seconds, devices)))
 
 
 def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tuple[int, ...]:
@@ -121,32 +117,98 @@ def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tup
     return shares_of(batch.size, count, shares)
 
 
-@dataclass(slots=True, kw_only=True)
+class RowSizes:
+    """The recorded run with some rows of the batch: what ops compute and move, and what lives when on one device."""
+
+    def __init__(self, profile: Profile, batch: BatchAxis) -> None:
+        graph = profile.graph
+        self.profile, self.size = profile, batch.size
+        self.carrying = carriers_of_rows(graph, batch)
+        self.input_bytes, self.output_bytes = (
+            sum(
+                graph.storages[storage].nbytes
+                for storage in {graph.values[value].storage for value in values if value in self.carrying}
+            )
+            for values in (graph.inputs, graph.outputs)
+        )
+        self._moves = flow(graph, {"": "replica"})
+        self._known: dict[int, Sizes] = {}
+
+    def part(self, rows: int) -> float:
+        """Which part of the batch so many rows are."""
+        return rows / self.size
+
+    def sizes(self, rows: int) -> Sizes:
+        """Sizes of values and storages, FLOPs and bytes moved with so many rows."""
+        if rows not in self._known:
+            parts = np.ones(len(self.profile.graph.values))
+            parts[list(self.carrying)] = self.part(rows)
+            self._known[rows] = smaller_sizes(self.profile, parts)
+        return self._known[rows]
+
+    def seconds(self, device: Device, rows: int) -> float:
+        """Seconds of the ops."""
+        sizes, counted = self.sizes(rows), counted_flops(self.profile) > 0
+        flops, moved = np.array(sizes.flops, np.float64) * counted, np.array(sizes.moved, np.float64)
+        return float(roofline(flops, moved, self.profile.op_dtypes, device).sum())
+
+    def moves(self, device: Device, rows: int) -> Flow:
+        """What lives when on a device that has all of the model."""
+        moves = self._moves
+        nbytes = np.array(self.sizes(rows).storages, np.int64)[moves.buffers.storage]
+        return replace(
+            moves, devices=(device.name,), tensor_device=dict.fromkeys(moves.tensor_device, device.name),
+            buffers=replace(moves.buffers, nbytes=nbytes),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Replicas in a pass: each of them, what is copied to and from them, what they exchange, and the seconds of all."""
+
+    replicas: tuple[DeviceEstimate, ...]
+    transfers: tuple[Transfer, ...]
+    exchange: Exchange
+    seconds: float
+
+
 class Figures:
-    """Prices one replica on a device; equal devices with equal shares are computed once.
+    """Prices replicas; equal devices with equal shares are computed once.
 
     `blocks`: what is gathered as one, where replicas are sharded; last what lies outside of them.
     """
 
-    rows: Rows
-    workload: Workload
-    blocks: tuple[Block, ...]
-    count: int
-    processes: bool
-    known: "dict[object, DeviceEstimate] | None" = None
+    def __init__(self, rows: RowSizes, *, blocks: tuple[Block, ...], count: int, processes: bool) -> None:
+        self.rows, self.blocks, self.count, self.processes = rows, blocks, count, processes
+        self.profile, self.workload = rows.profile, rows.profile.workload
+        self.trained = [nbytes for _, nbytes in trained_sizes(self.profile.graph)] if self.workload.training else []
+        self._known: dict[object, DeviceEstimate] = {}
 
     @property
     def sharded(self) -> bool:
         return bool(self.blocks)
 
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.rows.trained)
+    def run(self, cluster: Cluster, devices: Sequence[Device], rows: Sequence[int]) -> Run:
+        """A pass in which every device has so many rows.
 
-    def all(self, devices: Sequence[Device], rows: Sequence[int]) -> list[DeviceEstimate]:
-        """Bytes and seconds of all replicas. Gradients are added along a tree: 2 to 1, 4 to 3, …; then 3 to 1, …"""
-        return [self.of(device, share, first=not index, adds=index % 2 == 1 and index + 1 < len(devices))
-                for index, (device, share) in enumerate(zip(devices, rows, strict=True))]  # fmt: skip
+        It takes as long as the slowest replica, or the one thread that launches what all of them do, and what is not
+        hidden of copies and sums. Gradients are added along a tree: 2 to 1, 4 to 3, …; then 3 to 1, …
+        """
+        replicas = tuple(
+            self.of(device, share, first=not index, adds=index % 2 == 1 and index + 1 < len(devices))
+            for index, (device, share) in enumerate(zip(devices, rows, strict=True))
+        )
+        names = [device.name for device in devices]
+        exchange = exchange_of(cluster, names, self, min(one.compute_seconds for one in replicas))
+        transfers = () if self.processes else _transfers(cluster, names, rows, self.rows)
+        slowest = max(one.compute_seconds for one in replicas)
+        if not self.processes:
+            launched = np.count_nonzero(self.rows.sizes(self.rows.size).moved)
+            slowest = max(slowest, sum(float(launched) * device.launch_seconds for device in devices))
+        return Run(
+            replicas=replicas, transfers=transfers, exchange=exchange,
+            seconds=slowest + exchange.exposed_seconds + sum(transfer.seconds for transfer in transfers),
+        )  # fmt: skip
 
     def of(self, device: Device, rows: int, *, first: bool = False, adds: bool = False) -> DeviceEstimate:
         """Bytes and seconds of a replica with so many rows.
@@ -156,79 +218,52 @@ class Figures:
         first = first and not self.processes and self.count > 1
         adds = adds and not first and not self.processes
         memory = device.memory_bytes, device.block_bytes, device.overhead_bytes, device.name.startswith("cpu")
-        key = (*device.speed, *memory, rows, first, self.count)
-        self.known = {} if self.known is None else self.known
-        if key not in self.known:
-            self.known[key] = self._of(device, rows, first, adds)
-        return replace(self.known[key], name=device.name)
-
-    def seconds(self, device: Device, rows: int) -> float:
-        """Roofline seconds of a pass with so many rows, and of the optimizer step."""
-        table, part = self.rows, self.rows.part(rows)
-        flops = np.where(table.with_rows, table.flops * part, table.flops)
-        moved = table.moved_bytes * (1.0 - table.moved_part * (1.0 - part))
-        ops = float(roofline(flops, moved, table.dtypes, device).sum())
-        own = self.gradient_bytes / (self.count if self.sharded else 1)
-        return ops + optimizer_seconds(own, self.workload, device)
-
-    def launching_seconds(self, device: Device) -> float:
-        """Seconds that the host needs to launch the ops of a replica."""
-        return float(((self.rows.flops > 0) | (self.rows.moved_bytes > 0)).sum()) * device.launch_seconds
+        key = (*device.speed, *memory, rows, first, adds)
+        if key not in self._known:
+            steps = sum(self.trained) / (self.count if self.sharded else 1)
+            seconds = self.rows.seconds(device, rows) + optimizer_seconds(steps, self.workload, device)
+            found = self._moments(device, rows, first, adds)
+            self._known[key] = replace(of_moments(device, found), compute_seconds=seconds)
+        return replace(self._known[key], name=device.name)
 
     def backward_part(self) -> float:
         """The part of the FLOPs that are those of backward."""
-        total = float(self.rows.flops.sum())
-        return float(self.rows.flops[self.rows.backward_begin :].sum()) / total if total else 0.5
+        flops = counted_flops(self.profile)
+        return float(flops[self.profile.graph.backward_begin :].sum() / flops.sum()) if flops.any() else 0.5
 
-    def _of(self, device: Device, rows: int, first: bool, adds: bool) -> DeviceEstimate:
-        """Parameters, gradients and optimizer state, and beside them the most of three moments.
+    def _moments(self, device: Device, rows: int, first: bool, adds: bool) -> list[Counter[str]]:
+        """The fullest op, the sums of gradients once all replicas have gone back, and the optimizer's step.
 
-        These are the fullest op, the sums of gradients once all replicas have gone back, and the optimizer's step.
         In one process the model itself is on the first device, and only it has an optimizer; on the others copies.
         """
-        table, block, training = self.rows, device.block_bytes, self.workload.training
-        copy = not first and not self.processes and self.count > 1
-        died, live = table.died, table.live_bytes(rows, block)
-        nbytes = table.bytes_of(rows, block)
-        alive = (table.born <= live.argmax()) & (live.argmax() < died)
-        cache, gradient = (float((nbytes * alive)[mask].sum()) for mask in
-                           (table.cache, table.gradient & ~table.cache))  # fmt: skip
-        activation = float(live.max(initial=0)) - cache - gradient
-        left = float(nbytes[(table.born <= table.end) & (table.end < died) & ~table.gradient].sum())
-        trained = [-(-size // block) * block for _, size in table.trained]
-        parameter, buffer = (float((np.ceil(sizes / block) * block).sum())
-                             for sizes in (table.parameter_sizes, table.buffer_sizes))  # fmt: skip
-        state = OPTIMIZER_STATE_TENSORS[self.workload.optimizer] if training and not copy else 0
-        optimizer, whole, transfer = float(sum(trained) * state), float(sum(trained)), 0.0
-        accelerator = not device.name.startswith("cpu")
-        step = float(optimizer_step_bytes(trained, self.workload.optimizer, fused_list=accelerator)) if trained else 0.0
+        graph, table, training = self.profile.graph, self.rows, self.workload.training
+        moves, several = table.moves(device, rows), self.count > 1
+        found = moments(self.profile, moves, device)
+        if training:
+            ends = found[1]
+            if several and self.processes:  # views of buckets, which stay, or a part of all
+                found[0]["gradient"] = ends["gradient"]
+            if (first or adds) and self.trained:
+                found.append(Counter({**ends, "step": 2 * max(self.trained)}))
+            if several and not first and not self.processes:
+                del found[1]
+                for row in found:
+                    del row["optimizer"]
         if self.sharded:
-            parameter, optimizer, whole, step = (part / self.count for part in (parameter, optimizer, whole, step))
-            transfer = self._unsharded_bytes()
-        if training and self.count > 1 and self.processes:
-            gradient = whole  # views of buckets, which stay, or a part of all
+            for row in found:
+                for kind in ("parameter", "gradient", "optimizer", "step"):
+                    row[kind] = ceil(row[kind] / self.count)
+            found[0]["transfer"] += self._unsharded_bytes()
         if first:  # inputs and outputs of all replicas; those become one where they were made
-            part = table.part(rows)
-            transfer = (1 - part) * (table.input_bytes + (table.output_bytes if training else 0))
-            kept = float(live[table.backward_begin - 1]) - part * (table.input_bytes + table.output_bytes) - cache
-            merging = max(0.0, kept) * training + table.input_bytes + 2 * table.output_bytes
-            if merging > activation + gradient + transfer:
-                activation, gradient, transfer = merging, 0.0, 0.0
-        moments = [left + step] if training and not copy else []
-        moments += [left + 2 * max(trained)] if (first or adds) and trained else []
-        if moments and whole + max(moments) > gradient + activation + cache + transfer:
-            gradient, activation, transfer = whole, max(moments) - cache, 0.0
-        used = parameter + buffer + gradient + optimizer + activation + cache + transfer
-        overhead = device.overhead_bytes if used else 0
-        return DeviceEstimate(
-            name=device.name, memory_bytes=device.memory_bytes, parameter_bytes=round(parameter),
-            buffer_bytes=round(buffer), gradient_bytes=round(gradient), optimizer_bytes=round(optimizer),
-            activation_bytes=round(activation), cache_bytes=round(cache), transfer_bytes=round(transfer),
-            overhead_bytes=overhead, peak_bytes=round(used) + overhead, compute_seconds=self.seconds(device, rows),
-            transfer_seconds=0.0,
-        )  # fmt: skip
+            own = table.part(rows)
+            found[0]["transfer"] += ceil((1 - own) * (table.input_bytes + table.output_bytes * training))
+            merging = bytes_at(graph.backward_begin - 1, device, graph, moves)
+            kept = max(0, merging["activation"] - ceil(own * (table.input_bytes + table.output_bytes)))
+            merging["activation"] = kept * training + table.input_bytes + 2 * table.output_bytes
+            found.append(Counter({**merging, "gradient": 0, "optimizer": found[0]["optimizer"]}))
+        return found
 
-    def _unsharded_bytes(self) -> float:
+    def _unsharded_bytes(self) -> int:
         """What `fully_shard` has whole: what is outside of blocks, the block that runs, and the one that is gathered.
 
         In backward also the gradients of a block, the copy that they are scattered from, and the gradients of what is
@@ -240,15 +275,15 @@ class Figures:
         return outside + 2 * inside + 2 * gradients
 
 
-def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: Sequence[float]) -> Exchange:
-    """Price what replicas exchange in a pass; `compute_seconds` of each."""
-    training, fastest = figures.workload.training, min(compute_seconds)
+def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: float) -> Exchange:
+    """Price what replicas exchange in a pass; `compute_seconds`: of the fastest."""
+    training = figures.workload.training
     if figures.sharded:
-        return sharded_exchange(cluster, names, figures.blocks, fastest, training=training)
+        return sharded_exchange(cluster, names, figures.blocks, compute_seconds, training=training)
     if not training:
         return Exchange(seconds=0.0, exposed_seconds=0.0)
-    hidden = figures.backward_part() * fastest if figures.processes else 0.0
-    return gradient_exchange(cluster, names, figures.gradient_bytes, hidden)
+    hidden = figures.backward_part() * compute_seconds if figures.processes else 0.0
+    return gradient_exchange(cluster, names, sum(figures.trained), hidden)
 
 
 def gradient_exchange(cluster: Cluster, names: Sequence[str], nbytes: float, backward_seconds: float) -> Exchange:
@@ -285,7 +320,7 @@ def sharded_exchange(
     )
 
 
-def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], rows: Rows) -> tuple[Transfer, ...]:
+def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], rows: RowSizes) -> tuple[Transfer, ...]:
     """Inputs from the first device to the others, and outputs back."""
     made = []
     for name, share in zip(names[1:], shares[1:], strict=True):
@@ -299,7 +334,7 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     return tuple(made)
 
 
-def _notes(figures: Figures, exchange: Exchange, cluster: Cluster, names: Sequence[str]) -> tuple[str, ...]:
+def _notes(figures: Figures, exchange: Exchange) -> tuple[str, ...]:
     if not exchange.seconds:
         return ()
     if figures.sharded:

@@ -3,13 +3,12 @@
     cuda:0  (fast)   rows 0 1 2 3 4        a share is what a device can do until a common time, as far as its memory
     cuda:1  (slow)   rows 5 6 7            goes; devices that would make a pass longer are left out
 
-Devices are tried from the fastest on, of few that differ every set: less work on more devices is compared. Where a
-replica does not fit, or memory is the objective, processes may keep a part of all parameters each (`sharded`).
+Devices are tried from those on that would do most of the batch in a time: less work on more devices is compared. Where
+a replica does not fit, or memory is the objective, processes may keep a part of all parameters each (`sharded`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -19,22 +18,14 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.engine.estimate import DeviceEstimate
-from autoshard.engine.replicas import Block, Exchange, Figures, blocks_of, exchange_of, pass_seconds
+from autoshard.engine.replicas import Block, Exchange, Figures, RowSizes, blocks_of
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.profile import Profile
-from autoshard.profile.rows import Rows, by_rows
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.shares import divide
-
-_AS_GOOD = 1.002
-"""Even shares are taken where they take so little longer."""
-_MOVES = 32
-"""Rows that go from one device to another, one after the other, from shares by speed."""
-_EVERY_SET = 5
-"""Unequal devices of which every set is tried: where one has little room for rows, a faster one does not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +108,15 @@ class Task:
     ) -> None:
         self.profile, self.cluster, self.batch, self.objective = profile, cluster, batch, objective
         self.processes = processes > 0
-        self.rows: Rows = by_rows(profile, batch)
+        self.rows = RowSizes(profile, batch)
         self.blocks: tuple[Block, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
         self.priced: dict[tuple[int, bool], Figures] = {}
 
-    def speed(self, device: Device) -> float:
-        """Seconds of the whole batch on one device."""
-        return self.figures(1, False).seconds(device, self.batch.size)
-
     def sets(self, able: Sequence[Device]) -> list[Sequence[Device]]:
-        """Devices to try, of every number: the fastest, or all sets where there are few that differ."""
+        """Devices to try, of every number: first those that would do most of the batch in a time."""
         most = min(len(able), self.batch.size)
-        if len(able) <= _EVERY_SET and len({(device.speed, device.memory_bytes) for device in able}) > 1:
-            return [used for count in range(1, most + 1) for used in combinations(able, count)]
-        fastest = sorted(able, key=self.speed)
-        return [[device for device in able if device in fastest[:count]] for count in range(1, most + 1)]
+        first = sorted(able, key=self._pace)
+        return [[device for device in able if device in first[:count]] for count in range(1, most + 1)]
 
     def holds_replica(self, device: Device) -> bool:
         """Whether a device has room for the model with one row of the batch."""
@@ -142,9 +127,8 @@ class Task:
         key = (count if sharded else min(count, 2), sharded)
         if key not in self.priced:
             self.priced[key] = Figures(
-                rows=self.rows, workload=self.profile.workload, blocks=self.blocks if sharded else (), count=count,
-                processes=self.processes or sharded,
-            )  # fmt: skip
+                self.rows, blocks=self.blocks if sharded else (), count=count, processes=self.processes or sharded
+            )
         return self.priced[key]
 
     def candidate(self, devices: Sequence[Device], *, sharded: bool) -> Candidate:
@@ -155,66 +139,27 @@ class Task:
             rows: tuple[int, ...] = even_shares(size, len(devices))  # every rank's gradients count alike there
         else:
             rows = self._shares(figures, devices) or even_shares(size, len(devices))
-        replicas = figures.all(devices, rows)
-        exchange = exchange_of(self.cluster, [d.name for d in devices], figures, [r.compute_seconds for r in replicas])
-        fullest = min(replicas, key=lambda one: one.free_bytes)
-        moving = 0.0 if self.processes or sharded else self._moving_seconds(devices, rows)
+        run = figures.run(self.cluster, devices, rows)
+        fullest = min(run.replicas, key=lambda one: one.free_bytes)
         return Candidate(
-            devices=tuple(devices), rows=rows, sharded=sharded, exchange=exchange,
-            seconds=pass_seconds(figures, devices, replicas) + exchange.exposed_seconds + moving,
-            peak_bytes=max(one.peak_bytes for one in replicas), fullness=max(map(fullness, replicas)),
+            devices=tuple(devices), rows=rows, sharded=sharded, exchange=run.exchange, seconds=run.seconds,
+            peak_bytes=max(one.peak_bytes for one in run.replicas), fullness=max(map(fullness, run.replicas)),
             short=(fullest.name, -fullest.free_bytes),
         )  # fmt: skip
 
     def _shares(self, figures: Figures, devices: Sequence[Device]) -> tuple[int, ...] | None:
-        """Rows of every replica: the slowest is done as early as can be, or the fullest is as empty; None if none fit.
-
-        They follow what devices do in a time; then single rows go elsewhere as long as that helps.
-        """
-        size, count = self.batch.size, len(devices)
+        """Rows of each: the slowest is done as early as can be, or the fullest is as empty; None if none fit."""
         most = [max(self._most_rows(figures, device, first=not i), 1) for i, device in enumerate(devices)]
-
-        known: dict[object, float] = {}
-
-        def own_cost(rank: int, rows: int) -> float:
-            device = devices[rank]
-            key = device.speed, device.memory_bytes, rank == 0, rows
-            if key not in known:
-                full = self.objective == "memory"
-                known[key] = (
-                    fullness(figures.of(device, rows, first=not rank)) if full else figures.seconds(device, rows)
-                )
-            return known[key]
-
-        def cost(rows: Sequence[int]) -> float:
-            slowest = max(own_cost(rank, own) for rank, own in enumerate(rows))
-            if self.processes or self.objective == "memory":
-                return slowest
-            return max(slowest, sum(map(figures.launching_seconds, devices))) + self._moving_seconds(devices, rows)
-
-        pace = [1 / limit if self.objective == "memory" else figures.seconds(device, size)
+        full = self.objective == "memory"
+        pace = [1 / limit if full else self.rows.seconds(device, self.batch.size)
                 for device, limit in zip(devices, most, strict=True)]  # fmt: skip
-        found = divide(size, pace, most)
-        alike = len({(device.speed, device.memory_bytes) for device in devices}) == 1 and self.processes
-        if found is None or alike:
-            return found
-        best, value = found, cost(found)
-        for _ in range(_MOVES):
-            slowest = max(range(count), key=lambda rank: own_cost(rank, best[rank]))
-            pairs = {*((slowest, to) for to in range(count)), *((away, 0) for away in range(count))}
-            moved = [
-                tuple(own + (at == to) - (at == away) for at, own in enumerate(best))
-                for away, to in sorted(pairs) if away != to and best[away] > 1 and best[to] < most[to]
-            ]  # fmt: skip
-            least = min(moved, key=cost, default=best)
-            if cost(least) >= value * (1 - 1e-9):
-                break
-            best, value = least, cost(least)
-        even = even_shares(size, count)
-        fits = all(own <= limit for own, limit in zip(even, most, strict=True))
-        return even if fits and cost(even) <= value * _AS_GOOD else best
+        return divide(self.batch.size, pace, most)
 
-    def _most_rows(self, figures: Figures, device: Device, *, first: bool) -> int:
+    def _pace(self, device: Device) -> float:
+        """Seconds of the whole batch on a device, as if it could do it as often as its memory asks for."""
+        return self.rows.seconds(device, self.batch.size) / max(self._most_rows(self.figures(2, False), device), 1)
+
+    def _most_rows(self, figures: Figures, device: Device, *, first: bool = False) -> int:
         """The most rows with which a replica fits on a device; bytes grow with rows."""
         low, high = 0, self.batch.size
         while low < high:
@@ -222,17 +167,6 @@ class Task:
             fits = figures.of(device, middle, first=first).free_bytes >= 0
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
-
-    def _moving_seconds(self, devices: Sequence[Device], rows: Sequence[int]) -> float:
-        """Inputs to the other devices and outputs back, one after another."""
-        total, first = 0.0, devices[0].name
-        for device, share in zip(devices[1:], rows[1:], strict=True):
-            part = self.rows.part(share)
-            for source, target, nbytes in (
-                (first, device.name, self.rows.input_bytes), (device.name, first, self.rows.output_bytes),
-            ):  # fmt: skip
-                total += self.cluster.link(source, target).seconds(nbytes * part) if nbytes else 0.0
-        return total
 
 
 def fullness(one: DeviceEstimate) -> float:
