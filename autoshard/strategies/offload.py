@@ -66,19 +66,19 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lack:
-    """Why nothing fits: what a device, or all places together, would need and have."""
+    """Why nothing fits: bytes that something needs on a device, or has to be stored there, and those that there are."""
 
     where: str
+    what: str
     need_bytes: int
     has_bytes: int
-    largest: str = ""
 
 
 def offload(
     profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], *,
     computing: Sequence[str], objective: Objective, in_memory: Collection[str] = (),
-) -> "Offloaded | Lack":  # fmt: skip
-    """Find the best plan with streamed modules, or say what lacks least.
+) -> "Offloaded | Lack | None":  # fmt: skip
+    """Find the best plan with streamed modules, or say what lacks least; None if no module may be streamed.
 
     `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
     """
@@ -98,7 +98,7 @@ def offload(
         if best is not None and (without_gain == _PATIENCE or best.value <= task.bound * (1 + 1e-9)):
             break
     least = min(lacks, key=lambda lack: lack.need_bytes - lack.has_bytes, default=None)
-    return best or least or Lack(where="", need_bytes=0, has_bytes=0)
+    return best or least
 
 
 class _Task:
@@ -225,7 +225,8 @@ class _Task:
             if room[name] < 0:
                 here = [m for m in whole if homes[m.path] == name]
                 slots = sum(sorted(held_bytes(m.storages, graph, device.block_bytes) for m in here)[-SLOTS:])
-                return Lack(where=name, need_bytes=fixed + slots, has_bytes=device.budget_bytes)
+                what = "what must be there, with two modules at a time,"
+                return Lack(where=name, what=what, need_bytes=fixed + slots, has_bytes=device.budget_bytes)
         streamed = [
             Streamed(path=m.path, device=homes[m.path], store="", storages=m.storages, calls=m.calls) for m in whole
         ]
@@ -275,7 +276,8 @@ class _Task:
         figures = price(draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound)
         for device in figures.devices:
             if device.free_bytes < 0:
-                return Lack(where=device.name, need_bytes=device.peak_bytes, has_bytes=device.memory_bytes)
+                needs = {"need_bytes": device.peak_bytes, "has_bytes": device.memory_bytes}
+                return Lack(where=device.name, what="a pass", **needs)
         value = figures.bottleneck_seconds if self.objective == "throughput" else figures.latency_seconds
         return Offloaded(placements=placements, streamed=away, flow=moves, estimate=figures, value=value)
 
@@ -287,14 +289,13 @@ def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) ->
         slots = sorted(mine, key=lambda module: -task.nbytes[module])[:SLOTS]
         need = sum(task.nbytes[module] for module in slots)
         if need > room:
-            names = " and ".join(whole[module].path for module in slots)
-            return Lack(where=devices[number], need_bytes=need, has_bytes=room, largest=names)
+            what = f"one module after the other, with room for two, {' and '.join(whole[m].path for m in slots)},"
+            return Lack(where=devices[number], what=what, need_bytes=need, has_bytes=room)
     away = streamed(task) or range(task.size)
     stored, has = sum(task.stored_bytes[module] for module in away), task.cpu_bytes + task.disk_bytes
-    if stored > has:
-        return Lack(where="", need_bytes=stored, has_bytes=has)
-    in_memory = sum(task.stored_bytes[module] for module in away if task.disk_seconds[module] == INF)
-    return Lack(where="cpu", need_bytes=in_memory, has_bytes=task.cpu_bytes)
+    if stored <= has:  # in all: what can't be kept on disk has to be on the CPU
+        stored, has = sum(task.stored_bytes[m] for m in away if task.disk_seconds[m] == INF), task.cpu_bytes
+    return Lack(where="cpu", what="what is stored", need_bytes=stored, has_bytes=has)
 
 
 def _in_turns(owner: Sequence[str], nbytes: Mapping[str, int], share: np.ndarray) -> tuple[int, ...]:

@@ -85,37 +85,18 @@ def not_on_disk(in_memory: Collection[str], cluster: Cluster) -> str:
     )
 
 
-def offload_refusal(lack: Lack, cluster: Cluster, computing: Sequence[str]) -> str:
+def offload_refusal(lack: Lack | None, cluster: Cluster, computing: Sequence[str]) -> str:
     """Say what has too little room for what, by how many bytes, and what to change."""
-    missing = lack.need_bytes - lack.has_bytes
-    if not lack.where and not lack.need_bytes:
+    if lack is None:
         return (
             "the model does not fit, and none of its modules can be kept elsewhere between its calls: their parameters "
             "are also read from outside, or are tied to those of others. Give "
             f"{' or '.join(computing)} more memory."
         )
-    if not lack.where:
-        stores = [name for name in cluster.names if name in STORES and name not in computing]
-        need, has = format_bytes(lack.need_bytes), format_bytes(lack.has_bytes)
-        if not stores:
-            stores = ["cpu"]
-        some = " and ".join(computing)
-        more = "" if "disk" in stores else ', or add a disk, as in {"disk": "500GiB"}'
-        return (
-            f"the model does not fit: parameters of {need} at least have to be kept away from {some}, "
-            f"and {' and '.join(stores)} {'have' if len(stores) > 1 else 'has'} room for {has}, "
-            f"{format_bytes(missing)} too little. Give {stores[-1]} that much more{more}."
-        )
-    if lack.largest:
-        return (
-            f"the model does not fit: {lack.where} has {format_bytes(lack.has_bytes)} left for parameters, and to "
-            f"bring them one module after the other takes room for two, {lack.largest}: "
-            f"{format_bytes(lack.need_bytes)}, {format_bytes(missing)} too little. "
-            f"Give {lack.where} that much more memory, or use a smaller batch."
-        )
+    need, has = format_bytes(lack.need_bytes), format_bytes(lack.has_bytes)
+    disk = "" if "disk" in cluster.names else ', add a disk, as in {"disk": "500GiB"}'
     return (
-        f"the model does not fit even with its weights elsewhere: what must be on {lack.where} takes "
-        f"{format_bytes(lack.need_bytes)} at its peak, with two modules at a time, and it has "
-        f"{format_bytes(lack.has_bytes)}, {format_bytes(missing)} too little. "
-        f"Give {lack.where} more memory, a smaller batch or a shorter sequence."
+        f"the model does not fit even with weights kept elsewhere between calls: {lack.what} takes {need} of "
+        f"{lack.where}, which has room for {has}, {format_bytes(lack.need_bytes - lack.has_bytes)} too little. Give "
+        f"{lack.where} that much more{disk}, or use a smaller batch or a shorter sequence."
     )

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from autoshard.capture.graph import ModelGraph
 from autoshard.errors import SpecError
 from autoshard.module_paths import above, is_below, parent
@@ -63,3 +65,20 @@ def collapse(device_of: Mapping[str, str], graph: ModelGraph) -> dict[str, str]:
             entry = path
         placements[entry] = device
     return placements
+
+
+def cut_depths(paths: Sequence[tuple[str, ...]]) -> np.ndarray:
+    """[n] per unit: how many modules of the tree a cut just before it splits (0 for the first unit).
+
+    layers.0.attn.k | layers.0.attn.q     splits "", layers, layers.0, layers.0.attn    4
+    layers.0.mlp.w  | layers.1.attn.q     splits "", layers                             2
+    """
+    parts = [of_unit[0].split(".") if of_unit and of_unit[0] else [] for of_unit in paths]
+    depths = np.zeros(len(parts), int)
+    for unit in range(1, len(parts)):
+        left, right = parts[unit - 1], parts[unit]
+        same = 0
+        while same < min(len(left), len(right)) and left[same] == right[same]:
+            same += 1
+        depths[unit] = same + 1
+    return depths

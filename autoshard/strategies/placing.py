@@ -23,7 +23,6 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units, weight_bytes
 from autoshard.strategies.chain import Array, Chain, cost_of, join, tie_choices
 from autoshard.strategies.compare import value_of
-from autoshard.strategies.levels import cut_depths
 from autoshard.strategies.partition import (
     Room,
     Solution,
@@ -33,7 +32,7 @@ from autoshard.strategies.partition import (
     most_units,
     sequential,
 )
-from autoshard.strategies.paths import collapse
+from autoshard.strategies.paths import collapse, cut_depths
 from autoshard.strategies.stage_costs import StageCosts
 
 STRATEGIES = {

@@ -26,7 +26,7 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units, tensor_units, weight_bytes
 from autoshard.schedules.orders import Order, in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
-from autoshard.strategies.levels import cut_depths
+from autoshard.strategies.paths import cut_depths
 
 Array = np.ndarray
 Layers = Mapping[Any, Array]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.strategies.chain import Chain, cost_of, join, tie_choices
-from autoshard.strategies.levels import cut_depths
 from autoshard.strategies.partition import Room, Solution, balanced
+from autoshard.strategies.paths import cut_depths
 from autoshard.strategies.placing import levels
 from autoshard.strategies.stage_costs import StageCosts
 from tests.strategies.brute import all_assignments, price_all
