@@ -16,7 +16,6 @@ from autoshard.engine.placed import lower_bound
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
-from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile
 from autoshard.sizes import format_bytes, format_seconds
 
@@ -143,16 +142,12 @@ def value_of(figures: Estimate, objective: str, training: bool) -> float:
 
 
 def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:
-    """Return a value that no plan of any strategy on these devices goes below: see `cost.lower_bound`.
+    """Return a value that no plan of any strategy on these devices goes below: see `placed.lower_bound`.
 
     For memory, what is held anyway is spread over all devices in proportion to their memory.
     """
     if objective != "memory":
-        halves = prompt_and_token(profile)
-        if halves is None:
-            return lower_bound(profile, cluster, divided=True)
-        prompt, token = (lower_bound(half, cluster, divided=True) for half in halves)
-        return prompt + (profile.further or 0) * token
+        return lower_bound(profile, cluster, divided=True)
     graph = profile.graph
     held = {t.storage: graph.storages[t.storage].nbytes for t in graph.tensors}
     state = profile.optimizer_bytes if profile.workload.training else 0

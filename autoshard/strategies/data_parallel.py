@@ -18,7 +18,7 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.engine.estimate import DeviceEstimate
-from autoshard.engine.replicas import Block, Exchange, Figures, RowSizes, blocks_of
+from autoshard.engine.replicas import Block, Figures, RowSizes, Run, blocks_of
 from autoshard.errors import PlanError
 from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
@@ -30,24 +30,22 @@ from autoshard.strategies.shares import divide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Replicas on some devices, with their rows, seconds of a pass and the most bytes on a device.
-
-    `fullness`: the largest part of a device's memory in use.
-    """
+    """Replicas on some devices, with their rows and a pass of them."""
 
     devices: tuple[Device, ...]
     rows: tuple[int, ...]
     sharded: bool
-    seconds: float
-    peak_bytes: int
-    fullness: float
-    short: tuple[str, int]
-    exchange: Exchange
+    run: Run
+
+    @property
+    def lacking(self) -> DeviceEstimate:
+        """The device that lacks most."""
+        return min(self.run.replicas, key=lambda one: one.free_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether every replica fits; `short`: (name, bytes lacking) of the device that lacks most."""
-        return self.short[1] <= 0
+        """Whether every replica fits."""
+        return self.lacking.free_bytes >= 0
 
 
 def data_parallel(
@@ -75,8 +73,8 @@ def data_parallel(
         raise PlanError(_refusal(task, tried, devices, processes))
 
     def value(one: Candidate) -> tuple[float, float, int]:
-        first = one.fullness if objective == "memory" else one.seconds
-        return first, one.seconds, len(one.devices)
+        first = max(map(fullness, one.run.replicas)) if objective == "memory" else one.run.seconds
+        return first, one.run.seconds, len(one.devices)
 
     # Who asks for replicas by name gets some where they fit; `auto` knows of one device by itself.
     best = min([one for one in fitting if len(one.devices) > 1] or fitting, key=value)
@@ -140,12 +138,7 @@ class Task:
         else:
             rows = self._shares(figures, devices) or even_shares(size, len(devices))
         run = figures.run(self.cluster, devices, rows)
-        fullest = min(run.replicas, key=lambda one: one.free_bytes)
-        return Candidate(
-            devices=tuple(devices), rows=rows, sharded=sharded, exchange=run.exchange, seconds=run.seconds,
-            peak_bytes=max(one.peak_bytes for one in run.replicas), fullness=max(map(fullness, run.replicas)),
-            short=(fullest.name, -fullest.free_bytes),
-        )  # fmt: skip
+        return Candidate(devices=tuple(devices), rows=rows, sharded=sharded, run=run)
 
     def _shares(self, figures: Figures, devices: Sequence[Device]) -> tuple[int, ...] | None:
         """Rows of each: the slowest is done as early as can be, or the fullest is as empty; None if none fit."""
@@ -237,15 +230,17 @@ def _reasons(
     else:
         rows = ", ".join(map(str, best.rows)) if len(set(best.rows)) > 1 else f"{best.rows[0]} each"
         reasons = [f"{count} replicas, on {names}, with {rows} of the {size} rows of the batch"]
-    alone = min((one for one in tried if len(one.devices) == 1), key=lambda one: one.seconds, default=None)
+    alone = min((one for one in tried if len(one.devices) == 1), key=lambda one: one.run.seconds, default=None)
     if count > 1 and alone is not None:
         if not alone.fits:
             reasons.append(f"on {alone.devices[0].name} alone the whole batch does not fit")
         elif objective != "memory":
-            faster = ": one device would be faster, replicas were asked for" if alone.seconds < best.seconds else ""
+            faster = (
+                ": one device would be faster, replicas were asked for" if alone.run.seconds < best.run.seconds else ""
+            )
             reasons.append(
-                f"{format_seconds(best.seconds)} a pass; {alone.devices[0].name} alone would take "
-                f"{format_seconds(alone.seconds)}{faster}"
+                f"{format_seconds(best.run.seconds)} a pass; {alone.devices[0].name} alone would take "
+                f"{format_seconds(alone.run.seconds)}{faster}"
             )
     left = [device for device in devices if device not in best.devices]
     small = [device.name for device in left if not task.holds_replica(device)]
@@ -259,14 +254,14 @@ def _reasons(
         why = (
             "since memory is the objective"
             if replica.fits
-            else f"since a whole replica does not fit on {replica.short[0]}"
+            else f"since a whole replica does not fit on {replica.lacking.name}"
         )
         reasons.append(f"each process keeps 1/{count} of parameters, gradients and optimizer state, {why}")
-    if best.exchange.seconds:
+    if best.run.exchange.seconds:
         what = "gathering parameters and scattering gradients" if best.sharded else "summing gradients"
         reasons.append(
-            f"{what} takes {format_seconds(best.exchange.seconds)}, of which "
-            f"{format_seconds(best.exchange.exposed_seconds)} don't hide behind computing"
+            f"{what} takes {format_seconds(best.run.exchange.seconds)}, of which "
+            f"{format_seconds(best.run.exchange.exposed_seconds)} don't hide behind computing"
         )
     if task.processes and count > 1:
         means = "; gradients become the mean over processes" if task.profile.workload.training else ""
@@ -278,12 +273,12 @@ def _reasons(
 
 def _refusal(task: Task, tried: Sequence[Candidate], devices: Sequence[Device], processes: int) -> str:
     """Say which device lacks how much, and one change that was tried and works."""
-    closest = min(tried, key=lambda one: one.short[1])
-    name, lacking = closest.short
+    closest = max(tried, key=lambda one: one.lacking.free_bytes)
+    worst = closest.lacking
     kind = "a part" if closest.sharded else "a replica"
     said = (
-        f"the model does not fit: {kind} of it with its rows needs {format_bytes(closest.peak_bytes)} on {name}, "
-        f"{format_bytes(lacking)} more than there is."
+        f"the model does not fit: {kind} of it with its rows needs {format_bytes(worst.peak_bytes)} on {worst.name}, "
+        f"{format_bytes(-worst.free_bytes)} more than there is."
     )
     if not closest.sharded and not task.processes and len(devices) > 1:
         sharded = task.candidate(devices, sharded=True)

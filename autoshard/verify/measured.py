@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,54 +27,6 @@ from autoshard.workload import Workload
 
 _WARM_UP = 2
 Taken = Callable[[], tuple[Event, ...]]
-
-
-@dataclass(slots=True)
-class _Clocks:
-    """A mark per moment: seconds on the CPU, an event of the stream elsewhere."""
-
-    begin: float = 0.0
-    zero: dict[torch.device, Any] = field(default_factory=dict)
-    open: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
-    spans: list[tuple[str, str, torch.device, Any, Any]] = field(default_factory=list)
-
-    def start(self, devices: set[torch.device]) -> None:
-        for device in devices:
-            _wait(device)
-        self.begin = time.perf_counter()
-        self.zero = {device: self.mark(device) for device in devices if device.type != "cpu"}
-
-    def mark(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return event
-
-    def enter(self, path: str, kind: str, device: torch.device) -> None:
-        self.open.setdefault((path, kind), []).append(self.mark(device))
-
-    def leave(self, path: str, kind: str, device: torch.device) -> None:
-        marks = self.open.get((path, kind))
-        if marks:  # a backward may begin where no input of the module needs a gradient: it has no end then
-            self.spans.append((path, kind, device, marks.pop(), self.mark(device)))
-
-    def seconds(self, device: torch.device, mark: Any) -> float:
-        if device.type == "cpu":
-            return mark - self.begin
-        return self.zero[device].elapsed_time(mark) / 1e3
-
-    def events(self) -> tuple[Event, ...]:
-        for device in self.zero:
-            _wait(device)
-        found = [
-            Event(
-                device=str(device), kind=kind, begin_seconds=self.seconds(device, begin),
-                end_seconds=self.seconds(device, end), label=path,
-            )
-            for path, kind, device, begin, end in self.spans
-        ]  # fmt: skip
-        return tuple(sorted(found, key=lambda event: (event.begin_seconds, -event.end_seconds)))
 
 
 def measure_pass(model: nn.Module, inputs: Any, workload: Workload, plan: Plan) -> tuple[Event, ...]:
@@ -107,37 +58,67 @@ def measuring(model: nn.Module, *, backward: bool = False) -> Iterator[Taken]:
 
     `backward` too: torch then gives modules views of their inputs, which they must not write into.
     """
-    clocks = _Clocks()
+    spans: list[tuple[str, str, torch.device, Any, Any]] = []
+    running: dict[tuple[str, str], list[Any]] = {}
     handles = []
     devices = set()
+
+    def hooks(path: str, kind: str, device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
+        begins = running.setdefault((path, kind), [])
+
+        def leave(*_: Any) -> None:
+            if begins:  # a backward may begin where no input of the module needs a gradient: it has no end then
+                spans.append((path, kind, device, begins.pop(), _mark(device)))
+
+        return lambda *_: begins.append(_mark(device)), leave
+
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if path and own and own[0].device.type != "meta":
             devices.add(own[0].device)
-            handles += _hooks(clocks, module, path, own[0].device, backward)
-    clocks.start(devices)
+            enter, leave = hooks(path, "forward", own[0].device)
+            handles += [
+                module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)
+            ]  # fmt: skip
+            if backward:
+                enter, leave = hooks(path, "backward", own[0].device)
+                handles += [
+                    module.register_full_backward_pre_hook(enter), module.register_full_backward_hook(leave)
+                ]  # fmt: skip
+    for device in devices:
+        _wait(device)
+    zero = {device: _mark(device) for device in devices}
+
+    def taken() -> tuple[Event, ...]:
+        for device in devices:
+            _wait(device)
+        found = [
+            Event(
+                device=str(device), kind=kind, begin_seconds=_seconds(zero[device], begin),
+                end_seconds=_seconds(zero[device], end), label=path,
+            )
+            for path, kind, device, begin, end in spans
+        ]  # fmt: skip
+        return tuple(sorted(found, key=lambda event: (event.begin_seconds, -event.end_seconds)))
+
     try:
-        yield clocks.events
+        yield taken
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hooks(clocks: _Clocks, module: nn.Module, path: str, device: torch.device, backward: bool) -> list[Any]:
-    def enter(kind: str) -> Callable[..., None]:
-        return lambda *_: clocks.enter(path, kind, device)
+def _mark(device: torch.device) -> Any:
+    """A moment: seconds on the CPU, an event of the stream elsewhere."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
-    def leave(kind: str) -> Callable[..., None]:
-        return lambda *_: clocks.leave(path, kind, device)
 
-    found = [
-        module.register_forward_pre_hook(enter("forward")),
-        module.register_forward_hook(leave("forward"), prepend=True),
-    ]
-    if backward:
-        found.append(module.register_full_backward_pre_hook(enter("backward")))
-        found.append(module.register_full_backward_hook(leave("backward")))
-    return found
+def _seconds(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def _wait(device: torch.device) -> None:
