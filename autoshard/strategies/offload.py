@@ -21,11 +21,9 @@ from autoshard.engine.pricer import price
 from autoshard.engine.streamed import (
     SLOTS,
     STORES,
-    Streamed,
     fetch_rate,
     fetch_seconds,
     held_bytes,
-    pass_calls,
     staging_bytes,
     streaming_bound,
     without_storages,
@@ -38,7 +36,7 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units
 from autoshard.strategies.chain import chain_from_profile, join
 from autoshard.strategies.cold import hops
-from autoshard.strategies.offload_choice import CPU, RESIDENT, Offload, choose, streamed
+from autoshard.strategies.offload_choice import CPU, RESIDENT, Movable, Offload, choose, streamed
 from autoshard.strategies.partition import Room, balanced, most_even
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.stage_costs import StageCosts
@@ -198,6 +196,7 @@ class _Task:
         moves = self._flows[assignment]
         copied = {graph.values[copy.value].storage for copy in moves.copies}
         whole = [module for module in whole if not copied.intersection(module.storages)]
+        whole.sort(key=lambda module: module.calls[0][0] if module.calls else len(graph.ops))
         task = self._pose(whole, homes, moves)
         for _ in range(_TRIES):
             if isinstance(task, Lack):
@@ -227,34 +226,28 @@ class _Task:
                 slots = sum(sorted(held_bytes(m.storages, graph, device.block_bytes) for m in here)[-SLOTS:])
                 what = "what must be there, with two modules at a time,"
                 return Lack(where=name, what=what, need_bytes=fixed + slots, has_bytes=device.budget_bytes)
-        streamed = [
-            Streamed(path=m.path, device=homes[m.path], store="", storages=m.storages, calls=m.calls) for m in whole
-        ]
         halves = prompt_and_token(self.profile)
         pace = self.profile if halves is None else halves[1 if self.profile.further else 0]  # what is done most often
-        pace_moves = replace(moves, uncounted=pace.graph.uncounted)
-        calls, after = pass_calls(pace, cluster, pace_moves, streamed)
 
-        def seconds(store: str) -> tuple[float, ...]:
-            if store not in self.stores:
-                return (INF,) * len(streamed)
-            barred = self.not_on_disk if store == "disk" else set[int]()
-            return tuple(
-                INF if barred.intersection(m.storages) else fetch_seconds(m.storages, graph, cluster, store, m.device)
-                for m in streamed
+        def movable(module: Streamable) -> Movable:
+            home, storages = homes[module.path], module.storages
+            seconds = {store: fetch_seconds(storages, graph, cluster, store, home) for store in self.stores}
+            if self.not_on_disk.intersection(storages):
+                seconds.pop("disk", None)
+            return Movable(
+                device=moves.devices.index(home),
+                calls=sum(begin not in pace.graph.uncounted for begin, _ in module.calls),
+                nbytes=held_bytes(storages, graph, cluster.device(home).block_bytes),
+                stored_bytes=module.nbytes,
+                cpu_seconds=seconds.get("cpu", INF),
+                disk_seconds=seconds.get("disk", INF),
             )
 
         cpu = room.get("cpu", self.stores.get("cpu", 0)) if "cpu" in self.stores else 0
         if "disk" in self.stores:
-            cpu -= staging_bytes({m.device for m in streamed})
+            cpu -= staging_bytes({homes[module.path] for module in whole})
         return Offload(
-            calls=calls,
-            after_seconds=after,
-            device=tuple(moves.devices.index(m.device) for m in streamed),
-            nbytes=tuple(held_bytes(m.storages, graph, cluster.device(m.device).block_bytes) for m in streamed),
-            stored_bytes=tuple(m.nbytes for m in whole),
-            cpu_seconds=seconds("cpu"),
-            disk_seconds=seconds("disk"),
+            modules=tuple(map(movable, whole)),
             room_bytes=tuple(room[name] for name in moves.devices),
             cpu_bytes=max(cpu, 0),
             disk_bytes=self.stores.get("disk", 0),
@@ -264,9 +257,7 @@ class _Task:
         self, whole: Sequence[Streamable], places: Sequence[int], device_of: Mapping[str, str], moves: Flow
     ) -> "Offloaded | Lack":
         """The plan of a choice with its exact estimate; the copies do not depend on what is streamed."""
-        first = {module.path: module.calls[0][0] if module.calls else len(self.graph.ops) for module in whole}
-        chosen = [(m, place) for m, place in zip(whole, places, strict=True) if place != RESIDENT]
-        chosen.sort(key=lambda pair: first[pair[0].path])
+        chosen = ((module, place) for module, place in zip(whole, places, strict=True) if place != RESIDENT)
         away = {module.path: "cpu" if place == CPU else "disk" for module, place in chosen}
         placements = placed(device_of, set(away), self.graph)
         draft = Plan(
@@ -285,16 +276,17 @@ class _Task:
 def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) -> Lack:
     """Which room is too small: that of two slots on a device, or that of the stores."""
     for number, room in enumerate(task.room_bytes):
-        mine = [module for module in range(task.size) if task.device[module] == number]
-        slots = sorted(mine, key=lambda module: -task.nbytes[module])[:SLOTS]
-        need = sum(task.nbytes[module] for module in slots)
+        mine = [(one.nbytes, module.path) for one, module in zip(task.modules, whole, strict=True)
+                if one.device == number]  # fmt: skip
+        slots = sorted(mine, key=lambda row: -row[0])[:SLOTS]
+        need = sum(nbytes for nbytes, _ in slots)
         if need > room:
-            what = f"one module after the other, with room for two, {' and '.join(whole[m].path for m in slots)},"
+            what = f"one module after the other, with room for two, {' and '.join(path for _, path in slots)},"
             return Lack(where=devices[number], what=what, need_bytes=need, has_bytes=room)
-    away = streamed(task) or range(task.size)
-    stored, has = sum(task.stored_bytes[module] for module in away), task.cpu_bytes + task.disk_bytes
+    away = [task.modules[number] for number in streamed(task) or range(len(whole))]
+    stored, has = sum(one.stored_bytes for one in away), task.cpu_bytes + task.disk_bytes
     if stored <= has:  # in all: what can't be kept on disk has to be on the CPU
-        stored, has = sum(task.stored_bytes[m] for m in away if task.disk_seconds[m] == INF), task.cpu_bytes
+        stored, has = sum(one.stored_bytes for one in away if one.disk_seconds == INF), task.cpu_bytes
     return Lack(where="cpu", what="what is stored", need_bytes=stored, has_bytes=has)
 
 

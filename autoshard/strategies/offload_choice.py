@@ -10,10 +10,9 @@ Large modules need large slots: every size is tried as the largest that is strea
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 
-import numpy as np
-
-from autoshard.engine.streamed import SLOTS, StreamCall
+from autoshard.engine.streamed import SLOTS
 
 RESIDENT, CPU, DISK = 0, 1, 2
 _MOST_SIZES = 12
@@ -21,32 +20,36 @@ _MOST_SIZES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """The modules that may be streamed, m of them, and the room there is on D devices.
+class Movable:
+    """A module that may be streamed.
 
     Attributes:
-        calls, after_seconds: one pass (see `stream_schedule`); a module without calls costs room only.
-        device: [m] the device each computes on.
-        nbytes: [m] on that device. stored_bytes: [m] on the CPU or on disk.
-        cpu_seconds, disk_seconds: [m] of bringing it once from there; inf if it can't be kept there.
-        room_bytes: [D] for residents and the two largest streamed modules of the device.
+        device: the number of the one that it computes on; calls: how many a pass has.
+        nbytes: on that device; stored_bytes: on the CPU or on disk.
+        cpu_seconds, disk_seconds: of bringing it once from there; inf if it can't be kept there.
+    """
+
+    device: int
+    calls: int
+    nbytes: int
+    stored_bytes: int
+    cpu_seconds: float
+    disk_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """The modules that may be streamed, in order of their first calls, and the room there is.
+
+    Attributes:
+        room_bytes: per device, for residents and its two largest streamed modules.
         cpu_bytes, disk_bytes: room for streamed modules.
     """
 
-    calls: tuple[StreamCall, ...]
-    after_seconds: float
-    device: tuple[int, ...]
-    nbytes: tuple[int, ...]
-    stored_bytes: tuple[int, ...]
-    cpu_seconds: tuple[float, ...]
-    disk_seconds: tuple[float, ...]
+    modules: tuple[Movable, ...]
     room_bytes: tuple[int, ...]
     cpu_bytes: int = 0
     disk_bytes: int = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.device)
 
 
 def choose(task: Offload) -> tuple[int, ...] | None:
@@ -54,65 +57,64 @@ def choose(task: Offload) -> tuple[int, ...] | None:
     away = streamed(task)
     if away is None:
         return None
-    places = np.full(task.size, RESIDENT)
-    places[away] = CPU
-    on_disk = _on_disk(task, away)
-    places[on_disk] = DISK
-    found = tuple(places.tolist())
-    return found if has_room(task, found) else None
+    places = [RESIDENT] * len(task.modules)
+    for number in away:
+        places[number] = CPU
+    for number in _on_disk(task, away):
+        places[number] = DISK
+    return tuple(places) if has_room(task, places) else None
 
 
 def streamed(task: Offload) -> list[int] | None:
-    """Return the modules that do not stay, in order of their calls; None where two slots have no room."""
+    """Return the numbers of the modules that do not stay; None where two slots have no room."""
     found: list[int] = []
     for device, room in enumerate(task.room_bytes):
-        mine = [module for module in _in_order(task) if task.device[module] == device]
-        if sum(task.nbytes[module] for module in mine) <= room:
-            continue
-        options = [_fewest(task, mine, room, largest) for largest in _sizes(task, mine)]
-        fitting = [option for option in options if option is not None]
-        if not fitting:
+        mine = [number for number, module in enumerate(task.modules) if module.device == device]
+        away = _fewest(task, mine, room)
+        if away is None:
             return None
-        found += min(fitting, key=lambda option: sum(_fetching(task, module) for module in option))
-    place = {module: at for at, module in enumerate(_in_order(task))}
-    return sorted(found, key=place.__getitem__)
+        found += away
+    return sorted(found)
 
 
-def _sizes(task: Offload, modules: Sequence[int]) -> list[int]:
-    """Sizes of modules, the largest first; of many, some."""
-    sizes = sorted({task.nbytes[module] for module in modules}, reverse=True)
-    return sizes[:: -(-len(sizes) // _MOST_SIZES)]
-
-
-def _fewest(task: Offload, modules: Sequence[int], room: int, largest: int) -> list[int] | None:
-    """The fewest modules of one device, none above a size, without which the others fit beside two slots."""
-    able = [module for module in modules if task.nbytes[module] <= largest]
-    total = sum(task.nbytes[module] for module in modules)
+def _fewest(task: Offload, mine: Sequence[int], room: int) -> list[int] | None:
+    """Modules of one device without which the others fit beside two slots, such that least is brought."""
+    nbytes = {number: task.modules[number].nbytes for number in mine}
+    total = sum(nbytes.values())
+    if total <= room:
+        return []
 
     def fits(away: Sequence[int]) -> bool:
-        sizes = sorted((task.nbytes[module] for module in away), reverse=True)
-        return total - sum(sizes[SLOTS:]) <= room
+        return total - sum(sorted((nbytes[number] for number in away), reverse=True)[SLOTS:]) <= room
 
-    return _least(task, able, fits)
+    def bringing(away: Sequence[int]) -> tuple[float, int]:
+        """Seconds per pass, from where modules are near; of equal ones the fewest bytes."""
+        rows = [task.modules[number] for number in away]
+        near = [(row.cpu_seconds if task.cpu_bytes > 0 else row.disk_seconds, row.calls) for row in rows]
+        return sum(seconds * calls for seconds, calls in near if isfinite(seconds)), sum(row.nbytes for row in rows)
+
+    sizes = sorted(set(nbytes.values()), reverse=True)
+    tried = sizes[:: -(-len(sizes) // _MOST_SIZES)]
+    options = [_least(task, [number for number in mine if nbytes[number] <= largest], fits) for largest in tried]
+    return min((option for option in options if option is not None), key=bringing, default=None)
 
 
 def _on_disk(task: Offload, away: Sequence[int]) -> list[int]:
     """The fewest modules that are kept on disk, so that the CPU has room for the others."""
-    able = [module for module in away if np.isfinite(task.disk_seconds[module])]
-    total = sum(task.stored_bytes[module] for module in away)
+    able = [number for number in away if isfinite(task.modules[number].disk_seconds)]
+    total = sum(task.modules[number].stored_bytes for number in away)
 
     def fits(chosen: Sequence[int]) -> bool:
-        return total - sum(task.stored_bytes[module] for module in chosen) <= task.cpu_bytes
+        return total - sum(task.modules[number].stored_bytes for number in chosen) <= task.cpu_bytes
 
     return able if not task.cpu_bytes else _least(task, able, fits) or []
 
 
-def _least(task: Offload, modules: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> list[int] | None:
+def _least(task: Offload, numbers: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> list[int] | None:
     """Pick as few as fit: those first that are called less, then the largest; of equal ones some at even distances."""
-    times = _times(task).tolist()
     by_kind: dict[tuple[int, int], list[int]] = {}
-    for module in modules:
-        by_kind.setdefault((times[module], -task.nbytes[module]), []).append(module)
+    for number in numbers:
+        by_kind.setdefault((task.modules[number].calls, -task.modules[number].nbytes), []).append(number)
     kinds = [by_kind[key] for key in sorted(by_kind)]
 
     def pick(count: int) -> list[int]:
@@ -122,43 +124,26 @@ def _least(task: Offload, modules: Sequence[int], fits: Callable[[Sequence[int]]
             found += [kind[(2 * i + 1) * len(kind) // (2 * part)] for i in range(part)]
         return found
 
-    if not fits(pick(len(modules))):
+    if not fits(pick(len(numbers))):
         return None
-    low, high = 0, len(modules)
+    low, high = 0, len(numbers)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(pick(middle)) else (middle + 1, high)
     return pick(high)
 
 
-def _in_order(task: Offload) -> list[int]:
-    """All modules by their first calls, those without at the end."""
-    called = dict.fromkeys(call.module for call in task.calls)
-    return [*called, *(module for module in range(task.size) if module not in called)]
-
-
-def _times(task: Offload) -> np.ndarray:
-    """Calls per module."""
-    return np.bincount(np.array([call.module for call in task.calls], int), minlength=task.size)
-
-
-def _fetching(task: Offload, module: int) -> float:
-    """Seconds per pass of bringing a module for each of its calls, from where it is near."""
-    near = task.cpu_seconds[module] if task.cpu_bytes > 0 else task.disk_seconds[module]
-    seconds = near * int(_times(task)[module]) if np.isfinite(near) else 0.0
-    return seconds + 1e-18 * task.nbytes[module]
-
-
 def has_room(task: Offload, places: Sequence[int]) -> bool:
     """Whether residents, slots and what is kept elsewhere all have room."""
-    at, stored, sizes = np.array(places, int), np.array(task.stored_bytes, np.int64), np.array(task.nbytes, np.int64)
-    if stored[at == CPU].sum() > task.cpu_bytes or stored[at == DISK].sum() > task.disk_bytes:
+    at = list(zip(task.modules, places, strict=True))
+    stored = {store: sum(one.stored_bytes for one, place in at if place == store) for store in (CPU, DISK)}
+    if stored[CPU] > task.cpu_bytes or stored[DISK] > task.disk_bytes:
         return False
-    if not np.isfinite(np.array(task.disk_seconds)[at == DISK]).all():
+    if any(one.disk_seconds == inf for one, place in at if place == DISK):
         return False
     for device, room in enumerate(task.room_bytes):
-        mine = np.array(task.device) == device
-        slots = np.sort(sizes[mine & (at != RESIDENT)])[-SLOTS:]
-        if sizes[mine & (at == RESIDENT)].sum() + slots.sum() > room:
+        mine = [(one.nbytes, place) for one, place in at if one.device == device]
+        slots = sorted((nbytes for nbytes, place in mine if place != RESIDENT), reverse=True)[:SLOTS]
+        if sum(nbytes for nbytes, place in mine if place == RESIDENT) + sum(slots) > room:
             return False
     return True
