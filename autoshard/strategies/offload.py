@@ -198,18 +198,20 @@ class _Task:
         whole = [module for module in whole if not copied.intersection(module.storages)]
         whole.sort(key=lambda module: module.calls[0][0] if module.calls else len(graph.ops))
         task = self._pose(whole, homes, moves)
+        if isinstance(task, Lack):
+            return task
+        found: Offloaded | Lack | None = None
         for _ in range(_TRIES):
-            if isinstance(task, Lack):
-                return task
             places = choose(task)
             if places is None:
-                return _lack(task, whole, moves.devices)
+                return found or _lack(task, whole, moves.devices)
             found = self._checked(whole, places, device_of, moves)
             if isinstance(found, Offloaded) or found.where not in moves.devices:
                 return found
             room = list(task.room_bytes)
             room[moves.devices.index(found.where)] -= found.need_bytes - found.has_bytes
             task = replace(task, room_bytes=tuple(room))
+        assert found is not None
         return found
 
     def _pose(self, whole: Sequence[Streamable], homes: Mapping[str, str], moves: Flow) -> "Offload | Lack":

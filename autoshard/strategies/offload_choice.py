@@ -81,8 +81,8 @@ def _fewest(task: Offload, mine: Sequence[int], room: int) -> list[int] | None:
     """Modules of one device without which the others fit beside two slots, such that least is brought."""
     nbytes = {number: task.modules[number].nbytes for number in mine}
     total = sum(nbytes.values())
-    if total <= room:
-        return []
+    if total <= room or not mine:
+        return [] if total <= room else None
 
     def fits(away: Sequence[int]) -> bool:
         return total - sum(sorted((nbytes[number] for number in away), reverse=True)[SLOTS:]) <= room
