@@ -285,8 +285,8 @@ def test_a_refusal_says_how_much_lacks_and_that_is_enough(profile, spec, grows) 
 
 
 def test_a_host_with_too_little_memory_to_read_the_disk_through_is_refused(profile) -> None:
-    with pytest.raises(PlanError, match="of cpu, which has room for 1.0 MiB"):
-        make_plan(profile, parse_devices({"cuda:0": "1300KiB", "cpu": "1MiB", "disk": "64MiB"}))
+    with pytest.raises(PlanError, match="of cpu, which has room for"):
+        make_plan(profile, parse_devices({"cuda:0": "600KiB", "cpu": "450KiB", "disk": "64MiB"}))
 
 
 def test_what_generates_is_brought_for_the_prompt_and_for_each_token() -> None:
