@@ -151,14 +151,14 @@ def of_moments(device: Device, found: Sequence[Mapping[str, int]]) -> DeviceEsti
     fullest = max(found, key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
     overhead = device.overhead_bytes if used else 0
-    kinds = ("parameter", "buffer", "gradient", "optimizer", "cache", "transfer")
-    return replace(
-        DeviceEstimate.unused(device.name, device.memory_bytes),
-        **{f"{kind}_bytes": fullest.get(kind, 0) for kind in kinds},
+    return DeviceEstimate(
+        name=device.name, memory_bytes=device.memory_bytes,
+        parameter_bytes=fullest.get("parameter", 0), buffer_bytes=fullest.get("buffer", 0),
+        gradient_bytes=fullest.get("gradient", 0), optimizer_bytes=fullest.get("optimizer", 0),
         activation_bytes=fullest.get("activation", 0) + fullest.get("step", 0),
-        overhead_bytes=overhead,
-        peak_bytes=used + overhead,
-    )
+        cache_bytes=fullest.get("cache", 0), transfer_bytes=fullest.get("transfer", 0),
+        overhead_bytes=overhead, peak_bytes=used + overhead, compute_seconds=0.0, transfer_seconds=0.0,
+    )  # fmt: skip
 
 
 def _rounded(nbytes: int, device: Device) -> int:
