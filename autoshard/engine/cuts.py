@@ -22,8 +22,8 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
-from autoshard.engine.cut_collectives import Collective
 from autoshard.engine.estimate import DeviceEstimate, Estimate
+from autoshard.engine.links import Collective
 from autoshard.engine.placed import check_devices, estimate_placed, of_every_device
 from autoshard.errors import PlanError
 from autoshard.flow import flow

@@ -18,9 +18,9 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
-from autoshard.engine.cut_collectives import Collective
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
 from autoshard.engine.estimate import Estimate, Event
+from autoshard.engine.links import Collective
 from autoshard.engine.placed import check_devices, moved_copies
 from autoshard.engine.pricer import estimate_mesh
 from autoshard.engine.programs import Task, play

@@ -33,6 +33,7 @@ from autoshard.engine.placed import (
     of_every_device,
     of_moments,
 )
+from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
@@ -276,48 +277,40 @@ class Figures:
 
 
 def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: float) -> Exchange:
-    """Price what replicas exchange in a pass; `compute_seconds`: of the fastest."""
-    training = figures.workload.training
-    if figures.sharded:
-        return sharded_exchange(cluster, names, figures.blocks, compute_seconds, training=training)
-    if not training:
+    """Price what replicas exchange in a pass, as programs beside computing; `compute_seconds`: of the fastest."""
+    training, sharded = figures.workload.training, figures.sharded
+    nbytes = sum(figures.trained)
+    if len(names) < 2 or not (sharded or nbytes):
         return Exchange(seconds=0.0, exposed_seconds=0.0)
-    hidden = figures.backward_part() * compute_seconds if figures.processes else 0.0
-    return gradient_exchange(cluster, names, sum(figures.trained), hidden)
-
-
-def gradient_exchange(cluster: Cluster, names: Sequence[str], nbytes: float, backward_seconds: float) -> Exchange:
-    """Price the sums of gradients of so many bytes over replicas while a backward of so many seconds makes them.
-
-    With 0 seconds nothing hides, and one sum is made of all.
-    """
-    if len(names) < 2 or not nbytes:
-        return Exchange(seconds=0.0, exposed_seconds=0.0)
-    buckets = max(1, ceil(nbytes / BUCKET_BYTES)) if backward_seconds else 1
-    seconds = buckets * all_reduce_seconds(cluster, names, nbytes / buckets)
-    last = seconds / buckets
-    exposed = last + max(0.0, seconds - last - backward_seconds)
-    return Exchange(seconds=seconds, exposed_seconds=exposed, all_reduces=buckets)
-
-
-def sharded_exchange(
-    cluster: Cluster, names: Sequence[str], blocks: Sequence[Block], compute_seconds: float, *, training: bool
-) -> Exchange:
-    """Price gathering the parameters of blocks, and scattering their gradients, over replicas that compute so long."""
-    if len(names) < 2:
-        return Exchange(seconds=0.0, exposed_seconds=0.0)
-    seconds, first = 0.0, 0.0
-    for block in reversed(blocks):  # what is outside of blocks comes first
-        gather = all_gather_seconds(cluster, names, block.parameter_bytes)
-        first = first or gather
-        again = 1 if training and block.path else 0  # what is outside of blocks stays until backward
-        seconds += gather * (1 + again)
-        seconds += all_gather_seconds(cluster, names, block.gradient_bytes) if training else 0.0  # and back
-    exposed = first + max(0.0, seconds - first - compute_seconds)
-    gathers = len(blocks) * (2 if training else 1)
-    return Exchange(
-        seconds=seconds, exposed_seconds=exposed, all_gathers=gathers, all_reduces=len(blocks) if training else 0
-    )
+    back = figures.backward_part() * compute_seconds if training else 0.0
+    if sharded:  # what is outside of blocks is gathered first, stays until backward, and is scattered last
+        blocks = [figures.blocks[-1], *figures.blocks[:-1]]
+        size = sum(block.parameter_bytes for block in blocks) or 1
+        gathers = [all_gather_seconds(cluster, names, block.parameter_bytes) for block in blocks]
+        parts = [block.parameter_bytes / size for block in blocks]
+        passes = [[
+            Layer(name="", compute=part * (compute_seconds - back), gather=gather)
+            for part, gather in zip(parts, gathers, strict=True)
+        ]]  # fmt: skip
+        if training:
+            passes.append([
+                Layer(
+                    name="", compute=part * back, gather=gather if block.path else 0.0,
+                    reduce=all_gather_seconds(cluster, names, block.gradient_bytes),
+                )
+                for part, gather, block in zip(parts[::-1], gathers[::-1], blocks[::-1], strict=True)
+            ])  # fmt: skip
+        counts = {"all_gathers": len(blocks) * len(passes), "all_reduces": len(blocks) if training else 0}
+    else:  # in one process gradients are summed after backward has made them
+        buckets = max(1, ceil(nbytes / BUCKET_BYTES)) if figures.processes else 1
+        own = back / buckets if figures.processes else 0.0
+        passes = [[Layer(name="", compute=own, reduce=all_reduce_seconds(cluster, names, nbytes / buckets))] * buckets]
+        counts = {"all_reduces": buckets}
+    layers = [layer for one in passes for layer in one]
+    seconds = sum(layer.gather + layer.reduce for layer in layers)
+    played = sum(pass_seconds([(layer, 1) for layer in one]) for one in passes)
+    exposed = played - sum(layer.compute for layer in layers)
+    return Exchange(seconds=seconds, exposed_seconds=exposed, **counts)
 
 
 def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], rows: RowSizes) -> tuple[Transfer, ...]:
