@@ -26,10 +26,9 @@ from autoshard.engine.pricer import estimate_mesh
 from autoshard.engine.programs import Task, play
 from autoshard.engine.streamed import (
     PASSES,
-    Fetch,
     Piece,
     calls_in_order,
-    module_fetch_seconds,
+    fetches_of,
     streamed_modules,
     streamed_program,
 )
@@ -77,14 +76,7 @@ def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
     check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
     graph, moves = profile.graph, flow(profile.graph, plan.placements)
     modules = [module for module in streamed_modules(plan, graph) if module.store != module.device]
-    seconds = [module_fetch_seconds(module, graph, cluster) for module in modules]
-    calls = [call for call in calls_in_order(modules, graph) if seconds[call[2]] > 0]
-    fetches = [
-        Fetch(
-            device=moves.devices.index(modules[i].device), seconds=seconds[i], on_disk=modules[i].store == "disk"
-        )
-        for _, _, i in calls
-    ]  # fmt: skip
+    calls, fetches = calls_in_order(modules, graph), fetches_of(modules, graph, cluster)
     drawn = _ordered(profile, cluster, moves, {op for call in calls for op in call[:2]})
     ops = [op for op, _ in drawn]
     waits = {bisect_left(ops, begin): number for number, (begin, _, _) in enumerate(calls)}

@@ -42,11 +42,7 @@ def price(
     cluster lacks or leaves a tensor without one.
     """
     if plan.mesh is not None or plan.cuts:
-
-        def divided(half: Profile) -> Estimate:
-            return estimate_mesh(plan, half, cluster) if plan.mesh is not None else estimate_cuts(plan, half, cluster)
-
-        return of_answer(divided(profile), profile, divided)
+        return Pricer(profile, cluster).answer(plan)
     check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     bound = lower_bound_seconds

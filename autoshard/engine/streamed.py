@@ -58,20 +58,10 @@ class Streamed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamCall:
-    """A call of a module that may be streamed: which one, on which device, what is computed before it and in it."""
-
-    module: int
-    device: int
-    before_seconds: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
     """What is brought for one call: to which device, and whether from the disk."""
 
-    device: int
+    device: str
     seconds: float
     on_disk: bool
 
@@ -103,14 +93,14 @@ def streamed_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: 
 
     The fetch for the call after next on a device begins when a call ends.
     """
-    numbers: dict[int, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for number, fetch in enumerate(fetches):
         numbers.setdefault(fetch.device, []).append(number)
     following = [0] * len(fetches)
     for own in numbers.values():
         for place, number in enumerate(own):
             following[number] = own[(place + SLOTS) % len(own)]
-    ready: dict[int, deque[tuple[int, ...]]] = {device: deque([()] * SLOTS) for device in numbers}
+    ready: dict[str, deque[tuple[int, ...]]] = {device: deque([()] * SLOTS) for device in numbers}
     program: list[Task] = []
     ends: list[int] = []
     for _ in range(passes):
@@ -133,20 +123,8 @@ def streamed_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: 
     return program, ends
 
 
-def steady_pass(
-    calls: Sequence[StreamCall], after_seconds: float, fetch_seconds: Sequence[float], on_disk: Sequence[bool]
-) -> Steady:
-    """Play passes through these calls; `fetch_seconds` per module: of bringing it once, 0 if it stays."""
-    fetches: list[Fetch] = []
-    pieces: list[Piece] = []
-    for call in calls:
-        pieces.append(Piece(seconds=call.before_seconds))
-        number = len(fetches) if fetch_seconds[call.module] > 0 else -1
-        if number >= 0:
-            seconds = fetch_seconds[call.module]
-            fetches.append(Fetch(device=call.device, seconds=seconds, on_disk=on_disk[call.module]))
-        pieces.append(Piece(seconds=call.seconds, waits=number, frees=number))
-    pieces.append(Piece(seconds=after_seconds))
+def steady_pass(pieces: Sequence[Piece], fetches: Sequence[Fetch]) -> Steady:
+    """Play passes of these pieces, which end with one that frees no slot."""
     program, ends = streamed_program(pieces, fetches, PASSES)
     played = play(program)
     half, busy = PASSES // 2, {name: seconds / PASSES for name, seconds in played.busy.items()}
@@ -164,9 +142,7 @@ def estimate_streamed(plan: Plan, profile: Profile, cluster: Cluster, moves: Flo
     moved = with_slots(moves, modules, graph)
     bare = estimate_placed(profile, cluster, moved, plan.objective)
     timed = [module for module in modules if module.store != module.device]
-    fetch = [module_fetch_seconds(module, graph, cluster) for module in timed]
-    calls, after = pass_calls(profile, cluster, moves, timed)
-    steady = steady_pass(calls, after, fetch, [module.store == "disk" for module in timed])
+    steady = steady_pass(pass_pieces(profile, cluster, moves, timed), fetches_of(timed, graph, cluster))
     devices = tuple(_with_streamed(device, modules, graph, cluster, moved) for device in bare.devices)
     links = [seconds for stream, seconds in steady.busy.items() if stream != "compute"]
     return replace(
@@ -175,7 +151,7 @@ def estimate_streamed(plan: Plan, profile: Profile, cluster: Cluster, moves: Flo
         latency_seconds=steady.seconds,
         bottleneck_seconds=max([device.compute_seconds + device.transfer_seconds for device in devices] + links),
         streaming=Streaming(
-            links=_links(timed, fetch, graph),
+            links=_links(timed, graph, cluster),
             compute_seconds=steady.busy["compute"],
             bound_seconds=steady.least_seconds,
             stall_seconds=max(0.0, steady.seconds - steady.busy["compute"]),
@@ -216,10 +192,8 @@ def without_storages(moves: Flow, storages: Iterable[int]) -> Flow:
     return replace(moves, buffers=replace(rows, **columns))
 
 
-def pass_calls(
-    profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed]
-) -> tuple[tuple[StreamCall, ...], float]:
-    """Return the calls of some modules in order, with the seconds between and in them, and those after the last."""
+def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed]) -> list[Piece]:
+    """Return what is done between and in the calls of some modules, in order, and after the last."""
     seconds = np.zeros(moves.steps + 1)
     placed = np.array(moves.op_device, np.int64)
     for index, name in enumerate(moves.devices):
@@ -229,17 +203,24 @@ def pass_calls(
     for copy in moved_copies(moves):
         seconds[int(copy.born)] += cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
     total = np.concatenate([[0.0], np.cumsum(seconds)])
-    numbers = {name: i for i, name in enumerate(moves.devices)}
-    calls, at = [], 0
-    for begin, end, index in calls_in_order(modules, profile.graph):
-        calls.append(
-            StreamCall(
-                module=index, device=numbers[modules[index].device], seconds=float(total[end] - total[begin]),
-                before_seconds=float(total[begin] - total[at]),
-            )
-        )  # fmt: skip
+    pieces, at = [], 0
+    for number, (begin, end, _) in enumerate(calls_in_order(modules, profile.graph)):
+        pieces.append(Piece(seconds=float(total[begin] - total[at])))
+        pieces.append(Piece(seconds=float(total[end] - total[begin]), waits=number, frees=number))
         at = end
-    return tuple(calls), float(total[-1] - total[at])
+    return [*pieces, Piece(seconds=float(total[-1] - total[at]))]
+
+
+def fetches_of(modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster) -> list[Fetch]:
+    """Return what is brought for every call of some modules, in order."""
+    each = [
+        Fetch(
+            device=module.device, on_disk=module.store == "disk",
+            seconds=fetch_seconds(module.storages, graph, cluster, module.store, module.device),
+        )
+        for module in modules
+    ]  # fmt: skip
+    return [each[index] for _, _, index in calls_in_order(modules, graph)]
 
 
 def calls_in_order(modules: Sequence[Streamed], graph: ModelGraph) -> list[tuple[int, int, int]]:
@@ -275,11 +256,6 @@ def streamed_modules(plan: Plan, graph: ModelGraph) -> list[Streamed]:
         for path, store in plan.streamed.items()
         if path in device_of
     ]  # fmt: skip
-
-
-def module_fetch_seconds(module: Streamed, graph: ModelGraph, cluster: Cluster) -> float:
-    """Return the seconds of bringing a streamed module once."""
-    return fetch_seconds(module.storages, graph, cluster, module.store, module.device)
 
 
 def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> int:
@@ -369,13 +345,13 @@ def staging_bytes(devices: Iterable[str]) -> int:
     return sum(STAGING_BYTES for name in devices if not name.startswith("cpu"))
 
 
-def _links(modules: Sequence[Streamed], fetch: Sequence[float], graph: ModelGraph) -> tuple[StreamLink, ...]:
+def _links(modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster) -> tuple[StreamLink, ...]:
     """What comes over each link in one pass."""
     rows: dict[tuple[str, str], list[float]] = {}
-    for module, seconds in zip(modules, fetch, strict=True):
+    for module in modules:
         row = rows.setdefault((module.store, module.device), [0, 0, 0, 0.0])
-        nbytes = held_bytes(module.storages, graph, 1)
-        times = len(module.calls)
+        times, nbytes = len(module.calls), held_bytes(module.storages, graph, 1)
+        seconds = fetch_seconds(module.storages, graph, cluster, module.store, module.device)
         for i, more in enumerate((1, times, times * nbytes, times * seconds)):
             row[i] += more
     return tuple(

@@ -1,19 +1,29 @@
 """Passes with fetches against cases worked out by hand and against a second way of computing the same schedule."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.engine.streamed import StreamCall, steady_pass
+from autoshard.engine.streamed import Fetch, Piece, Steady, steady_pass
+
+Call = tuple[int, str, float, float]
+"""A module, its device, and the seconds before and in the call."""
 
 
-def steady(*given) -> float:
-    """Seconds of a pass in the long run."""
-    return steady_pass(*given).seconds
+def passes(calls: Sequence[Call], after: float, fetch: Sequence[float], on_disk: Sequence[bool]) -> Steady:
+    """Passes through calls of modules, of which those that take time to fetch are brought."""
+    pieces, fetches = [], []
+    for module, device, before, seconds in calls:
+        number = len(fetches) if fetch[module] else -1
+        fetches += [Fetch(device=device, seconds=fetch[module], on_disk=on_disk[module])] if fetch[module] else []
+        pieces += [Piece(seconds=before), Piece(seconds=seconds, waits=number, frees=number)]
+    return steady_pass([*pieces, Piece(seconds=after)], fetches)
 
 
-def calls(*seconds: float, device: int = 0) -> list[StreamCall]:
-    return [StreamCall(module=i, device=device, before_seconds=0.0, seconds=s) for i, s in enumerate(seconds)]
+def calls(*seconds: float) -> list[Call]:
+    return [(i, "cuda:0", 0.0, s) for i, s in enumerate(seconds)]
 
 
 @pytest.mark.parametrize(
@@ -30,13 +40,12 @@ def calls(*seconds: float, device: int = 0) -> list[StreamCall]:
     ],
 )
 def test_by_hand(compute, fetch, expected):
-    assert steady(calls(*compute), 0.0, fetch, [False] * len(fetch)) == pytest.approx(expected)
+    assert passes(calls(*compute), 0.0, fetch, [False] * len(fetch)).seconds == pytest.approx(expected)
 
 
 def test_devices_have_links_of_their_own_and_share_the_disk():
-    turns = [StreamCall(module=i, device=i % 2, before_seconds=0.0, seconds=1.0) for i in range(8)]
-    own = steady(turns, 0.0, [4.0] * 8, [False] * 8)
-    shared = steady(turns, 0.0, [4.0] * 8, [True] * 8)
+    turns = [(i, f"cuda:{i % 2}", 0.0, 1.0) for i in range(8)]
+    own, shared = (passes(turns, 0.0, [4.0] * 8, [disk] * 8).seconds for disk in (False, True))
     assert own == pytest.approx(16) and shared == pytest.approx(32)
 
 
@@ -44,15 +53,15 @@ def one_device(pass_calls, after, fetch, passes=400):
     """Unrolled: fetch j starts when fetch j-1 is done and call j-2 has ended; call j when fetch j is done."""
     ended, brought, ends, now = [], 0.0, [], 0.0
     for _ in range(passes):
-        for call in pass_calls:
-            now += call.before_seconds
-            if fetch[call.module]:
+        for module, _, before, seconds in pass_calls:
+            now += before
+            if fetch[module]:
                 free = ended[-2] if len(ended) > 1 else 0.0
-                brought = max(brought, free) + fetch[call.module] if len(ended) > 1 else 0.0
-                now = max(now, brought) + call.seconds
+                brought = max(brought, free) + fetch[module] if len(ended) > 1 else 0.0
+                now = max(now, brought) + seconds
                 ended.append(now)
             else:
-                now += call.seconds
+                now += seconds
         now += after
         ends.append(now)
     return (ends[-1] - ends[passes // 2 - 1]) / (passes // 2)
@@ -68,7 +77,7 @@ times = st.integers(0, 8).map(float)
     st.lists(times, min_size=5, max_size=5),
 )
 def test_equals_the_unrolled_schedule(rows, after, fetch):
-    order = [StreamCall(module=m, device=0, before_seconds=b, seconds=s) for m, b, s in rows]
-    found = steady_pass(order, after, fetch, [False] * 5)
+    order = [(m, "cuda:0", b, s) for m, b, s in rows]
+    found = passes(order, after, fetch, [False] * 5)
     assert found.seconds == pytest.approx(one_device(order, after, fetch), rel=5e-2, abs=0.1)
     assert found.seconds >= found.least_seconds * (1 - 5e-2)
