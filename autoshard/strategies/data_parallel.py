@@ -9,6 +9,7 @@ a replica does not fit, or memory is the objective, processes may keep a part of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from autoshard.profile.profile import Profile
 from autoshard.sharding import even_shares
 from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.shares import divide
+
+_MOVES = 32
+"""Rows that go from one device to another, one after the other, from shares by speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,25 @@ class Task:
         full = self.objective == "memory"
         pace = [1 / limit if full else self.rows.seconds(device, self.batch.size)
                 for device, limit in zip(devices, most, strict=True)]  # fmt: skip
-        return divide(self.batch.size, pace, most)
+        best = divide(self.batch.size, pace, most)
+        if best is None or (self.processes and len({(one.speed, one.memory_bytes) for one in devices}) == 1):
+            return best
+
+        def cost(rows: tuple[int, ...]) -> float:
+            run = figures.run(self.cluster, devices, rows)
+            return max(map(fullness, run.replicas)) if full else run.seconds
+
+        for _ in range(_MOVES):
+            moved = [
+                tuple(own + (at == to) - (at == away) for at, own in enumerate(best))
+                for away, to in permutations(range(len(best)), 2)
+                if best[away] > 1 and best[to] < most[to]
+            ]
+            least = min(moved, key=cost, default=best)
+            if cost(least) >= cost(best) * (1 - 1e-9):
+                break
+            best = least
+        return best
 
     def _pace(self, device: Device) -> float:
         """Seconds of the whole batch on a device, as if it could do it as often as its memory asks for."""
