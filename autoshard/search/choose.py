@@ -14,6 +14,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
 from autoshard.collector import no_collection
+from autoshard.engine.estimate import Estimate
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.measure import profile_graph
