@@ -24,17 +24,17 @@ class DeviceEstimate:
 
     name: str
     memory_bytes: int
-    parameter_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    cache_bytes: int
-    transfer_bytes: int
-    overhead_bytes: int
-    peak_bytes: int
-    compute_seconds: float
-    transfer_seconds: float
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    cache_bytes: int = 0
+    transfer_bytes: int = 0
+    overhead_bytes: int = 0
+    peak_bytes: int = 0
+    compute_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     slot_bytes: int = 0
     stored_bytes: int = 0
 
@@ -42,15 +42,6 @@ class DeviceEstimate:
     def free_bytes(self) -> int:
         """Left over; negative if the plan does not fit."""
         return self.memory_bytes - self.peak_bytes
-
-    @classmethod
-    def unused(cls, name: str, memory_bytes: int) -> "DeviceEstimate":
-        """That of a device which a plan leaves alone."""
-        return cls(
-            name=name, memory_bytes=memory_bytes, parameter_bytes=0, buffer_bytes=0, gradient_bytes=0,
-            optimizer_bytes=0, activation_bytes=0, cache_bytes=0, transfer_bytes=0, overhead_bytes=0, peak_bytes=0,
-            compute_seconds=0.0, transfer_seconds=0.0,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
-from autoshard.engine.estimate import Estimate, Event
+from autoshard.engine.estimate import Estimate, Event, Transfer
 from autoshard.engine.links import Collective
 from autoshard.engine.placed import check_devices, moved_copies
 from autoshard.engine.pricer import estimate_mesh
@@ -33,7 +33,7 @@ from autoshard.engine.streamed import (
     streamed_program,
 )
 from autoshard.engine.timing import op_seconds, optimizer_seconds
-from autoshard.flow import Flow, flow
+from autoshard.flow import Copy, Flow, flow
 from autoshard.module_paths import above
 from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes
@@ -62,6 +62,11 @@ def events(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Event, ...]:
 def _event(device: str, kind: str, seconds: float, **more: str | int) -> Event:
     """An event that has not begun: it ends after so many seconds."""
     return Event(device=device, kind=kind, begin_seconds=0.0, end_seconds=seconds, **more)  # type: ignore[arg-type]
+
+
+def _copied(one: Copy | Transfer, seconds: float) -> Event:
+    label = f"{one.producer or 'inputs'} -> {one.consumer or 'outputs'}"
+    return _event(one.destination, "transfer", seconds, source=one.source, nbytes=one.nbytes, label=label)
 
 
 def _at(event: Event, begin: float) -> Event:
@@ -107,9 +112,7 @@ def _ordered(profile: Profile, cluster: Cluster, moves: Flow, breaks: Collection
     copies: dict[int, list[tuple[float, Event]]] = {}
     for copy in moved_copies(moves):
         seconds = cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
-        label = f"{copy.producer or 'inputs'} -> {copy.consumer or 'outputs'}"
-        event = _event(copy.destination, "transfer", seconds, source=copy.source, nbytes=copy.nbytes, label=label)
-        copies.setdefault(ceil(copy.born), []).append((copy.born, event))
+        copies.setdefault(ceil(copy.born), []).append((copy.born, _copied(copy, seconds)))
     found = []
     for begin, event in runs(profile, cluster, moves.devices, moves.op_device, {*copies, *breaks}):
         found += [(int(born), copy) for born, copy in sorted(copies.pop(begin, ()), key=lambda row: row[0])]
@@ -242,10 +245,7 @@ def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estim
     """
     side, home, copies = _Side(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
     for one in estimate.transfers:
-        label = f"{one.producer or 'inputs'} -> {one.consumer or 'outputs'}"
-        copies[one.destination == home].append(
-            _event(one.destination, "transfer", one.seconds, source=one.source, nbytes=one.nbytes, label=label)
-        )
+        copies[one.destination == home].append(_copied(one, one.seconds))
     for event in copies[False]:
         side.add(event, stream="copies")
     begin = side.all_of_them()

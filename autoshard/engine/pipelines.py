@@ -171,8 +171,6 @@ def _device_estimate(
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
         activation_bytes=activation + inputs,
-        cache_bytes=0,
-        transfer_bytes=0,
         overhead_bytes=overhead,
         peak_bytes=used + overhead,
         compute_seconds=run.simulated.busy[position] + step_seconds,

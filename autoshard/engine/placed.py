@@ -71,7 +71,7 @@ def moved_copies(moves: Flow, *, hosts: bool = False) -> list[Copy]:
 
 def of_every_device(found: Mapping[str, DeviceEstimate], cluster: Cluster) -> tuple[DeviceEstimate, ...]:
     """Figures of all devices of a cluster in its order; those that have none in `found` are left alone by the plan."""
-    return tuple(found.get(d.name) or DeviceEstimate.unused(d.name, d.memory_bytes) for d in cluster.devices)
+    return tuple(found.get(d.name) or DeviceEstimate(name=d.name, memory_bytes=d.memory_bytes) for d in cluster.devices)
 
 
 def _compute_seconds(profile: Profile, cluster: Cluster, moves: Flow) -> dict[str, float]:
@@ -157,7 +157,7 @@ def of_moments(device: Device, found: Sequence[Mapping[str, int]]) -> DeviceEsti
         gradient_bytes=fullest.get("gradient", 0), optimizer_bytes=fullest.get("optimizer", 0),
         activation_bytes=fullest.get("activation", 0) + fullest.get("step", 0),
         cache_bytes=fullest.get("cache", 0), transfer_bytes=fullest.get("transfer", 0),
-        overhead_bytes=overhead, peak_bytes=used + overhead, compute_seconds=0.0, transfer_seconds=0.0,
+        overhead_bytes=overhead, peak_bytes=used + overhead,
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def _estimate_of(plan: Plan, figures: Figures, ranks: Sequence[RankFigures], clu
         if device.name in rank_of:
             rows.append(_device(device.name, device.memory_bytes, rank_of[device.name]))
         else:
-            rows.append(DeviceEstimate.unused(device.name, device.memory_bytes))
+            rows.append(DeviceEstimate(name=device.name, memory_bytes=device.memory_bytes))
     names = [device.name for device in plan.devices[::each]]
     classes = _classes(names, each, ranks)
     training = isinstance(figures, StepEstimate)
@@ -120,7 +120,6 @@ def _device(name: str, memory_bytes: int, rank: RankFigures) -> DeviceEstimate:
     return DeviceEstimate(
         name=name,
         memory_bytes=memory_bytes,
-        buffer_bytes=0,
         overhead_bytes=peak - sum(fields.values()),
         peak_bytes=peak,
         compute_seconds=rank.compute_seconds,
