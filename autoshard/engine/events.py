@@ -172,7 +172,7 @@ def optimizer_events(profile: Profile, cluster: Cluster, moves: Flow) -> list[Ev
 
 
 @dataclass(slots=True)
-class _Side:
+class _Lanes:
     """A program of events on the devices of a plan, each device a stream of its own."""
 
     tasks: list[Task] = field(default_factory=list)
@@ -186,7 +186,7 @@ class _Side:
         self.tasks.append(Task(name="", stream=stream, seconds=event.end_seconds, after=tuple(after)))
         self.drawn.append(event)
 
-    def all_of_them(self) -> tuple[int, ...]:
+    def ends(self) -> tuple[int, ...]:
         """The last task of every stream."""
         return tuple(self.last.values())
 
@@ -214,17 +214,17 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
         for begin, event in runs(local, cluster, moves.devices, moves.op_device, bounds):
             parts[name][bisect_right(bounds, begin)] += [event] if event.end_seconds else []
         parts[name][-1] += optimizer_events(local, cluster, moves)
-    side = _Side()
+    lanes = _Lanes()
     for number in range(len(bounds) + 1):
         for name in names:
             for event in parts[name][number]:
-                side.add(event)
+                lanes.add(event)
         for collective in after[bounds[number]] if number < len(bounds) else ():
             seconds, kind = collective.seconds(cluster, names), "all-gather" if collective.gathers else "all-reduce"
-            before = side.all_of_them()
+            before = lanes.ends()
             for name in names:
-                side.add(_event(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
-    return list(side.played())
+                lanes.add(_event(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
+    return list(lanes.played())
 
 
 def _backward_end(graph: ModelGraph, collective: Collective) -> int:
@@ -243,26 +243,26 @@ def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estim
 
     The estimate has one figure for what a device computes; forward and backward share it as they do on one device.
     """
-    side, home, copies = _Side(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
+    lanes, home, copies = _Lanes(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
     for one in estimate.transfers:
         copies[one.destination == home].append(_copied(one, one.seconds))
     for event in copies[False]:
-        side.add(event, stream="copies")
-    begin = side.all_of_them()
+        lanes.add(event, stream="copies")
+    begin = lanes.ends()
     for device in estimate.devices:
         if device.compute_seconds:
             totals = _kinds(plan, profile, cluster, device.name)
             scale = device.compute_seconds / sum(totals.values())
             for kind, seconds in totals.items():
-                side.add(_event(device.name, kind, seconds * scale), begin)
-    computed, kind = side.all_of_them(), "all-reduce" if estimate.all_reduces else "all-gather"
+                lanes.add(_event(device.name, kind, seconds * scale), begin)
+    computed, kind = lanes.ends(), "all-reduce" if estimate.all_reduces else "all-gather"
     for device in estimate.devices:
         if device.transfer_seconds:
-            side.add(_event(device.name, kind, device.transfer_seconds), computed)
-    summed = side.all_of_them()
+            lanes.add(_event(device.name, kind, device.transfer_seconds), computed)
+    summed = lanes.ends()
     for event in copies[True]:
-        side.add(event, summed, stream="copies")
-    return list(side.played())
+        lanes.add(event, summed, stream="copies")
+    return list(lanes.played())
 
 
 def _kinds(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
