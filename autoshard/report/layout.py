@@ -68,13 +68,14 @@ def is_unicode(console: Console) -> bool:
 
 
 def fitted(console: Console, cell: Text, width: int) -> Text:
-    """Return the cell, or its end behind an ellipsis: the end of a module path tells more than its beginning."""
+    """Return the cell, cut with an ellipsis: words lose their end, a module path its beginning, which tells less."""
     if cell.cell_len <= width:
         return cell
     plain, mark = cell.plain, "…" if is_unicode(console) else "..."
+    words = " " in plain
     while cell_len(plain) > width - len(mark):
-        plain = plain[1:]
-    return Text(mark + plain, style=cell.style)
+        plain = plain[:-1] if words else plain[1:]
+    return Text(plain.rstrip(" ,") + mark if words else mark + plain, style=cell.style)
 
 
 def print_section(console: Console, title: str, sentence: str = "") -> None:

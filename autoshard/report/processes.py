@@ -10,7 +10,7 @@ from autoshard.sizes import format_bytes, format_seconds
 
 MEANING = {
     "dp": "replicas with all parameters of their part",
-    "fsdp": "replicas with a part of parameters, gradients and optimizer state each",
+    "fsdp": "replicas that share parameters, gradients and optimizer state",
     "tp": "ranks that share every matrix",
     "pp": "pipeline stages",
     "cp": "parts of every sequence",
@@ -18,7 +18,7 @@ MEANING = {
 }
 MOST_STAGES = 8
 MOST_RANKS = 8
-CURVE_WIDTH = 24
+CURVE_WIDTH = 10
 
 
 def print_mesh(console: Console, plan: Plan) -> None:
@@ -62,7 +62,7 @@ def ranks_label(rank: RankEstimate, plan: Plan) -> str:
     if plan.mesh is None or plan.mesh.pp == 1:
         return f"every rank · {rank.first}{more}"
     stages = sorted(rank.stages)
-    named = ", ".join(map(str, stages[:3])) + (f" … {stages[-1]}" if len(stages) > 3 else "")
+    named = ", ".join(map(str, stages[:2])) + (f" … {stages[-1]}" if len(stages) > 2 else "")
     return f"stage{'s' if len(stages) > 1 else ''} {named} · {rank.first}{more}"
 
 
@@ -92,7 +92,7 @@ def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
     print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
     rows: list[list[str | Text]] = []
     for moment, total in zip(estimate.curve, totals, strict=True):
-        largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:3]
+        largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:2]
         width = round(CURVE_WIDTH * total / max(totals))
         style = "bold" if total == max(totals) else ""
         about = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest if nbytes)
